@@ -1,0 +1,19 @@
+"""The one exception that a user's mistake raises."""
+
+from __future__ import annotations
+
+
+class RetrofitError(Exception):
+    """Something the user can mend.
+
+    The message is one line that says what happened and what to do; the command line prints it after `error: ` without a
+    traceback and exits with `exit_code`.
+    """
+
+    exit_code = 1
+
+
+class UsageError(RetrofitError, ValueError):
+    """An argument that is wrong by itself: an unknown name, a malformed pattern, a number out of range (exit code 2)."""
+
+    exit_code = 2
