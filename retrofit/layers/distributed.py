@@ -1,0 +1,48 @@
+"""Means, extremes and sizes of normalized sets that may be spread over the ranks of a process group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Dim = tuple[int, ...]
+
+
+def means(tensors: list[Tensor], dim: Dim, group: ProcessGroup | None) -> list[Tensor]:
+    """Mean of each tensor over `dim` (kept as size one) and the ranks of `group`, whose shares may be unequal."""
+    if group is None:
+        return [tensor.mean(dim, True) for tensor in tensors]
+    sums = [tensor.sum(dim, True) for tensor in tensors]
+    packed = torch.stack([*sums, torch.full_like(sums[0], _share(tensors[0], dim))])
+    dist.all_reduce(packed, group=group)
+    return list(packed[:-1] / packed[-1])
+
+
+def set_size(x: Tensor, dim: Dim, group: ProcessGroup | None) -> Tensor | int:
+    """Number of values in each normalized set, over all ranks of `group`."""
+    if group is None:
+        return _share(x, dim)
+    count = torch.tensor(_share(x, dim), device=x.device, dtype=x.dtype)
+    dist.all_reduce(count, group=group)
+    return count
+
+
+def extremes(x: Tensor, dim: Dim, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of `x` over `dim` and `group`."""
+    if group is None:
+        return x.amin(dim, True), x.amax(dim, True)
+    shape = [1 if i in dim else size for i, size in enumerate(x.shape)]
+    packed = torch.full((2, *shape), -torch.inf, device=x.device, dtype=x.dtype)
+    if x.numel():
+        packed = torch.stack([-x.amin(dim, True), x.amax(dim, True)])
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
+    return -packed[0], packed[1]
+
+
+def _share(x: Tensor, dim: Dim) -> int:
+    count = 1
+    for axis in dim:
+        count *= x.shape[axis]
+    return count

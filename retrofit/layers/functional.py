@@ -1,0 +1,246 @@
+"""The functional forms of the normality-normalized layers, each beside torch's own in its arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from retrofit.layers.core import Statistics, apply_statistics, normality_norm
+
+
+def batch_normal_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    running_lambda: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    *,
+    strength: Tensor | float = 1.0,
+    noise: float = 0.0,
+    steps: int = 1,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Batch normality normalization (Eftekhari & Papyan 2025, algorithm 1): a set is a channel over (N, *).
+
+    Args:
+        x: Input of shape (N, C, *).
+        running_mean: Running mean, (C,); updated in training unless None.
+        running_var: Running unbiased variance, (C,); updated in training unless None.
+        running_lambda: Running lambda estimate, (C,); updated in training unless None.
+        weight: gamma, (C,), or None.
+        bias: beta, (C,), or None.
+        training: Use the batch's statistics rather than the running ones.
+        momentum: Weight of the newest batch in the running statistics.
+        eps: Added to the variance.
+        strength: t in [0, 1]; at 0 the function is `torch.nn.functional.batch_norm`.
+        noise: xi, the factor of the additive noise in training.
+        steps: Newton iterations of the estimate.
+        group: Process group to share the statistics with.
+
+    Returns:
+        The result in `x`'s shape and dtype.
+
+    Raises:
+        ValueError: If training on a single value a channel, as torch's layer does.
+    """
+    if training and group is None and x.numel() == x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+    gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
+    if not training:
+        if running_mean is None or running_var is None or running_lambda is None:
+            raise ValueError("running statistics are needed outside training")
+        lmbda = 1 + strength * (running_lambda - 1)
+        mean, var, lmbda = (_view(s, x.ndim) for s in (running_mean, running_var, lmbda))
+        return apply_statistics(x, mean, var, lmbda, gamma, beta, eps)
+    if x.numel() == 0 and group is None:
+        return _empty(x, gamma, beta)
+    dim = (0, *range(2, x.ndim))
+    out, found = normality_norm(
+        x, gamma, beta, dim=dim, eps=eps, strength=strength, noise=noise, steps=steps, group=group
+    )
+    _update_running(running_mean, running_var, running_lambda, found, momentum)
+    return out
+
+
+def layer_normal_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    strength: Tensor | float = 1.0,
+    noise: float = 0.0,
+    steps: int = 1,
+) -> Tensor:
+    """Layer normality normalization: a set is each sample over `normalized_shape`, in training and after.
+
+    Args:
+        x: Input of shape (*, *normalized_shape).
+        normalized_shape: Trailing dimensions of a set.
+        weight: gamma, of `normalized_shape`, or None.
+        bias: beta, of `normalized_shape`, or None.
+        eps: Added to the variance.
+        strength: t in [0, 1]; at 0 the function is `torch.nn.functional.layer_norm`.
+        noise: xi, the factor of the additive noise; pass 0 outside training.
+        steps: Newton iterations of the estimate.
+
+    Returns:
+        The result in `x`'s shape and dtype.
+
+    Raises:
+        RuntimeError: If `x` does not end in `normalized_shape`, as torch's layer does.
+    """
+    shape = tuple(normalized_shape)
+    if x.shape[x.ndim - len(shape) :] != shape:
+        raise RuntimeError(
+            f"Given normalized_shape={list(shape)}, expected input with shape [*, {', '.join(map(str, shape))}], "
+            f"but got input of size{list(x.shape)}"
+        )
+    if x.numel() == 0:
+        return _empty(x, weight, bias)
+    dim = tuple(range(x.ndim - len(shape), x.ndim))
+    return normality_norm(x, weight, bias, dim=dim, eps=eps, strength=strength, noise=noise, steps=steps)[0]
+
+
+def channel_layer_normal_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    strength: Tensor | float = 1.0,
+    noise: float = 0.0,
+    steps: int = 1,
+) -> Tensor:
+    """Layer normality normalization of channels-first maps: a set is each position of (N, C, *) over C.
+
+    Args are those of `layer_normal_norm`, with `weight` and `bias` of shape (C,).
+
+    Returns:
+        The result in `x`'s shape, dtype and memory format.
+    """
+    gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
+    if x.numel() == 0:
+        return _empty(x, gamma, beta)
+    return normality_norm(x, gamma, beta, dim=(1,), eps=eps, strength=strength, noise=noise, steps=steps)[0]
+
+
+def group_normal_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    strength: Tensor | float = 1.0,
+    noise: float = 0.0,
+    steps: int = 1,
+) -> Tensor:
+    """Group normality normalization: a set is each sample and group of channels over (C / num_groups, *).
+
+    Args are those of `layer_normal_norm`, for `x` of shape (N, C, *) and `weight` and `bias` of shape (C,).
+
+    Returns:
+        The result in `x`'s shape and dtype; at strength 0 the function is `torch.nn.functional.group_norm`.
+
+    Raises:
+        ValueError: If the channels do not divide into the groups, or sets hold a single value.
+    """
+    if x.ndim < 2:
+        raise RuntimeError(f"Expected at least 2 dimensions for input tensor but received {x.ndim}")
+    channels = x.shape[1]
+    if channels % num_groups:
+        raise RuntimeError(
+            f"Expected number of channels in input to be divisible by num_groups, but got input of shape "
+            f"{list(x.shape)} and num_groups={num_groups}"
+        )
+    if x.numel() == num_groups and x.shape[0] == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+    if x.numel() == 0:
+        return _empty(x, _per_channel(weight, x.ndim), _per_channel(bias, x.ndim))
+    split = (num_groups, channels // num_groups)
+    grouped = x.unflatten(1, split)
+    gamma, beta = (None if p is None else _view(p, x.ndim).unflatten(1, split) for p in (weight, bias))
+    dim = tuple(range(2, grouped.ndim))
+    out, _ = normality_norm(grouped, gamma, beta, dim=dim, eps=eps, strength=strength, noise=noise, steps=steps)
+    return out.flatten(1, 2)
+
+
+def instance_normal_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    running_lambda: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    strength: Tensor | float = 1.0,
+    noise: float = 0.0,
+    steps: int = 1,
+) -> Tensor:
+    """Instance normality normalization: a set is each sample and channel over (*).
+
+    Args are those of `batch_normal_norm`; `use_input_stats` chooses the sample's statistics over the running ones,
+    which are updated, where given, with the mean over the batch of the samples' statistics.
+
+    Returns:
+        The result in `x`'s shape and dtype; at strength 0 the function is `torch.nn.functional.instance_norm`.
+
+    Raises:
+        ValueError: If a sample has a single spatial element, or statistics are missing.
+    """
+    if not use_input_stats:
+        return batch_normal_norm(
+            x, running_mean, running_var, running_lambda, weight, bias, False, momentum, eps, strength=strength
+        )
+    if math.prod(x.shape[2:]) == 1:
+        raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.size()}")
+    gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
+    if x.numel() == 0:
+        return _empty(x, gamma, beta)
+    dim = tuple(range(2, x.ndim))
+    out, found = normality_norm(x, gamma, beta, dim=dim, eps=eps, strength=strength, noise=noise, steps=steps)
+    mean, var, lmbda = (s.mean(0) for s in found[:3])
+    _update_running(running_mean, running_var, running_lambda, Statistics(mean, var, lmbda, found.size), momentum)
+    return out
+
+
+def _view(stat: Tensor, ndim: int) -> Tensor:
+    return stat.view(1, -1, *(1,) * (ndim - 2))
+
+
+def _per_channel(parameter: Tensor | None, ndim: int) -> Tensor | None:
+    return None if parameter is None else _view(parameter, ndim)
+
+
+def _empty(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """An empty result that is still connected to the parameters, whose gradients are then zero, as torch's are."""
+    out = x * 1.0 if weight is None else x * weight
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+@torch.no_grad()
+def _update_running(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    running_lambda: Tensor | None,
+    found: Statistics,
+    momentum: float | Tensor,
+) -> None:
+    bessel = found.size / (found.size - 1)
+    for running, new in ((running_mean, found.mean), (running_var, found.var * bessel), (running_lambda, found.lmbda)):
+        if running is not None:
+            new = new.reshape(running.shape).to(running.dtype)  # noqa: PLW2901
+            running.mul_(1 - momentum).add_(new * momentum)

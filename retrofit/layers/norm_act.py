@@ -1,0 +1,48 @@
+"""Normality-normalized layers that carry the dropout and activation of timm's fused norm+act layers.
+
+The fused children keep their names, `drop` and `act`, and their order: norm, drop, activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.layers.batch import BatchNormalNorm2d, SyncBatchNormalNorm
+from retrofit.layers.group import GroupNormalNorm
+from retrofit.layers.layer import LayerNormalNorm, LayerNormalNorm2d
+
+
+class _ThenActivate(nn.Module):
+    """Mixin: the layer's own forward, then `drop`, then `act`; both are the identity until assigned."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.drop: nn.Module = nn.Identity()
+        self.act: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, then apply `drop` and `act`."""
+        out: Tensor = self.act(self.drop(super().forward(x)))
+        return out
+
+
+class BatchNormalNormAct2d(_ThenActivate, BatchNormalNorm2d):
+    """Batch normality normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
+
+
+class SyncBatchNormalNormAct(_ThenActivate, SyncBatchNormalNorm):
+    """Synchronized batch normality normalization, then `drop` and `act`: the counterpart of timm's SyncBatchNormAct."""
+
+
+class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
+    """Group normality normalization, then `drop` and `act`: the counterpart of timm's GroupNormAct."""
+
+
+class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
+    """Layer normality normalization, then `drop` and `act`: the counterpart of timm's LayerNormAct."""
+
+
+class LayerNormalNormAct2d(_ThenActivate, LayerNormalNorm2d):
+    """Channels-first layer normality normalization, then `drop` and `act`: the counterpart of timm's LayerNormAct2d."""

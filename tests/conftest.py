@@ -1,0 +1,24 @@
+"""Fixtures every test may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # pytest-xdist already keeps every core busy
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The folder of real photographs that lies beside the checkout, where there is one."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("needs the photographs in ../shared/data, which are not part of the repository")
+    return SHARED_DATA

@@ -1,0 +1,98 @@
+"""Every normality-normalized layer beside torch's own, with an input that both take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit import layers
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its source: `ours(**k)` and `torchs(**k)` take the same arguments; `dim` is the normalized set's."""
+
+    ours: Callable[..., nn.Module]
+    torchs: Callable[..., nn.Module]
+    shape: tuple[int, ...]
+    dim: tuple[int, ...]
+    affine: str = "affine"
+    running: bool = False
+    groups: int = 1
+
+    def input(self, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor:
+        """A skewed, shifted input, so that lambda is far from 1 and the mean from 0."""
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(self.shape, dtype=torch.float64, generator=generator)
+        return (0.7 * x.exp() + 2).to(dtype=dtype, **kwargs)
+
+
+def _layer_norm_2d(channels: int, **kwargs: Any) -> nn.Module:
+    from timm.layers import LayerNorm2d
+
+    kwargs["affine"] = kwargs.pop("elementwise_affine", True)
+    return LayerNorm2d(channels, eps=kwargs.pop("eps", 1e-5), **kwargs)
+
+
+def _bind(cls: Callable[..., nn.Module], *args: Any, **defaults: Any) -> Callable[..., nn.Module]:
+    return lambda **kwargs: cls(*args, **{**defaults, **kwargs})
+
+
+CASES = {
+    "batch1d": Case(_bind(layers.BatchNormalNorm1d, 6), _bind(nn.BatchNorm1d, 6), (16, 6), (0,), running=True),
+    "batch1d seq": Case(_bind(layers.BatchNormalNorm1d, 6), _bind(nn.BatchNorm1d, 6), (4, 6, 9), (0, 2), running=True),
+    "batch2d": Case(
+        _bind(layers.BatchNormalNorm2d, 6), _bind(nn.BatchNorm2d, 6), (4, 6, 5, 3), (0, 2, 3), running=True
+    ),
+    "batch3d": Case(
+        _bind(layers.BatchNormalNorm3d, 6), _bind(nn.BatchNorm3d, 6), (2, 6, 3, 4, 2), (0, 2, 3, 4), running=True
+    ),
+    "sync": Case(_bind(layers.SyncBatchNormalNorm, 6), _bind(nn.BatchNorm2d, 6), (4, 6, 5, 3), (0, 2, 3), running=True),
+    "layer": Case(
+        _bind(layers.LayerNormalNorm, 24), _bind(nn.LayerNorm, 24), (3, 5, 24), (2,), affine="elementwise_affine"
+    ),
+    "layer two dims": Case(
+        _bind(layers.LayerNormalNorm, (4, 6)),
+        _bind(nn.LayerNorm, (4, 6)),
+        (3, 4, 6),
+        (1, 2),
+        affine="elementwise_affine",
+    ),
+    "layer channels first": Case(
+        _bind(layers.LayerNormalNorm2d, 24), _bind(_layer_norm_2d, 24), (3, 24, 4, 2), (1,), affine="elementwise_affine"
+    ),
+    "group": Case(_bind(layers.GroupNormalNorm, 2, 6), _bind(nn.GroupNorm, 2, 6), (4, 6, 5, 3), (2, 3, 4), groups=2),
+    "group one": Case(_bind(layers.GroupNormalNorm, 1, 6), _bind(nn.GroupNorm, 1, 6), (4, 6, 7), (2, 3), groups=1),
+    "group flat": Case(_bind(layers.GroupNormalNorm, 2, 32), _bind(nn.GroupNorm, 2, 32), (4, 32), (2,), groups=2),
+    "instance1d": Case(_bind(layers.InstanceNormalNorm1d, 6), _bind(nn.InstanceNorm1d, 6), (4, 6, 9), (2,)),
+    "instance2d": Case(_bind(layers.InstanceNormalNorm2d, 6), _bind(nn.InstanceNorm2d, 6), (4, 6, 5, 3), (2, 3)),
+    "instance3d": Case(_bind(layers.InstanceNormalNorm3d, 6), _bind(nn.InstanceNorm3d, 6), (2, 6, 3, 4, 2), (2, 3, 4)),
+    "instance tracked": Case(
+        _bind(layers.InstanceNormalNorm2d, 6, track_running_stats=True),
+        _bind(nn.InstanceNorm2d, 6, track_running_stats=True),
+        (4, 6, 5, 3),
+        (2, 3),
+        running=True,
+    ),
+}
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    """Give the affine parameters and the running statistics values that are not their first ones."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name.endswith(("weight", "bias", "running_mean")):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5 + 1)
+            elif name.endswith("running_var"):
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    return module
+
+
+def as_sets(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """View `x` so that `case.dim` spans the normalized set (groups of channels get a dimension of their own)."""
+    return x.unflatten(1, (case.groups, -1)) if case.ours().__class__.__name__.startswith("Group") else x

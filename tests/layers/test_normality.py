@@ -1,0 +1,356 @@
+"""What every normality-normalized layer promises, against torch's own layers and the paper's formulas."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.layers.cases import CASES, Case, as_sets, randomise
+from tests.oracles import normality as oracle
+
+ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+@pytest.fixture(autouse=True)
+def _reset_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def pair(case: Case, strength: float, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
+    """Our layer and torch's with the same parameters and statistics; noise off."""
+    options = {case.affine: True, **kwargs}
+    ours = case.ours(noise=0.0, strength=strength, **options)
+    torchs = randomise(case.torchs(**options))
+    ours.load_state_dict(torchs.state_dict())
+    return ours, torchs
+
+
+@ALL
+def test_strength_zero_trains_as_torchs_layer(case: Case) -> None:
+    ours, torchs = pair(case, strength=0.0)
+    for _ in range(3):
+        x, y = (case.input().requires_grad_() for _ in range(2))
+        out, expected = ours(x), torchs(y)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
+        g = torch.randn_like(out)
+        ours.zero_grad()
+        torchs.zero_grad()
+        out.backward(g)
+        expected.backward(g)
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+        for name, parameter in torchs.named_parameters():
+            torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=2e-5)
+    for name, buffer in torchs.named_buffers():
+        torch.testing.assert_close(ours.get_buffer(name), buffer, rtol=1e-6, atol=1e-6)
+
+
+@ALL
+def test_lambda_one_is_torchs_layer_in_eval(case: Case) -> None:
+    """A running lambda of 1 at any strength, or strength 0 where lambda is estimated from the sample."""
+    ours, torchs = pair(case, strength=1.0 if case.running else 0.0)
+    x = case.input()
+    torch.testing.assert_close(ours.eval()(x), torchs.eval()(x), rtol=1e-5, atol=2e-6)
+
+
+@ALL
+@pytest.mark.parametrize("strength", [1.0, 0.35])
+def test_matches_the_papers_algorithm(case: Case, strength: float) -> None:
+    ours, _ = pair(case, strength)
+    ours = ours.double().train()
+    if "layer" in type(ours).__name__.lower() and type(ours).__name__.endswith("2d"):
+        weight, bias = (p.detach().view(1, -1, 1, 1) for p in (ours.weight, ours.bias))
+    elif isinstance(ours, nn.LayerNorm):
+        weight, bias = ours.weight.detach(), ours.bias.detach()
+    else:
+        weight, bias = (
+            as_sets(case, p.detach().view(1, -1, *(1,) * (len(case.shape) - 2))) for p in (ours.weight, ours.bias)
+        )
+    x, y = (case.input(torch.float64).requires_grad_() for _ in range(2))
+    out = ours(x)
+    expected = oracle.normality_norm(as_sets(case, y), weight, bias, case.dim, ours.eps, strength).reshape(y.shape)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
+    g = torch.randn_like(out)
+    out.backward(g)
+    expected.backward(g)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-7)
+
+
+@ALL
+def test_gradcheck(case: Case) -> None:
+    ours, _ = pair(case, strength=1.0)
+    ours = ours.double()
+    x = case.input(torch.float64).requires_grad_()
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        names = [name for name, _ in ours.named_parameters()]
+        return torch.func.functional_call(ours, dict(zip(names, parameters, strict=True)), (x,), strict=False)
+
+    assert torch.autograd.gradcheck(run, (x, *ours.parameters()), fast_mode=True)
+    ours.eval()
+    assert torch.autograd.gradcheck(run, (x, *ours.parameters()), fast_mode=True)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [True, False])
+def test_half_precision_in_and_out_float32_inside(case: Case, dtype: torch.dtype, training: bool) -> None:
+    ours, _ = pair(case, strength=1.0)
+    ours.train(training)
+    x = case.input(dtype)
+    out = copy.deepcopy(ours)(x)
+    assert out.dtype == dtype
+    expected = copy.deepcopy(ours)(x.float())
+    torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)  # one rounding, at the end
+    with torch.autocast("cpu", dtype):
+        assert ours(x).dtype == dtype
+        assert ours(x.float()).dtype == torch.float32
+
+
+@ALL
+def test_gradients_come_in_each_inputs_dtype(case: Case) -> None:
+    ours, _ = pair(case, strength=1.0)
+    x = case.input(torch.bfloat16).requires_grad_()
+    ours(x).float().square().sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert all(p.grad.dtype == p.dtype for p in ours.parameters())
+
+
+@ALL
+def test_compiles_whole_and_strength_recompiles_nothing(case: Case) -> None:
+    ours, _ = pair(case, strength=0.0)
+    reference = copy.deepcopy(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x = case.input()
+    for training in (True, False):
+        ours.train(training)
+        reference.train(training)
+        for strength in (0.0, 0.3, 1.0):
+            ours.set_strength(strength)
+            reference.set_strength(strength)
+            with torch.compiler.set_stance("fail_on_recompile" if strength else "default"):
+                torch.testing.assert_close(compiled(x), reference(x), rtol=1e-5, atol=1e-5)
+
+
+@ALL
+def test_compiled_training_step(case: Case) -> None:
+    ours, _ = pair(case, strength=0.7)
+    reference = copy.deepcopy(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x, y = (case.input().requires_grad_() for _ in range(2))
+    compiled(x).square().sum().backward()
+    reference(y).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+    for got, expected in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-4)
+    ours.noise = 0.5
+    compiled(x).sum().backward()
+
+
+@ALL
+def test_noise_is_scaled_and_only_in_training(case: Case) -> None:
+    quiet = case.ours(noise=0.0)
+    noisy = case.ours(noise=0.5)
+    torch.manual_seed(3)
+    x = torch.cat([case.input()] * 64) if case.dim[0] == 0 else case.input()
+    draws = torch.stack([as_sets(case, noisy(x) - quiet(x)).detach() for _ in range(400 // max(1, len(x) // 64))])
+    y = as_sets(case, quiet(x)).detach()
+    scale = 0.5 * (y - y.mean(case.dim, keepdim=True)).abs().mean(case.dim, keepdim=True)
+    z = (draws / scale).flatten()
+    assert abs(z.mean()) < 5 / len(z) ** 0.5
+    assert z.std().item() == pytest.approx(1.0, abs=5 / len(z) ** 0.5)
+    assert torch.equal(noisy.eval()(x), noisy(x))
+
+
+@ALL
+def test_noise_follows_the_strength_and_the_seed(case: Case) -> None:
+    layer = case.ours(noise=0.5, strength=0.5)
+    x = case.input()
+
+    def noise_of(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        noisy = layer(x).detach()
+        layer.noise = 0.0
+        quiet = layer(x).detach()
+        layer.noise = 0.5
+        return noisy - quiet
+
+    first = noise_of(1)
+    assert torch.equal(first, noise_of(1))
+    assert not torch.equal(first, noise_of(2))
+    layer.strength.fill_(0.0)
+    assert noise_of(1).abs().max() == 0
+
+
+@ALL
+def test_noise_changes_no_gradient_but_gammas(case: Case) -> None:
+    grads = []
+    for noise in (0.0, 0.5):
+        ours, _ = pair(case, strength=1.0)
+        ours.noise = noise
+        x = case.input().requires_grad_()
+        torch.manual_seed(5)
+        out = ours(x)
+        g = torch.linspace(-1, 1, out.numel()).view_as(out)
+        out.backward(g)
+        grads.append((x.grad, ours.bias.grad, ours.weight.grad, out.detach()))
+    torch.testing.assert_close(grads[0][0], grads[1][0])
+    torch.testing.assert_close(grads[0][1], grads[1][1])
+    # gamma's gradient is sum(g * y) with the noise in y: moving gamma moves the noisy output.
+    assert not torch.allclose(grads[0][2], grads[1][2])
+
+
+@ALL
+def test_gammas_gradient_includes_the_very_noise_that_was_added(case: Case) -> None:
+    ours, _ = pair(case, strength=1.0)
+    ours.noise = 0.5
+    with torch.no_grad():
+        ours.weight.fill_(1.0)
+        ours.bias.zero_()
+    out = ours(case.input())
+    g = torch.randn_like(out)
+    out.backward(g)
+    reduced = as_sets(case, g * out.detach())
+    target = ours.weight.grad
+    if isinstance(ours, nn.LayerNorm):
+        expected = (g * out.detach()).transpose(1, -1) if type(ours).__name__.endswith("2d") else g * out.detach()
+        expected = expected.sum_to_size(target.shape)
+    else:
+        expected = reduced.reshape(out.shape).transpose(0, 1).flatten(1).sum(1)
+    torch.testing.assert_close(target, expected, rtol=1e-4, atol=1e-4)
+
+
+@ALL
+def test_channels_last_is_kept(case: Case) -> None:
+    if len(case.shape) != 4:
+        pytest.skip("channels_last is a format of 4-D tensors")
+    ours, _ = pair(case, strength=1.0)
+    x = case.input()
+    for training in (True, False):
+        ours.train(training)
+        out = ours(x.contiguous(memory_format=torch.channels_last))
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(out, ours(x), rtol=1e-5, atol=1e-5)
+
+
+@ALL
+@pytest.mark.parametrize("affine", [True, False])
+def test_affine_and_bias_are_optional(case: Case, affine: bool) -> None:
+    assert case.ours(**{case.affine: affine})(case.input()).isfinite().all()
+    no_bias = case.ours(**{case.affine: True}, bias=False)
+    assert no_bias.bias is None
+    assert no_bias.weight is not None
+    full = case.ours(**{case.affine: True}, noise=0.0)
+    no_bias.noise = 0.0
+    assert torch.equal(no_bias(case.input()), full(case.input()))
+
+
+@ALL
+@pytest.mark.parametrize("training", [True, False])
+def test_nan_and_inf_where_torch_has_them(case: Case, training: bool) -> None:
+    for value in (torch.nan, torch.inf):
+        ours, torchs = pair(case, strength=1.0)
+        ours.train(training)
+        torchs.train(training)
+        x = case.input()
+        x.view(-1)[3] = value
+        expected = torchs(x)
+        out = ours(x)
+        assert out[expected.isnan()].isnan().all()
+        if case.running:
+            for name in ("running_mean", "running_var"):
+                torch.testing.assert_close(
+                    ours.get_buffer(name), torchs.get_buffer(name), equal_nan=True, rtol=1e-5, atol=1e-5
+                )
+    # what torch keeps finite stays finite
+    x = case.input()
+    x.view(-1)[3] = 1e4
+    assert ours.train(False)(x).isfinite().all() if not case.running else True
+
+
+@ALL
+def test_outliers_stay_finite(case: Case) -> None:
+    x = case.input()
+    x.view(-1)[::17] *= 1e4
+    x.requires_grad_()
+    layer = case.ours()
+    out = layer(x)
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+@ALL
+def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
+    ours, torchs = pair(case, strength=1.0)
+    empty = case.input()[:0].requires_grad_()
+    for training in (True, False):
+        ours.train(training)
+        torchs.train(training)
+        before = [b.clone() for b in ours.buffers()]
+        out = ours(empty)
+        assert out.shape == empty.shape
+        if not isinstance(torchs, nn.modules.instancenorm._InstanceNorm):  # torch's own fails here when affine
+            assert out.shape == torchs(empty).shape
+        out.sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(before, ours.buffers(), strict=True))
+    assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
+    for shape in ((), (3,), (2, 5), (2, 5, 3), (1, 1, 1, 1, 1, 1), (2, 7, 3, 3)):
+        x = torch.ones(shape)
+        ours.train()
+        torchs.train()
+        try:
+            torchs(x)
+        except (RuntimeError, ValueError):
+            with pytest.raises((RuntimeError, ValueError, IndexError)):
+                ours(x)
+
+
+@ALL
+def test_deepcopy_pickle_and_state_dict_round_trip(case: Case) -> None:
+    ours, _ = pair(case, strength=0.6)
+    ours(case.input())
+    x = case.input()
+    ours.eval()
+    for clone in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(clone(x), ours(x))
+    fresh = case.ours(**{case.affine: True}).eval()
+    fresh.load_state_dict(ours.state_dict())
+    assert torch.equal(fresh(x), ours(x))
+
+
+@ALL
+def test_source_checkpoint_loads_and_restarts_lambda(case: Case) -> None:
+    ours, torchs = pair(case, strength=0.6)
+    ours(case.input())
+    ours.load_state_dict(torchs.state_dict())
+    assert ours.strength.item() == pytest.approx(0.6)
+    if case.running:
+        assert (ours.running_lambda == 1).all()
+
+
+@pytest.mark.parametrize("kwargs", [{"noise": -0.1}, {"noise": float("nan")}, {"strength": 1.5}, {"steps": 0}])
+@pytest.mark.parametrize("name", ["batch2d", "layer", "group", "instance2d"])
+def test_options_out_of_range(name: str, kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        CASES[name].ours(**kwargs)
+
+
+@ALL
+def test_more_newton_steps_gaussianize_further(case: Case) -> None:
+    x = case.input(torch.float64)
+    one, three = (case.ours(noise=0.0, steps=steps)(x).detach() for steps in (1, 3))
+    assert not torch.allclose(one, three)
+
+    def likelihood_gap(layer_out: Tensor) -> float:
+        sets = as_sets(case, layer_out)
+        skew = ((sets - sets.mean(case.dim, True)) ** 3).mean(case.dim) / sets.std(case.dim) ** 3
+        return float(skew.abs().mean())
+
+    source = case.ours(noise=0.0, strength=0.0)(x).detach()
+    assert likelihood_gap(one) < likelihood_gap(source)
+    assert likelihood_gap(three) < likelihood_gap(source)
