@@ -1,0 +1,20 @@
+"""plan -> apply -> report: the conversion of a network's normalization layers."""
+
+from retrofit.surgery.census import FAMILIES, census
+from retrofit.surgery.execute import apply, convert, plan, set_strength, strength_of
+from retrofit.surgery.converters import TARGETS
+from retrofit.surgery.records import LayerRow, Plan, Report
+
+__all__ = [
+    "FAMILIES",
+    "TARGETS",
+    "LayerRow",
+    "Plan",
+    "Report",
+    "apply",
+    "census",
+    "convert",
+    "plan",
+    "set_strength",
+    "strength_of",
+]

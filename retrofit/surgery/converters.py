@@ -1,0 +1,104 @@
+"""The registry of targets: what `to=` may name, and the converter behind each name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import UsageError
+from retrofit.surgery.census import Found
+from retrofit.surgery.records import LayerRow, Plan, Status
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller asks of a conversion, beyond which layers it concerns. None: the converter's default."""
+
+    groups: int | None = None
+    noise: float | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one layer, and why."""
+
+    status: Status
+    target: str | None = None
+    reason: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Converter(ABC):
+    """Takes normalization layers of some families to their counterparts under one or more targets.
+
+    Attributes:
+        sources: The families it converts when the caller names none.
+    """
+
+    sources: frozenset[str]
+
+    def prepare(self, model: nn.Module, found: list[Found], options: Options) -> None:  # noqa: B027
+        """Look at the whole model once, before the layers are decided one by one; may raise `UsageError`."""
+
+    @abstractmethod
+    def decide(self, found: Found, options: Options) -> Decision:
+        """Decide the fate of one layer that the caller's rules let through. Changes nothing."""
+
+    @abstractmethod
+    def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
+        """Return the counterpart of `module`, holding its tensors (moved, not copied), as `row` says."""
+
+    def finish(self, model: nn.Module, plan: Plan) -> tuple[str, ...]:
+        """Edit what lies around the converted layers; return notes for the report."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A name that `to=` takes."""
+
+    name: str
+    description: str
+    converter: type[Converter]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+TARGETS: dict[str, Target] = {}
+
+
+def register(name: str, description: str, converter: type[Converter], **arguments: Any) -> None:
+    """Make `converter(**arguments)` the converter of target `name`."""
+    TARGETS[name] = Target(name, description, converter, arguments)
+
+
+def converter_for(to: str) -> Converter:
+    """Return a new converter for target `to`.
+
+    Raises:
+        UsageError: If there is no such target.
+    """
+    if to not in TARGETS:
+        raise UsageError(f"unknown target {to!r}; choose one of {', '.join(TARGETS)}")
+    return TARGETS[to].converter(**TARGETS[to].arguments)
+
+
+def adopt(new: nn.Module, old: nn.Module) -> nn.Module:
+    """Move parameters, buffers, children, hooks, training flag and further attributes of `old` into `new`.
+
+    The parameters are the same objects, so that an optimizer that holds them keeps working. What `new` has and `old`
+    lacks stays as built.
+    """
+    for store in ("_parameters", "_buffers", "_modules"):
+        getattr(new, store).update(getattr(old, store))
+    new._non_persistent_buffers_set |= old._non_persistent_buffers_set
+    hooks = {key for key in vars(old) if "_hooks" in key}
+    for key, value in vars(old).items():
+        if key in hooks or key not in vars(new):
+            vars(new)[key] = value
+    new.training = old.training
+    return new

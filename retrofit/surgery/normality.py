@@ -1,0 +1,115 @@
+"""Targets bnn, lnn, gnn, inn and normal: each normalization layer to its normality-normalized counterpart.
+
+Strength 0 is the source layer, so that the network computes the same function, in training too, until its strength
+is raised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit import layers
+from retrofit.errors import UsageError
+from retrofit.layers.base import check_noise
+from retrofit.surgery.census import FAMILIES, KNOWN, Found
+from retrofit.surgery.converters import Converter, Decision, Options, adopt, register
+from retrofit.surgery.records import LayerRow
+
+_COUNTERPARTS: dict[str, type[nn.Module]] = {
+    "BatchNorm1d": layers.BatchNormalNorm1d,
+    "BatchNorm2d": layers.BatchNormalNorm2d,
+    "BatchNorm3d": layers.BatchNormalNorm3d,
+    "SyncBatchNorm": layers.SyncBatchNormalNorm,
+    "BatchNormAct2d": layers.BatchNormalNormAct2d,
+    "SyncBatchNormAct": layers.SyncBatchNormalNormAct,
+    "LayerNorm": layers.LayerNormalNorm,
+    "LayerNormFp32": layers.LayerNormalNorm,
+    "LayerNormNoBias": layers.LayerNormalNorm,
+    "LayerNorm2d": layers.LayerNormalNorm2d,
+    "LayerNorm2dFp32": layers.LayerNormalNorm2d,
+    "LayerNormExp2d": layers.LayerNormalNorm2d,
+    "LayerNorm2dNoBias": layers.LayerNormalNorm2d,
+    "LayerNormAct": layers.LayerNormalNormAct,
+    "LayerNormActFp32": layers.LayerNormalNormAct,
+    "LayerNormAct2d": layers.LayerNormalNormAct2d,
+    "LayerNormAct2dFp32": layers.LayerNormalNormAct2d,
+    "GroupNorm": layers.GroupNormalNorm,
+    "GroupNorm1": layers.GroupNormalNorm,
+    "GroupNorm1NoBias": layers.GroupNormalNorm,
+    "GroupNormAct": layers.GroupNormalNormAct,
+    "GroupNorm1Act": layers.GroupNormalNormAct,
+    "InstanceNorm1d": layers.InstanceNormalNorm1d,
+    "InstanceNorm2d": layers.InstanceNormalNorm2d,
+    "InstanceNorm3d": layers.InstanceNormalNorm3d,
+}
+_BY_KIND = {kind: _COUNTERPARTS[kind.rpartition(".")[2]] for kind in KNOWN}
+_BY_NAME = {cls.__name__: cls for cls in _COUNTERPARTS.values()}
+
+
+class NormalityConverter(Converter):
+    """Swaps norm for norm: the source's tensors, a running lambda of 1 where statistics are tracked, strength 0.
+
+    Args:
+        family: The only family the target stands for, or None for each to its own.
+    """
+
+    def __init__(self, family: str | None = None) -> None:
+        self.family = family
+        self.sources = frozenset(FAMILIES) if family is None else frozenset({family})
+
+    def prepare(self, model: nn.Module, found: list[Found], options: Options) -> None:
+        """Reject options that have no meaning here."""
+        if options.groups is not None:
+            raise UsageError("groups apply to the gn targets only; a normality target keeps its source's groups")
+        if options.noise is not None:
+            try:
+                check_noise(options.noise)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+
+    def decide(self, found: Found, options: Options) -> Decision:
+        """Convert every known layer of the target's own family."""
+        if self.family is not None and found.family != self.family:
+            own, other = FAMILIES[self.family], FAMILIES[str(found.family)]
+            return Decision("unsupported", reason=f"{other} has no function-preserving path to {own}; use --to normal")
+        noise = {} if options.noise is None else {"noise": options.noise}
+        return Decision("converted", target=_BY_KIND[found.kind].__name__, options=noise)
+
+    def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
+        """Build the counterpart on the meta device and move the source's tensors in."""
+        cls = _BY_NAME[str(row.target)]
+        new = cls(*_arguments(module), **_affine_arguments(module), **row.options, device="meta", strength=0.0)
+        adopt(new, module)
+        new.register_buffer("strength", torch.zeros((), dtype=torch.float32, device=device))
+        mean = getattr(module, "running_mean", None)
+        if mean is not None:
+            new.register_buffer("running_lambda", torch.ones_like(mean))
+        return new
+
+
+def _arguments(module: Any) -> tuple[Any, ...]:
+    if isinstance(module, nn.LayerNorm):
+        return (module.normalized_shape, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return (module.num_groups, module.num_channels, module.eps)
+    return (module.num_features, module.eps, module.momentum)
+
+
+def _affine_arguments(module: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"bias": module.bias is not None}
+    arguments["elementwise_affine" if isinstance(module, nn.LayerNorm) else "affine"] = module.weight is not None
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        arguments["track_running_stats"] = module.track_running_stats
+    if isinstance(module, nn.SyncBatchNorm):
+        arguments["process_group"] = module.process_group
+    return arguments
+
+
+register("bnn", "BatchNorm to batch normality normalization", NormalityConverter, family="bn")
+register("lnn", "LayerNorm to layer normality normalization", NormalityConverter, family="ln")
+register("gnn", "GroupNorm to group normality normalization", NormalityConverter, family="gn")
+register("inn", "InstanceNorm to instance normality normalization", NormalityConverter, family="in")
+register("normal", "every norm to its own normality-normalized counterpart", NormalityConverter)
