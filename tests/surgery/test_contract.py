@@ -1,0 +1,222 @@
+"""What every normality converter owes the layer it replaces, whatever its class."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from timm.layers import (
+    BatchNormAct2d,
+    GroupNorm,
+    GroupNorm1,
+    GroupNorm1Act,
+    GroupNormAct,
+    LayerNorm,
+    LayerNorm2d,
+    LayerNorm2dFp32,
+    LayerNormAct,
+    LayerNormAct2d,
+    LayerNormFp32,
+    SyncBatchNormAct,
+)
+from timm.layers.norm import LayerNormExp2d
+from timm.layers.norm_act import LayerNormAct2dFp32, LayerNormActFp32
+from timm.models.metaformer import GroupNorm1NoBias, LayerNorm2dNoBias, LayerNormNoBias
+from torch import Tensor, nn
+from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
+
+import retrofit
+from retrofit.surgery.census import KNOWN
+
+MAPS, ROWS, VOLUMES, SEQUENCE = (3, 8, 5, 4), (3, 5, 8), (2, 8, 3, 4, 2), (3, 8, 5)
+
+
+def norm_act(cls: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    return cls(*args, act_layer=nn.SiLU, drop_layer=nn.Dropout2d, inplace=False)
+
+
+def sync_norm_act() -> nn.Module:
+    module = SyncBatchNormAct(8)
+    module.act, module.drop = nn.SiLU(), nn.Dropout2d(0.3)
+    return module
+
+
+SOURCES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(8, eps=1e-3, momentum=0.3), SEQUENCE, "BatchNormalNorm1d"),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(8, eps=1e-3, momentum=0.3), MAPS, "BatchNormalNorm2d"),
+    "BatchNorm2d cumulative": (lambda: nn.BatchNorm2d(8, momentum=None), MAPS, "BatchNormalNorm2d"),
+    "BatchNorm2d untracked": (lambda: nn.BatchNorm2d(8, track_running_stats=False), MAPS, "BatchNormalNorm2d"),
+    "BatchNorm2d plain": (lambda: nn.BatchNorm2d(8, affine=False), MAPS, "BatchNormalNorm2d"),
+    "BatchNorm2d no bias": (lambda: nn.BatchNorm2d(8, bias=False), MAPS, "BatchNormalNorm2d"),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(8), VOLUMES, "BatchNormalNorm3d"),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(8), MAPS, "SyncBatchNormalNorm"),
+    "BatchNormAct2d": (lambda: norm_act(BatchNormAct2d, 8), MAPS, "BatchNormalNormAct2d"),
+    "BatchNormAct2d no act": (lambda: BatchNormAct2d(8, apply_act=False), MAPS, "BatchNormalNormAct2d"),
+    "SyncBatchNormAct": (sync_norm_act, MAPS, "SyncBatchNormalNormAct"),
+    "LayerNorm": (lambda: nn.LayerNorm(8, eps=1e-3), ROWS, "LayerNormalNorm"),
+    "LayerNorm two dims": (lambda: nn.LayerNorm((5, 8)), ROWS, "LayerNormalNorm"),
+    "LayerNorm plain": (lambda: nn.LayerNorm(8, elementwise_affine=False), ROWS, "LayerNormalNorm"),
+    "LayerNorm no bias": (lambda: nn.LayerNorm(8, bias=False), ROWS, "LayerNormalNorm"),
+    "timm LayerNorm": (lambda: LayerNorm(8), ROWS, "LayerNormalNorm"),
+    "LayerNormFp32": (lambda: LayerNormFp32(8), ROWS, "LayerNormalNorm"),
+    "LayerNormNoBias": (lambda: LayerNormNoBias(8), ROWS, "LayerNormalNorm"),
+    "LayerNorm2d": (lambda: LayerNorm2d(8), MAPS, "LayerNormalNorm2d"),
+    "LayerNorm2dFp32": (lambda: LayerNorm2dFp32(8), MAPS, "LayerNormalNorm2d"),
+    "LayerNormExp2d": (lambda: LayerNormExp2d(8), MAPS, "LayerNormalNorm2d"),
+    "LayerNorm2dNoBias": (lambda: LayerNorm2dNoBias(8), MAPS, "LayerNormalNorm2d"),
+    "torchvision LayerNorm2d": (lambda: TorchvisionLayerNorm2d(8), MAPS, "LayerNormalNorm2d"),
+    "LayerNormAct": (lambda: LayerNormAct(8, act_layer=nn.GELU, drop_layer=nn.Dropout), ROWS, "LayerNormalNormAct"),
+    "LayerNormActFp32": (lambda: LayerNormActFp32(8, act_layer=nn.GELU), ROWS, "LayerNormalNormAct"),
+    "LayerNormAct2d": (lambda: norm_act(LayerNormAct2d, 8), MAPS, "LayerNormalNormAct2d"),
+    "LayerNormAct2dFp32": (lambda: norm_act(LayerNormAct2dFp32, 8), MAPS, "LayerNormalNormAct2d"),
+    "GroupNorm": (lambda: nn.GroupNorm(4, 8, eps=1e-3), MAPS, "GroupNormalNorm"),
+    "GroupNorm plain": (lambda: nn.GroupNorm(4, 8, affine=False), MAPS, "GroupNormalNorm"),
+    "timm GroupNorm": (lambda: GroupNorm(8, num_groups=2), MAPS, "GroupNormalNorm"),
+    "GroupNorm1": (lambda: GroupNorm1(8), MAPS, "GroupNormalNorm"),
+    "GroupNorm1NoBias": (lambda: GroupNorm1NoBias(8), MAPS, "GroupNormalNorm"),
+    "GroupNormAct": (lambda: norm_act(GroupNormAct, 8, 4), MAPS, "GroupNormalNormAct"),
+    "GroupNorm1Act": (lambda: norm_act(GroupNorm1Act, 8), MAPS, "GroupNormalNormAct"),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(8, affine=True), SEQUENCE, "InstanceNormalNorm1d"),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(8), MAPS, "InstanceNormalNorm2d"),
+    "InstanceNorm2d tracked": (lambda: nn.InstanceNorm2d(8, track_running_stats=True), MAPS, "InstanceNormalNorm2d"),
+    "InstanceNorm3d": (lambda: nn.InstanceNorm3d(8, affine=True), VOLUMES, "InstanceNormalNorm3d"),
+}
+EVERY = pytest.mark.parametrize(("build", "shape", "target"), SOURCES.values(), ids=SOURCES.keys())
+
+
+def trained(build: Callable[[], nn.Module]) -> nn.Module:
+    """A source layer whose parameters and statistics are not those of a fresh one."""
+    module = build()
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + (0.5 if "var" in name or "weight" in name else -0.5))
+    return module
+
+
+def reference(module: nn.Module) -> nn.Module:
+    """A copy to compare with; SyncBatchNorm runs on the CPU only in eval, so its plain twin stands in for it."""
+    clone = copy.deepcopy(module)
+    if isinstance(clone, nn.SyncBatchNorm):
+        twin = nn.BatchNorm2d(clone.num_features, clone.eps, clone.momentum)
+        twin.load_state_dict(clone.state_dict())
+        twin.training = clone.training
+        extra = [clone.drop, clone.act] if hasattr(clone, "act") else []
+        return nn.Sequential(twin, *extra)
+    return clone
+
+
+def test_every_known_class_is_tried() -> None:
+    tried = {f"{type(b()).__module__}.{type(b()).__qualname__}" for b, _, _ in SOURCES.values()}
+    assert tried == {*KNOWN} | {"timm.layers.norm_act.SyncBatchNormAct"}
+
+
+@EVERY
+def test_same_function_in_eval_and_training(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
+) -> None:
+    source = trained(build)
+    expected = reference(source)
+    model = nn.Sequential(source)
+    model, report = retrofit.convert(model, "normal", noise=0.0)
+    assert type(model[0]).__name__ == target
+    assert report.plan.counts == {"converted": 1, "kept": 0, "unsupported": 0}
+    for training in (False, True):
+        model.train(training)
+        expected.train(training)
+        x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+        torch.manual_seed(2)
+        out = model(x)
+        torch.manual_seed(2)
+        reference_out = expected(y)
+        torch.testing.assert_close(out, reference_out, rtol=1e-5, atol=5e-6)
+        g = torch.randn_like(out)
+        out.backward(g)
+        reference_out.backward(g)
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+    ours, theirs = (
+        model[0].state_dict(),
+        (expected[0] if isinstance(expected, nn.Sequential) else expected).state_dict(),
+    )
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5)
+
+
+@EVERY
+def test_tensors_are_moved_and_settings_carried(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
+) -> None:
+    source = trained(build).eval()
+    for parameter in source.parameters():
+        parameter.requires_grad_(False)
+    held = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    calls: list[str] = []
+    source.register_forward_hook(lambda *_: calls.append("hook"))
+    source.mark = "kept"  # type: ignore[assignment]
+    model = nn.Sequential(source)
+    optimizer = torch.optim.SGD([*source.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
+    new = retrofit.convert(model, "normal")[0][0]
+    for name, tensor in held.items():
+        assert dict((*new.named_parameters(), *new.named_buffers()))[name] is tensor
+    assert {id(p) for p in new.parameters()} <= {id(p) for g in optimizer.param_groups for p in g["params"]}
+    assert not any(p.requires_grad for p in new.parameters())
+    assert not new.training
+    assert new.eps == source.eps
+    assert new.mark == "kept"
+    assert set(source.state_dict()) <= set(new.state_dict())
+    assert set(new.state_dict()) - set(source.state_dict()) <= {"strength", "running_lambda"}
+    for attribute in ("momentum", "affine", "track_running_stats", "num_groups", "normalized_shape", "act", "drop"):
+        if hasattr(source, attribute):
+            assert getattr(new, attribute) == getattr(source, attribute), attribute
+    model(torch.randn(shape))
+    assert calls == ["hook"]
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_is_carried(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], target: str, dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(trained(build).to(dtype))
+    model = retrofit.convert(model, "normal")[0].eval()
+    assert all(p.dtype == dtype for p in model.parameters())
+    assert model[0].strength.dtype == torch.float32
+    assert model(torch.randn(shape, dtype=dtype)).dtype == dtype
+
+
+@EVERY
+def test_aliases_root_deepcopy_state_dict_and_meta(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
+) -> None:
+    shared = trained(build)
+    model = nn.ModuleDict({"first": shared, "second": nn.Sequential(shared)})
+    model, report = retrofit.convert(model, "normal")
+    assert model["first"] is model["second"][0]
+    assert [row.name for row in report.plan.layers] == ["first", "second.0"]
+
+    root, _ = retrofit.convert(trained(build), "normal")
+    assert type(root).__name__ == target
+    clone = copy.deepcopy(root)
+    fresh = retrofit.convert(build(), "normal")[0]
+    fresh.load_state_dict(root.state_dict())
+    x = torch.randn(shape)
+    for other in (clone, fresh):
+        assert torch.equal(other.eval()(x), root.eval()(x))
+
+    with torch.device("meta"):
+        meta = build()
+    meta = retrofit.convert(nn.Sequential(meta), "normal")[0]
+    if build().state_dict():  # a layer without tensors does not say where it lives
+        assert all(t.is_meta for t in (*meta.parameters(), *meta.buffers()))
+
+
+@EVERY
+def test_full_strength_trains(build: Callable[[], nn.Module], shape: tuple[int, ...], target: str) -> None:
+    model = retrofit.convert(nn.Sequential(trained(build)), "normal")[0].train()
+    assert retrofit.set_strength(model, 1.0) == 1
+    x: Tensor = torch.randn(shape).exp().requires_grad_()
+    model(x).square().mean().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
