@@ -14,6 +14,6 @@ class RetrofitError(Exception):
 
 
 class UsageError(RetrofitError, ValueError):
-    """An argument that is wrong by itself: an unknown name, a malformed pattern, a number out of range (exit code 2)."""
+    """An argument wrong by itself: an unknown name, a malformed pattern, a number out of range (exit code 2)."""
 
     exit_code = 2

@@ -12,6 +12,7 @@ from retrofit.layers.functional import (
 from retrofit.layers.group import GroupNormalNorm
 from retrofit.layers.instance import InstanceNormalNorm1d, InstanceNormalNorm2d, InstanceNormalNorm3d
 from retrofit.layers.layer import LayerNormalNorm, LayerNormalNorm2d
+from retrofit.layers.migrated import MigratedGroupNorm, MigratedGroupNormAct, fold_input_affine, migrated_group_norm
 from retrofit.layers.norm_act import (
     BatchNormalNormAct2d,
     GroupNormalNormAct,
@@ -19,7 +20,13 @@ from retrofit.layers.norm_act import (
     LayerNormalNormAct2d,
     SyncBatchNormalNormAct,
 )
+from retrofit.layers.proxy import ProxyNorm
 from retrofit.layers.transform import yeo_johnson
+from retrofit.layers.weight_standard import (
+    WeightStandardizedConv1d,
+    WeightStandardizedConv2d,
+    WeightStandardizedConv3d,
+)
 
 __all__ = [
     "BatchNormalNorm1d",
@@ -35,14 +42,22 @@ __all__ = [
     "LayerNormalNorm2d",
     "LayerNormalNormAct",
     "LayerNormalNormAct2d",
+    "MigratedGroupNorm",
+    "MigratedGroupNormAct",
     "NormalityMixin",
+    "ProxyNorm",
     "StrengthMixin",
     "SyncBatchNormalNorm",
     "SyncBatchNormalNormAct",
+    "WeightStandardizedConv1d",
+    "WeightStandardizedConv2d",
+    "WeightStandardizedConv3d",
     "batch_normal_norm",
     "channel_layer_normal_norm",
+    "fold_input_affine",
     "group_normal_norm",
     "instance_normal_norm",
     "layer_normal_norm",
+    "migrated_group_norm",
     "yeo_johnson",
 ]

@@ -1,8 +1,8 @@
 """plan -> apply -> report: the conversion of a network's normalization layers."""
 
 from retrofit.surgery.census import FAMILIES, census
-from retrofit.surgery.execute import apply, convert, plan, set_strength, strength_of
 from retrofit.surgery.converters import TARGETS
+from retrofit.surgery.execute import apply, convert, plan, set_strength, strength_of
 from retrofit.surgery.records import LayerRow, Plan, Report
 
 __all__ = [

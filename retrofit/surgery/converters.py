@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit.errors import UsageError
 from retrofit.surgery.census import Found
-from retrofit.surgery.records import LayerRow, Plan, Status
+from retrofit.surgery.records import EditRow, LayerRow, Plan, Status
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller asks of a conversion, beyond which layers it concerns. None: the converter's default."""
+    """What the caller asks of a conversion, beyond which layers it concerns; see `plan`. None: the target's default."""
 
-    groups: int | None = None
+    groups: int | Literal["auto"] | None = None
     noise: float | None = None
+    pn_params: bool | None = None
+    pn_restore: bool | None = None
+    ws: bool | None = None
+    calibrate: Iterable[Tensor] | None = None
+
+    def refuse(self, target: str, *names: str) -> None:
+        """Raise `UsageError` for each of the named options that is set, since it means nothing to the target."""
+        for name in names:
+            if getattr(self, name) is not None:
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag} means nothing to this target ({target}); leave it out")
 
 
 @dataclass(frozen=True)
@@ -43,18 +54,25 @@ class Converter(ABC):
     sources: frozenset[str]
 
     def prepare(self, model: nn.Module, found: list[Found], options: Options) -> None:  # noqa: B027
-        """Look at the whole model once, before the layers are decided one by one; may raise `UsageError`."""
+        """Check the options and look at the whole model, before layers are decided one by one; may raise errors."""
 
     @abstractmethod
     def decide(self, found: Found, options: Options) -> Decision:
         """Decide the fate of one layer that the caller's rules let through. Changes nothing."""
+
+    def edits(self, model: nn.Module, rows: list[LayerRow], options: Options) -> tuple[EditRow, ...]:
+        """Decide, the layers being decided, what becomes of what lies around them. Changes nothing."""
+        return ()
+
+    def begin(self, model: nn.Module, plan: Plan) -> None:  # noqa: B027
+        """Look at the model that `plan` is about to change."""
 
     @abstractmethod
     def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
         """Return the counterpart of `module`, holding its tensors (moved, not copied), as `row` says."""
 
     def finish(self, model: nn.Module, plan: Plan) -> tuple[str, ...]:
-        """Edit what lies around the converted layers; return notes for the report."""
+        """Edit what lies around the layers, which are converted by now; return notes for the report."""
         return ()
 
 

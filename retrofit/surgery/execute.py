@@ -6,14 +6,14 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import StrengthMixin
-from retrofit.surgery import normality  # noqa: F401  (they register their targets)
+from retrofit.surgery import batch_independent, normality  # noqa: F401  (they register their targets)
 from retrofit.surgery.census import FAMILIES, Found, find_norms
 from retrofit.surgery.converters import Decision, Options, converter_for
 from retrofit.surgery.records import LayerRow, Plan, Report
@@ -30,8 +30,12 @@ def plan(
     only: Patterns = None,
     skip: Patterns = None,
     source: Patterns = None,
-    groups: int | None = None,
+    groups: int | Literal["auto"] | None = None,
     noise: float | None = None,
+    pn_params: bool | None = None,
+    pn_restore: bool | None = None,
+    ws: bool | None = None,
+    calibrate: Iterable[Tensor] | None = None,
 ) -> Plan:
     """Decide what a conversion would do to every normalization layer of `model`; change nothing.
 
@@ -41,8 +45,14 @@ def plan(
         only: Convert only layers whose name one of these regular expressions finds (`re.search`).
         skip: Keep layers whose name one of these finds.
         source: Families to convert ("bn", "ln", "gn", "in"); None for the target's own.
-        groups: Most groups a layer gets, for the gn targets; None for the paper's 8.
+        groups: Most groups a layer gets, for the gn targets: it is the largest divisor of its channels up to that.
+            "auto" picks per layer the most that keep its output, measured on `calibrate`. None for the paper's 8.
         noise: xi of the converted layers, for the normality targets; None for the paper's (0.4; LayerNorm 1.0).
+        pn_params: For the -pn targets, learn ProxyNorm's own parameters beta~ and gamma~ (None: yes, as the paper).
+        pn_restore: For the -pn targets, keep each channel at the mean and scale that the next layer was trained for
+            (None: yes; False for training from scratch, as the paper).
+        ws: For the gn and ln targets, also standardise the weights of the convolutions before the layers.
+        calibrate: Batches of images, (N, C, H, W), for `groups="auto"`.
 
     Returns:
         The plan, which `apply` executes.
@@ -54,7 +64,7 @@ def plan(
     converter = converter_for(to)
     only_patterns, skip_patterns = _compile("only", only), _compile("skip", skip)
     families = _families(source) or converter.sources
-    options = Options(groups=groups, noise=noise)
+    options = Options(groups, noise, pn_params, pn_restore, ws, calibrate)
     found = list(find_norms(model))
     for flag, patterns in (("only", only_patterns), ("skip", skip_patterns)):
         for pattern in patterns:
@@ -76,8 +86,11 @@ def plan(
         "source": sorted(families),
         "groups": groups,
         "noise": noise,
+        "pn_params": pn_params,
+        "pn_restore": pn_restore,
+        "ws": ws,
     }
-    made = Plan(to, tuple(rows), asked)
+    made = Plan(to, tuple(rows), asked, converter.edits(model, rows, options))
     if not made.counts["converted"]:
         raise RetrofitError(_nothing_to_convert(to, families, found, made))
     return made
@@ -104,6 +117,7 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     _check_structure(plan, found)
     before = _parameters(model)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    converter.begin(model, plan)
     built: dict[int, nn.Module] = {}
     for row in plan.layers:
         if row.status != "converted":

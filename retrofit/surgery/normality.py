@@ -62,8 +62,7 @@ class NormalityConverter(Converter):
 
     def prepare(self, model: nn.Module, found: list[Found], options: Options) -> None:
         """Reject options that have no meaning here."""
-        if options.groups is not None:
-            raise UsageError("groups apply to the gn targets only; a normality target keeps its source's groups")
+        options.refuse("normality normalization", "groups", "pn_params", "pn_restore", "ws", "calibrate")
         if options.noise is not None:
             try:
                 check_noise(options.noise)

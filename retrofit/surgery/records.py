@@ -35,18 +35,45 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
+class EditRow:
+    """The fate of an activation or a convolution beside a normalization layer.
+
+    Attributes:
+        name: Dotted module name; for one of several calls, or a functional one, followed by what tells it apart.
+        source: Class name as found.
+        kind: "activation" or "convolution".
+        status: "converted" or "left".
+        reason: Why it is left; empty for a plain conversion.
+        norm: Name of the normalization layer it belongs to; empty if there is none.
+        place: Which of the places that call that layer it belongs to.
+        options: What the plan has settled for it (JSON values).
+    """
+
+    name: str
+    source: str
+    kind: Literal["activation", "convolution"]
+    status: Literal["converted", "left"]
+    reason: str = ""
+    norm: str = ""
+    place: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Plan:
     """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing.
 
     Attributes:
         to: The target, e.g. "bnn".
         layers: One row for each name of each normalization layer, in the model's order.
-        options: The arguments that made the plan (`only`, `skip`, `source`, `groups`, `noise`), for the record.
+        options: The arguments that made the plan, for the record.
+        edits: What becomes of the activations and convolutions around the layers, for the targets that touch them.
     """
 
     to: str
     layers: tuple[LayerRow, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    edits: tuple[EditRow, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -56,7 +83,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_dict` reads it back."""
-        return {"to": self.to, "options": self.options, "layers": [row.to_dict() for row in self.layers]}
+        return {
+            "to": self.to,
+            "options": self.options,
+            "layers": [row.to_dict() for row in self.layers],
+            "edits": [asdict(row) for row in self.edits],
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
@@ -65,8 +97,9 @@ class Plan:
         Raises:
             KeyError, TypeError: If `values` did not come from `to_dict`.
         """
-        rows = tuple(LayerRow(**row) for row in values["layers"])
-        return cls(to=values["to"], layers=rows, options=values["options"])
+        layers = tuple(LayerRow(**row) for row in values["layers"])
+        edits = tuple(EditRow(**row) for row in values["edits"])
+        return cls(to=values["to"], layers=layers, options=values["options"], edits=edits)
 
 
 @dataclass(frozen=True)
@@ -89,11 +122,20 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
+        edits = {
+            f"{kind}s": [
+                {"name": row.name, "source": row.source, "norm": row.norm, "status": row.status, "reason": row.reason}
+                for row in self.plan.edits
+                if row.kind == kind
+            ]
+            for kind in dict.fromkeys(row.kind for row in self.plan.edits)
+        }
         return {
             "to": self.plan.to,
             "layers": [
                 {key: value for key, value in row.to_dict().items() if key != "options"} for row in self.plan.layers
             ],
+            **edits,
             "counts": self.plan.counts,
             "params": {"before": self.params_before, "after": self.params_after},
             "strength": self.strength,

@@ -1,0 +1,241 @@
+"""What a module or a call is: a normalization, an elementwise activation, a dropout, or something fx must not enter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+_OURS = "retrofit.layers"
+
+# RReLU is left out: it draws random numbers, so a proxy's moments would not be those of the activation.
+_TORCH_ACTIVATIONS: tuple[type[nn.Module], ...] = (
+    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
+    nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold,
+)  # fmt: skip
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUT_FUNCTIONS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout}
+_AFFINE: tuple[type[nn.Module], ...] = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+)  # fmt: skip
+_GATES = (nn.Sigmoid, nn.Hardsigmoid)
+
+# Call -> the module that does the same, and the names of the constants it takes after its input.
+_FUNCTIONS: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = {
+    F.relu: (nn.ReLU, ()),
+    F.relu_: (nn.ReLU, ()),
+    torch.relu: (nn.ReLU, ()),
+    torch.relu_: (nn.ReLU, ()),
+    F.relu6: (nn.ReLU6, ()),
+    F.silu: (nn.SiLU, ()),
+    F.mish: (nn.Mish, ()),
+    F.hardswish: (nn.Hardswish, ()),
+    F.hardsigmoid: (nn.Hardsigmoid, ()),
+    F.sigmoid: (nn.Sigmoid, ()),
+    torch.sigmoid: (nn.Sigmoid, ()),
+    torch.sigmoid_: (nn.Sigmoid, ()),
+    F.tanh: (nn.Tanh, ()),
+    torch.tanh: (nn.Tanh, ()),
+    torch.tanh_: (nn.Tanh, ()),
+    F.selu: (nn.SELU, ()),
+    F.softsign: (nn.Softsign, ()),
+    F.logsigmoid: (nn.LogSigmoid, ()),
+    F.tanhshrink: (nn.Tanhshrink, ()),
+    F.gelu: (nn.GELU, ("approximate",)),
+    F.leaky_relu: (nn.LeakyReLU, ("negative_slope",)),
+    F.leaky_relu_: (nn.LeakyReLU, ("negative_slope",)),
+    F.elu: (nn.ELU, ("alpha",)),
+    F.elu_: (nn.ELU, ("alpha",)),
+    F.celu: (nn.CELU, ("alpha",)),
+    F.softplus: (nn.Softplus, ("beta", "threshold")),
+    F.hardtanh: (nn.Hardtanh, ("min_val", "max_val")),
+    F.hardshrink: (nn.Hardshrink, ("lambd",)),
+    F.softshrink: (nn.Softshrink, ("lambd",)),
+    F.threshold: (nn.Threshold, ("threshold", "value")),
+    "relu": (nn.ReLU, ()),
+    "relu_": (nn.ReLU, ()),
+    "sigmoid": (nn.Sigmoid, ()),
+    "sigmoid_": (nn.Sigmoid, ()),
+    "tanh": (nn.Tanh, ()),
+    "tanh_": (nn.Tanh, ()),
+}
+_CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
+
+
+def _classes_of(*modules: ModuleType) -> frozenset[type[nn.Module]]:
+    """The module classes that `modules` define themselves."""
+    return frozenset(
+        found
+        for module in modules
+        for found in vars(module).values()
+        if inspect.isclass(found) and issubclass(found, nn.Module) and found.__module__ == module.__name__
+    )
+
+
+@cache
+def norm_classes() -> tuple[type[nn.Module], ...]:
+    """Every normalization class of torch, timm and torchvision, norm+activation classes included."""
+    from timm.layers import evo_norm, filter_response_norm, inplace_abn, norm, norm_act
+    from torch.nn.modules import batchnorm, instancenorm, normalization
+    from torchvision.ops import FrozenBatchNorm2d
+
+    modules = (batchnorm, instancenorm, normalization, norm, norm_act, evo_norm, filter_response_norm, inplace_abn)
+    return (*_classes_of(*modules), FrozenBatchNorm2d)
+
+
+@cache
+def activation_classes() -> frozenset[type[nn.Module]]:
+    """The elementwise activation classes of torch and timm (so neither Softmax nor GLU)."""
+    from timm.layers import activations, activations_me
+    from timm.models import metaformer
+
+    return (
+        frozenset(_TORCH_ACTIVATIONS)
+        | _classes_of(activations, activations_me)
+        | {metaformer.StarReLU, metaformer.SquaredReLU}
+    )
+
+
+@cache
+def _timm_functions() -> dict[Any, tuple[type[nn.Module], tuple[str, ...]]]:
+    """Timm's functional activations, which fx would otherwise enter, and their modules."""
+    from timm.layers import activations as act
+    from timm.layers import activations_me as me
+
+    return {
+        function: (module, ())
+        for module, functions in {
+            nn.SiLU: (act.swish, me.swish_me),
+            nn.Mish: (act.mish, me.mish_me),
+            nn.Sigmoid: (act.sigmoid,),
+            nn.Tanh: (act.tanh,),
+            nn.Hardswish: (act.hard_swish, me.hard_swish_me),
+            nn.Hardsigmoid: (act.hard_sigmoid, me.hard_sigmoid_me),
+            nn.GELU: (act.gelu,),
+            act.HardMish: (act.hard_mish, me.hard_mish_me),
+            act.GELUTanh: (act.gelu_tanh,),
+            act.QuickGELU: (act.quick_gelu,),
+        }.items()
+        for function in functions
+    }
+
+
+@cache
+def _drop_classes() -> tuple[type[nn.Module], ...]:
+    from timm.layers import DropBlock2d, DropPath
+    from torchvision.ops import DropBlock2d as TvDropBlock2d
+    from torchvision.ops import StochasticDepth
+
+    return (*_DROPOUTS, DropPath, DropBlock2d, TvDropBlock2d, StochasticDepth)
+
+
+@cache
+def _untraced_classes() -> tuple[type[nn.Module], ...]:
+    """Classes whose forward fx cannot follow, by timm's own register."""
+    import timm.models  # noqa: F401  importing the models fills the register
+    from timm.layers import get_notrace_modules
+
+    return tuple(get_notrace_modules())
+
+
+@cache
+def wrapped_functions() -> tuple[Callable[..., Any], ...]:
+    """Functions that stay one call in a graph: timm's register and functional activations, torchvision's operators."""
+    import timm.models  # noqa: F401  importing the models fills the register
+    import torchvision.ops
+    from timm.layers import get_notrace_functions
+
+    operators = (found for name, found in inspect.getmembers(torchvision.ops, inspect.isfunction))
+    return (*(f for f in get_notrace_functions() if callable(f)), *_timm_functions(), *operators)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether `module` is a normalization layer, or a subclass of one."""
+    return isinstance(module, norm_classes())
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether `module` is exactly one of the known elementwise activations; a subclass may do more than its parent."""
+    return type(module) in activation_classes()
+
+
+def is_drop(module: nn.Module) -> bool:
+    """Whether `module` only drops values in training: dropout, drop path, drop block."""
+    return isinstance(module, _drop_classes())
+
+
+def is_plain_affine(module: nn.Module) -> bool:
+    """Whether `module` is a convolution or linear layer that uses its weight and bias as they are.
+
+    An affine map of its output then folds into them; a weight-standardised convolution would undo it.
+    """
+    from timm.layers import Conv2dSame, Linear
+
+    cls: Any = type(module)
+    if cls in (Conv2dSame, Linear):
+        return True
+    base = next((base for base in _AFFINE if issubclass(cls, base)), None)
+    own = ("forward", "_conv_forward", "weight")  # a parametrized layer has its weight as a property
+    return base is not None and all(getattr(cls, name, None) is getattr(base, name, None) for name in own)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for torch's modules."""
+    if type(module).__module__.startswith(_OURS) or is_activation(module) or is_norm(module) or is_drop(module):
+        return True
+    if isinstance(module, _untraced_classes()) or is_plain_affine(module):
+        return True
+    # torchvision's operators (RoIAlign, DeformConv2d, ...), but not its composites such as Conv2dNormActivation
+    return type(module).__module__.startswith("torchvision.ops") and next(module.children(), None) is None
+
+
+def is_drop_call(node: fx.Node) -> bool:
+    """Whether a call of a function only drops values in training."""
+    return node.op == "call_function" and node.target in _DROPOUT_FUNCTIONS
+
+
+def is_gate(module: nn.Module) -> bool:
+    """Whether `module` is of the sigmoid kind, which gates where its output multiplies other features."""
+    from timm.layers import activations as act
+    from timm.layers import activations_me as me
+
+    return isinstance(module, (*_GATES, act.Sigmoid, act.HardSigmoid, me.HardSigmoidMe))
+
+
+def _clamp_module(low: Any, high: Any) -> nn.Module | None:
+    if low == 0 and high is None:
+        return nn.ReLU()
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low < high:
+        return nn.Hardtanh(float(low), float(high))
+    return None
+
+
+def function_module(node: fx.Node) -> nn.Module | None:
+    """The activation module that does what a functional or method call does, never in place.
+
+    Returns:
+        A fresh module with the call's constants, or None where `node` is no call of an elementwise activation with
+        constant arguments.
+    """
+    if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
+        return None
+    constants: tuple[Any, ...] = node.args[1:]
+    if node.target in _CLAMPS:
+        low, high = (*constants, None, None)[:2]
+        return _clamp_module(node.kwargs.get("min", low), node.kwargs.get("max", high))
+    known = _FUNCTIONS.get(node.target) or _timm_functions().get(node.target)
+    if known is None:
+        return None
+    cls, names = known
+    options = {name: value for name, value in node.kwargs.items() if name in names}
+    options |= dict(zip(names, constants, strict=False))
+    if any(isinstance(value, fx.Node) for value in options.values()):
+        return None
+    return cls(**options)

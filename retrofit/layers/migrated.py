@@ -1,0 +1,284 @@
+"""GroupNorm and LayerNorm that start as the BatchNorm they replace, by its running statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from retrofit.layers.base import StrengthMixin
+from retrofit.layers.core import compute_dtype
+from retrofit.layers.norm_act import _ThenActivate
+
+_Linear = nn.Linear | nn.modules.conv._ConvNd
+_LINEAR_TYPES: tuple[type[_Linear], ...] = (
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+def migrated_group_norm(
+    x: Tensor,
+    num_groups: int,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    strength: Tensor | float = 1.0,
+    eps: float = 1e-5,
+    source_eps: float | None = None,
+) -> Tensor:
+    """Standardise by constant running statistics, then group-normalize to the degree t = `strength`.
+
+        x' = (x - running_mean) / sqrt(running_var + source_eps)              per channel
+        y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight + bias     m, v: moments of x' per sample and group
+
+    At t = 0 this is `F.batch_norm` in evaluation, at t = 1 `F.group_norm` of x'; one group normalizes each whole
+    sample, as LayerNorm over (C, *). All of it is one scale and one shift per sample and channel, which follow from the
+    moments of x per sample and channel; of the activations only x is kept for the backward. Statistics are float32 at
+    least. The running statistics and t are constants to autograd; there is no second derivative.
+
+    Args:
+        x: (N, C, *), floating point, 2 dimensions or more.
+        num_groups: Groups G; divides C.
+        running_mean: (C,).
+        running_var: (C,).
+        weight: gamma (C,) or None for ones.
+        bias: beta (C,) or None for zeros.
+        strength: t in [0, 1]; a 0-dim tensor changes without recompilation.
+        eps: Added to the group variance, in proportion.
+        source_eps: Added to the running variance; `eps` if None.
+
+    Returns:
+        (N, C, *) in the type and memory format of `x`.
+
+    Raises:
+        ValueError: If `x` has fewer than 2 dimensions or not C channels.
+    """
+    channels = running_mean.numel()
+    if x.ndim < 2 or x.shape[1] != channels:
+        raise ValueError(f"expected (N, {channels}, *), got {tuple(x.shape)}")
+    dtype = compute_dtype(x)
+    gamma = torch.ones_like(running_mean, dtype=dtype) if weight is None else weight.to(dtype)
+    beta = torch.zeros_like(running_mean, dtype=dtype) if bias is None else bias.to(dtype)
+    t = torch.as_tensor(strength, device=x.device).to(dtype)
+    rstd = torch.rsqrt(running_var.to(dtype) + (eps if source_eps is None else source_eps))
+    maps = x if x.ndim > 2 else x.unsqueeze(-1)
+    mean, var = _moments(maps.detach().to(dtype))
+    out: Tensor = _GroupAffine.apply(maps, mean, var, running_mean.to(dtype), rstd, gamma, beta, t, num_groups, eps)
+    return out.view_as(x) if x.ndim == 2 else out
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of `x` (N, C, *) per sample and channel, (N, C) each, without cancellation."""
+    dims = tuple(range(2, x.ndim))
+    if x.is_cpu or x.numel() == 0:  # on CPU var_mean takes several times as long; on nothing it warns
+        mean = x.mean(dims, keepdim=True)
+        var = torch.linalg.vector_norm(x - mean, dim=dims).square() / max(1, math.prod(x.shape[2:]))
+        return mean.flatten(1), var
+    var, mean = torch.var_mean(x, dims, correction=0)
+    return mean, var
+
+
+class _GroupAffine(torch.autograd.Function):
+    """y = x * scale + shift per sample and channel, with the closed-form derivative through the group moments.
+
+    With k = 1 / sqrt((1 - t) + t * (v + eps)), x^ = (x' - t * m) * k, g^ = grad * gamma, means over sample and group:
+
+        d x' = k * (g^ - t * mean(g^) - t * k * (x' - m) * mean(g^ * x^))
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        running_mean: Tensor,
+        rstd: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        t: Tensor,
+        num_groups: int,
+        eps: float,
+    ) -> Tensor:
+        n, channels = mean.shape
+        groups = n, num_groups, channels // num_groups
+        mean = ((mean - running_mean) * rstd).view(groups)
+        m = mean.mean(2, keepdim=True)
+        v = ((var * rstd.square()).view(groups) + (mean - m).square()).mean(2, keepdim=True)
+        # At t = 0 the moments do not count, not even where they overflow.
+        m, v = torch.where(t > 0, m, 0.0), torch.where(t > 0, v, 1.0)
+        k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
+        m, k = m.expand(groups).reshape(n, channels), k.expand(groups).reshape(n, channels)
+        ctx.save_for_backward(x, running_mean, rstd, gamma, t, m, k)
+        ctx.groups = groups
+        scale = k * gamma
+        return _affine(x, scale * rstd, beta - scale * (running_mean * rstd + t * m))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, running_mean, rstd, gamma, t, m, k = ctx.saved_tensors
+        (grad,) = grads
+        dims = tuple(range(2, x.ndim))
+        wide = grad.to(k.dtype)
+        sum_g = wide.sum(dims)
+        sum_gx = (((wide * x).sum(dims) - running_mean * sum_g) * rstd - t * m * sum_g) * k  # of grad * x^
+        dx = None
+        if ctx.needs_input_grad[0]:
+            size = ctx.groups[2] * max(1, math.prod(x.shape[2:]))
+
+            def group_mean(sums: Tensor) -> Tensor:
+                means = (sums * gamma).view(ctx.groups).sum(2, keepdim=True) / size
+                return means.expand(ctx.groups).reshape(k.shape)
+
+            slope = -t * k.square() * group_mean(sum_gx)  # of d x' in x'
+            shift = -t * k * group_mean(sum_g) - slope * (running_mean * rstd + m)
+            dx = _affine(x, slope * rstd.square(), shift * rstd, dtype=k.dtype)
+            dx = dx.addcmul_(wide, _like(x, k * gamma * rstd)).to(x.dtype)
+        return dx, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None
+
+
+def _like(x: Tensor, table: Tensor) -> Tensor:
+    """Return (N, C) values in a shape that broadcasts over `x` (N, C, *)."""
+    return table.view(*table.shape, *(1,) * (x.ndim - 2))
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return x * scale + shift for (N, C) tables, in `dtype` or the type of `x`, computed in that of the tables."""
+    return torch.addcmul(_like(x, shift), x, _like(x, scale)).to(dtype or x.dtype)
+
+
+class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
+    """GroupNorm of an input that was standardised by a BatchNorm's running statistics: see `migrated_group_norm`.
+
+    It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
+    other; the buffers are constants. No sample sees another, in training or evaluation, which are the same function.
+
+    Args:
+        num_groups: Groups G; 1 normalizes each whole sample.
+        num_channels: Channels C, a multiple of G.
+        eps: Added to the group variance at t = 1.
+        affine: Learn `weight` and `bias`.
+        device: Device of parameters and buffers.
+        dtype: Type of parameters and running statistics.
+        bias: With `affine`, learn `bias`.
+        source_eps: Added to the running variance: the BatchNorm's own eps, for its function at t = 0. `eps` if None.
+        strength: Initial t, in [0, 1]: 0 is BatchNorm in evaluation, 1 is GroupNorm.
+
+    Shape:
+        (N, C, *) to the same, in the input's type and memory format.
+
+    Raises:
+        ValueError: If G does not divide C or an argument is out of range.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        source_eps: float | None = None,
+        strength: float = 1.0,
+    ) -> None:
+        if num_groups < 1:
+            raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        self.source_eps = eps if source_eps is None else source_eps
+        if not bias:
+            self.register_parameter("bias", None)
+        self.register_buffer("running_mean", torch.zeros(num_channels, device=device, dtype=dtype))
+        self.register_buffer("running_var", torch.ones(num_channels, device=device, dtype=dtype))
+        self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
+        self._register_strength(strength, device)
+
+    def reset_parameters(self) -> None:
+        """Return gamma to 1 and beta to 0, as far as there are any; the running statistics stay."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *)."""
+        return migrated_group_norm(
+            x,
+            self.num_groups,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            strength=self.strength,
+            eps=self.eps,
+            source_eps=self.source_eps,
+        )
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        return f"{super().extra_repr()}, source_eps={self.source_eps}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept a BatchNorm's checkpoint: with no `strength` in it, t stays as it is."""
+        state_dict.setdefault(prefix + "strength", self.strength.detach().clone())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
+    """Migrated group normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
+
+
+@torch.no_grad()
+def fold_input_affine(norm: MigratedGroupNorm, feeder: nn.Module, *, also: tuple[type[nn.Module], ...] = ()) -> None:
+    """Move the standardisation by running statistics from `norm` into the convolution or linear layer before it.
+
+    The pair computes the same function afterwards, to rounding; `norm` standardises by the identity. Only valid where
+    `feeder` feeds `norm` and nothing else, directly. A bias is added where `feeder` has none, and its state dict no
+    longer means what the source's did, so this belongs to deployment rather than conversion.
+
+    Args:
+        norm: The layer to relieve.
+        feeder: Linear or a (transposed) convolution of torch's own, of any number of dimensions and groups.
+        also: Subclasses of those to accept, whose output is linear in `weight` and `bias` too, such as timm's
+            Conv2dSame. (A weight-standardised convolution is not: it undoes the scale.)
+
+    Raises:
+        TypeError: If `feeder` is of another type.
+        ValueError: If it does not put out the channels of `norm`.
+    """
+    if type(feeder) not in (*_LINEAR_TYPES, *also) or not isinstance(feeder, _LINEAR_TYPES):
+        raise TypeError(f"cannot fold into {type(feeder).__name__}: not known to be linear in its weight")
+    transposed = isinstance(feeder, nn.modules.conv._ConvTransposeNd)
+    groups = feeder.groups if isinstance(feeder, nn.modules.conv._ConvNd) else 1
+    weight = feeder.weight
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    if channels != norm.num_channels:
+        raise ValueError(f"the layer before puts out {channels} channels, the norm has {norm.num_channels}")
+    rstd = torch.rsqrt(norm.running_var.double() + norm.source_eps)
+    shift = -norm.running_mean.double() * rstd
+    if transposed:  # (C_in, C_out / groups, *), C_in in groups
+        by_group = weight.double().view(groups, -1, *weight.shape[1:])
+        scaled = by_group * rstd.view(groups, 1, -1, *(1,) * (weight.ndim - 2))
+    else:
+        scaled = weight.double() * rstd.view(-1, *(1,) * (weight.ndim - 1))
+    weight.copy_(scaled.view_as(weight))
+    if feeder.bias is None:
+        feeder.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=weight.requires_grad)
+    else:
+        feeder.bias.copy_(feeder.bias.double() * rstd + shift)
+    norm.running_mean.zero_()
+    norm.running_var.fill_(1 - norm.source_eps)  # so that the layer divides by exactly one

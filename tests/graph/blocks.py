@@ -1,0 +1,229 @@
+"""Small blocks, one for each way that code calls norms and activations. At module level, so that they pickle."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Two convolutions, two norms and one shared activation, for the blocks below to call."""
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+
+class Shared(Block):
+    """One in-place activation module after two norms and after the residual addition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.conv1(self.relu(self.bn2(self.conv2(out))))
+        out += x
+        return self.relu(out)
+
+
+class Functional(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        return F.leaky_relu(self.bn2(self.conv2(x)), 0.3)
+
+
+class Methods(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x)).relu_()
+        return self.bn2(self.conv2(x)).clamp(min=0, max=6)
+
+
+class BehindDropout(Block):
+    """The activation comes after a dropout that depends on the block's own mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout2d(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(F.dropout(self.bn1(self.conv1(x)), 0.5, self.training), approximate="tanh")
+        return F.silu(self.drop(self.bn2(self.conv2(x))))
+
+
+class TwoConsumers(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x))
+        return self.bn2(self.conv2(F.relu(x))) + x
+
+
+class NormTwice(Block):
+    """One norm at two places, with another activation each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        return F.silu(self.bn1(self.conv2(x)))
+
+
+class Loop(Block):
+    """One line of code that calls one activation after several norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in ((self.conv1, self.bn1), (self.conv2, self.bn2)):
+            x = self.relu(norm(conv(x)))
+        return x
+
+
+class TrainOnly(Block):
+    """A second call in train mode, before the call that both modes make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv1(x)
+        extra = F.relu(self.bn2(self.conv2(x))).mean() if self.training else 0.0
+        return F.relu(self.bn1(out)) + extra
+
+
+class Alias(Block):
+    """An in-place operation that another name of the tensor sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        y = self.conv2(x)
+        z = y
+        z += x
+        z *= 3
+        rows = columns = x.shape[-1]
+        rows -= 1
+        return (y + z)[..., :rows, :columns]
+
+
+class Optional(Block):
+    """An optional argument that callers pass, and others that they leave out."""
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None, *rest: Tensor, scale: float = 1.0) -> Tensor:
+        if shortcut is None:
+            shortcut = x
+        x = F.relu(self.bn1(self.conv1(x))) * scale
+        return F.relu(self.bn2(self.conv2(x))) + shortcut
+
+
+class Passing(nn.Module):
+    """Calls one `Optional` with the optional argument and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Optional(), Optional()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x, x * 2))
+
+
+class Helper(Block):
+    """The activation is called by a method that others may call too."""
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn1(self.conv1(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv2(self.forward_features(x)))
+
+
+class HelperTwice(Block):
+    """A method that runs twice in one forward, each time after another norm."""
+
+    def step(self, conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+        return F.relu(norm(conv(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.conv2, self.bn2, self.step(self.conv1, self.bn1, x))
+
+
+class Flag(Block):
+    """Behaviour that depends on plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double = False
+        self.extra: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        if self.extra is not None:
+            x = self.extra(x)
+        return x * 2 if self.double else x
+
+
+class Constant(Block):
+    """Makes a tensor that a graph could only hold as a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn1(self.conv1(x))) + torch.arange(3.0).sum()
+
+
+class Remembers(Block):
+    """Sets an attribute while it runs."""
+
+    last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = F.relu(self.bn1(self.conv1(x)))
+        return self.last
+
+
+class Branching(nn.Module):
+    """Control flow that depends on the data, around a block that can be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.bn = Shared(), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(x)) if x.mean() > 0 else self.block(x)
+
+
+class Gate(nn.Module):
+    """A squeeze-excite with a norm, and a sigmoid gate after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.fc1, self.bn_se, self.act = nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2), nn.SiLU()
+        self.fc2, self.conv, self.bn_gate, self.gate = (
+            nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Sigmoid(),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(x)
+        weight = self.fc2(self.act(self.bn_se(self.fc1(x.mean((2, 3), keepdim=True)))))
+        x = x * weight.sigmoid()
+        return x * self.gate(self.bn_gate(self.conv(x)))
+
+
+class Feeders(nn.Module):
+    """Layers that may and may not take up an affine map of the norm's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.busy, self.twice = (nn.Conv2d(4, 4, 1) for _ in range(3))
+        self.tied1, self.tied2 = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.tied2.weight = self.tied1.weight
+        self.bn_plain, self.bn_busy, self.bn_twice, self.bn_tied, self.bn_pool = (nn.BatchNorm2d(4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn_plain(self.plain(x))
+        busy = self.busy(x)
+        x = self.bn_busy(busy) + busy
+        x = self.bn_twice(self.twice(self.twice(x)))
+        x = self.tied2(self.bn_tied(self.tied1(x)))
+        return self.bn_pool(F.max_pool2d(x, 2))
+
+
+class Wrapped(nn.Module):
+    """An activation in a module of its own, with a buffer, so that a replacement shows in the state dict."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)

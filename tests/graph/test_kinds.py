@@ -1,0 +1,118 @@
+"""What counts as an activation call, and the module that stands for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.layers.activations import hard_mish, quick_gelu
+from timm.layers.activations_me import swish_me
+from timm.layers.std_conv import StdConv2d
+from torch import Tensor, fx, nn
+
+from retrofit.graph import kinds
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F.relu": F.relu,
+    "F.relu in place": lambda x: F.relu(x, True),
+    "F.relu keyword": lambda x: F.relu(input=x, inplace=True),
+    "torch.relu": torch.relu,
+    "method": lambda x: x.relu(),
+    "in-place method": lambda x: x.relu_(),
+    "relu6": F.relu6,
+    "silu": lambda x: F.silu(x, inplace=True),
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "mish": F.mish,
+    "leaky": lambda x: F.leaky_relu(x, 0.3, True),
+    "elu": lambda x: F.elu(x, alpha=0.7),
+    "celu": lambda x: F.celu(x, 0.7),
+    "selu": F.selu,
+    "softplus": lambda x: F.softplus(x, 2.0, threshold=15.0),
+    "hardtanh": lambda x: F.hardtanh(x, 0.0, 6.0),
+    "softshrink": lambda x: F.softshrink(x, 0.2),
+    "hardshrink": lambda x: F.hardshrink(x, 0.2),
+    "threshold": lambda x: F.threshold(x, 0.1, -1.0),
+    "softsign": F.softsign,
+    "logsigmoid": F.logsigmoid,
+    "tanhshrink": F.tanhshrink,
+    "sigmoid": torch.sigmoid,
+    "tanh": lambda x: x.tanh(),
+    "clamp": lambda x: x.clamp(0, 6),
+    "clamp keywords": lambda x: torch.clamp(x, min=-1.0, max=1.0),
+    "clamp below": lambda x: x.clamp(min=0),
+    "timm's swish": swish_me,
+    "timm's hard mish": hard_mish,
+    "timm's quick gelu": quick_gelu,
+}
+NOT_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "glu": F.glu,
+    "clamp to a tiny minimum": lambda x: x.clamp(min=1e-6),
+    "clamp by tensors": lambda x: torch.clamp(x, x.mean(), x.amax()),
+    "prelu by a computed weight": lambda x: F.prelu(x, x.mean()),
+    "add": lambda x: x + 1,
+}
+
+
+class Called(nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(x)
+
+
+def nodes(call: Callable[[Tensor], Tensor]) -> list[fx.Node]:
+    tracer = fx.Tracer(autowrap_functions=kinds.wrapped_functions())
+    graph = tracer.trace(Called(call))
+    if call in kinds.wrapped_functions():  # fx wraps names in a module's globals, not attributes
+        graph = fx.Graph()
+        graph.output(graph.call_function(call, (graph.placeholder("x"),)))
+    return [node for node in graph.nodes if node.op.startswith("call")]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_module_of_a_call_does_the_same(name: str) -> None:
+    (node,) = nodes(CALLS[name])
+    module = kinds.function_module(node)
+    assert module is not None
+    assert kinds.is_activation(module)
+    x = torch.linspace(-8, 8, 101, dtype=torch.float64)
+    torch.testing.assert_close(module(x), CALLS[name](x.clone()), rtol=0, atol=1e-12)
+    assert not getattr(module, "inplace", False)
+
+
+@pytest.mark.parametrize("name", NOT_ACTIVATIONS)
+def test_other_calls_are_no_activations(name: str) -> None:
+    assert all(kinds.function_module(node) is None for node in nodes(NOT_ACTIVATIONS[name]))
+
+
+@pytest.mark.parametrize("module", [nn.Softmax(-1), nn.GLU(), nn.Identity(), nn.RReLU(), nn.ReLU], ids=str)
+def test_other_modules_are_no_activations(module: Any) -> None:
+    assert not kinds.is_activation(module)
+
+
+def test_a_subclass_of_an_activation_may_do_more() -> None:
+    class Pooled(nn.ReLU):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).mean((2, 3))
+
+    assert kinds.is_activation(nn.ReLU())
+    assert not kinds.is_activation(Pooled())
+
+
+class Conv3DSimple(nn.Conv3d):
+    pass
+
+
+def test_weights_that_are_changed_in_forward_take_no_fold() -> None:
+    assert kinds.is_plain_affine(nn.Conv2d(2, 2, 1))
+    assert kinds.is_plain_affine(Conv3DSimple(2, 2, 1))
+    assert not kinds.is_plain_affine(StdConv2d(2, 2, 1))
+    assert not kinds.is_plain_affine(nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 1)))
+    assert not kinds.is_plain_affine(nn.BatchNorm2d(2))

@@ -1,0 +1,356 @@
+"""Replacing single calls: the same function bit for bit, and a model that works as before."""
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from retrofit.errors import RetrofitError
+from retrofit.graph.codegen import RewriteError
+from retrofit.graph.records import Activation
+from retrofit.graph.rewrite import check_call, replace_call, replace_module
+from retrofit.graph.sites import find_sites
+
+from . import blocks
+
+tv = torchvision.models
+
+
+def direct(model: nn.Module) -> Iterator[tuple[str, Activation]]:
+    found = find_sites(model, lambda module: isinstance(module, _BatchNorm))
+    for site in found.sites:
+        if site.activation is not None:
+            yield f"{site.norm.removeprefix(site.owner + '.')}_{site.place}".replace(".", "_"), site.activation
+
+
+def wrap(model: nn.Module) -> int:
+    """Replace every activation that directly follows a norm by itself, wrapped."""
+    count = 0
+    for name, act in list(direct(model)):
+        wrapped = blocks.Wrapped(act.module)
+        if act.kind == "fused":
+            model.get_submodule(act.owner).act = wrapped
+        elif act.kind == "module":
+            replace_module(model, act.name, wrapped)
+        else:
+            assert act.call is not None
+            check_call(model, act.call)
+            replace_call(model, act.call, wrapped, f"{name}_act")
+        count += 1
+    return count
+
+
+def tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if isinstance(output, dict) else output
+    return [tensor for value in values if value is not None for tensor in tensors(value)]
+
+
+def run(model: nn.Module, x: Tensor, training: bool) -> list[Tensor]:
+    """Outputs, input gradient and parameter gradients, with the same random numbers on every call."""
+    torch.manual_seed(1)
+    model.train(training)
+    x = x.clone().requires_grad_()
+    outputs = tensors(model(x))
+    wanted = [x, *model.parameters()]
+    gradients = torch.autograd.grad(sum(o.square().sum() for o in outputs), wanted, allow_unused=True)  # type: ignore[arg-type]
+    return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
+
+
+def assert_same(source: nn.Module, model: nn.Module, x: Tensor) -> None:
+    for training in (False, True):
+        for expected, got in zip(run(source, x, training), run(model, x, training), strict=True):
+            assert torch.equal(expected, got)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...]]] = {
+    "resnet18": (lambda: timm.create_model("resnet18"), 9, (2, 3, 64, 64)),
+    "resnetv2_50": (lambda: timm.create_model("resnetv2_50"), 49, (2, 3, 64, 64)),
+    "mobilenetv3_small": (lambda: timm.create_model("mobilenetv3_small_100"), 23, (2, 3, 64, 64)),
+    "dla34": (lambda: timm.create_model("dla34"), 21, (2, 3, 64, 64)),
+    "res2net50": (lambda: timm.create_model("res2net50_48w_2s"), 33, (2, 3, 64, 64)),
+    "tv:resnet18": (tv.resnet18, 9, (2, 3, 64, 64)),
+    "tv:resnet50": (tv.resnet50, 33, (2, 3, 64, 64)),
+    "tv:vgg11_bn": (lambda: tv.vgg11_bn().features, 8, (2, 3, 64, 64)),
+    "tv:densenet121": (tv.densenet121, 121, (2, 3, 64, 64)),
+    "tv:mobilenet_v3_small": (tv.mobilenet_v3_small, 23, (2, 3, 64, 64)),
+    "tv:regnet_y_400mf": (tv.regnet_y_400mf, 33, (2, 3, 64, 64)),
+    "tv:googlenet": (lambda: tv.googlenet(init_weights=False), 59, (2, 3, 64, 64)),
+    "shared": (blocks.Shared, 2, (2, 4, 5, 5)),
+    "functional": (blocks.Functional, 2, (2, 4, 5, 5)),
+    "methods": (blocks.Methods, 2, (2, 4, 5, 5)),
+    "behind dropout": (blocks.BehindDropout, 2, (2, 4, 5, 5)),
+    "norm twice": (blocks.NormTwice, 2, (2, 4, 5, 5)),
+    "loop": (blocks.Loop, 2, (2, 4, 5, 5)),
+    "train only": (blocks.TrainOnly, 2, (2, 4, 5, 5)),
+    "alias": (blocks.Alias, 1, (2, 4, 5, 5)),
+    "optional": (blocks.Optional, 2, (2, 4, 5, 5)),
+    "passing": (blocks.Passing, 4, (2, 4, 5, 5)),
+    "helper": (blocks.Helper, 1, (2, 4, 5, 5)),
+    "helper twice": (blocks.HelperTwice, 2, (2, 4, 5, 5)),
+    "branching": (blocks.Branching, 2, (2, 4, 5, 5)),
+}
+SMALL = [name for name, (_, _, shape) in MODELS.items() if shape[1] == 4]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_function_in_eval_and_in_train(name: str) -> None:
+    make, count, shape = MODELS[name]
+    source = make()
+    model = copy.deepcopy(source)
+    assert wrap(model) == count
+    wrapped = [key for key in model.state_dict() if key.endswith(".seen") or key == "seen"]
+    assert len(wrapped) == count
+    extra = [key for key in model.state_dict() if key not in source.state_dict()]
+    assert sorted(extra) == sorted(wrapped)
+    assert type(model).__name__ == type(source).__name__
+    assert isinstance(model, type(source))
+    assert_same(source, model, torch.randn(shape))
+
+
+@pytest.mark.parametrize("name", [*SMALL, "tv:resnet18"])
+def test_copies_and_pickles(name: str) -> None:
+    make, _, shape = MODELS[name]
+    source = make()
+    model = copy.deepcopy(source)
+    wrap(model)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    x = torch.randn(shape)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)):
+        assert_same(copy.deepcopy(source), other, x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", [*(name for name in SMALL if name != "branching"), "tv:resnet18"])
+def test_compiles_whole(name: str, backend: str) -> None:
+    make, _, shape = MODELS[name]
+    model = make()
+    wrap(model)
+    x = torch.randn(shape)
+    for training in (False, True):
+        model.train(training)
+        other = copy.deepcopy(model)
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        got = torch.compile(other, fullgraph=True, backend=backend)(x)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_given_call_changes() -> None:
+    class Negative(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return -x
+
+    block = blocks.Shared().eval()
+    call = next(act.call for name, act in direct(block) if name == "bn2_0")
+    assert call is not None
+    replace_call(block, call, Negative(), "second")
+    x = torch.randn(2, 4, 5, 5)
+    out = F.relu(block.bn1(block.conv1(x)))
+    expected = F.relu(block.conv1(-block.bn2(block.conv2(out))) + x)
+    assert torch.equal(block(x), expected)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["from one search", "searching again"])
+def test_calls_of_one_block_one_after_the_other(again: bool) -> None:
+    source = blocks.Shared()
+    model = copy.deepcopy(source)
+    calls = {name: act.call for name, act in direct(model)}
+    replace_call(model, calls["bn2_0"], blocks.Wrapped(nn.ReLU()), "second")  # type: ignore[arg-type]
+    if again:
+        calls = {name: act.call for name, act in direct(model) if act.call is not None}
+        assert set(calls) == {"bn1_0"}
+    replace_call(model, calls["bn1_0"], blocks.Wrapped(nn.Tanh()), "first")  # type: ignore[arg-type]
+    x = torch.randn(2, 4, 5, 5)
+    model.eval()
+    out = F.relu(model.bn2(model.conv2(torch.tanh(model.bn1(model.conv1(x))))))
+    assert torch.equal(model(x), F.relu(model.conv1(out) + x))
+    with pytest.raises(RewriteError, match="replaced already"):
+        replace_call(model, find_first_call(source), blocks.Wrapped(nn.ReLU()), "third")
+
+
+def find_first_call(model: nn.Module) -> Any:
+    return next(act.call for _, act in direct(model))
+
+
+def test_equal_blocks_share_one_class() -> None:
+    model = tv.resnet18()
+    wrap(model)
+    assert type(model.layer1[0]) is type(model.layer1[1])
+    assert type(model.layer1[0]) is not type(model.layer2[0])  # which has a downsampling path
+    assert type(copy.deepcopy(model).layer1[0]) is type(model.layer1[0])
+    assert isinstance(model.layer1[0], tv.resnet.BasicBlock)
+
+
+def test_a_method_that_makes_the_call_stays_the_one_to_call() -> None:
+    source = blocks.Helper().eval()
+    model = copy.deepcopy(source)
+    wrap(model)
+    x = torch.randn(2, 4, 5, 5)
+    assert torch.equal(model.forward_features(x), source.forward_features(x))
+    replacement = model.bn1_0_act
+    replacement.inner = nn.Tanh()
+    assert not torch.equal(model.forward_features(x), source.forward_features(x))
+
+
+def test_setting_an_attribute_that_was_built_in_traces_again() -> None:
+    model, source = blocks.Flag().eval(), blocks.Flag().eval()
+    source.load_state_dict(model.state_dict())
+    wrap(model)
+    x = torch.randn(2, 4, 5, 5)
+    for name, value in (
+        ("double", True),
+        ("extra", nn.Tanh()),
+        ("extra", nn.Sigmoid()),
+        ("double", False),
+        ("extra", None),
+    ):
+        for block in (model, source):
+            setattr(block, name, value)
+        assert torch.equal(model(x), source(x))
+    other = pickle.loads(pickle.dumps(model))
+    other.double = True
+    assert torch.equal(other(x), 2 * model(x))
+
+
+def test_optional_arguments_must_be_as_they_were() -> None:
+    model = blocks.Optional().eval()
+    wrap(model)
+    x = torch.randn(2, 4, 5, 5)
+    names = list(inspect.signature(model.forward).parameters)
+    assert names == ["x", "shortcut", "rest", "scale"]
+    model(x, None, scale=1.0)
+    for call in (lambda: model(x, x), lambda: model(x, None, x), lambda: model(x, scale=2.0)):
+        with pytest.raises(RetrofitError, match="leave it out"):
+            call()
+    passing = blocks.Passing().eval()
+    wrap(passing)
+    with pytest.raises(RetrofitError, match="pass it"):
+        passing.first(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (blocks.Constant, "makes a constant or sets an attribute, _tensor_constant0"),
+        (blocks.Remembers, "makes a constant or sets an attribute, last"),
+    ],
+)
+def test_blocks_that_cannot_be_rewritten(make: Callable[[], nn.Module], message: str) -> None:
+    model = make()
+    call = find_first_call(model)
+    before = dict(model.__dict__)
+    for attempt in (lambda: check_call(model, call), lambda: replace_call(model, call, nn.ReLU(), "new")):
+        with pytest.raises(RewriteError, match=message):
+            attempt()
+    assert type(model) is make
+    assert model.__dict__ == before
+    assert not hasattr(model, "new")
+
+
+def test_refusals_before_any_trace() -> None:
+    model = blocks.Functional()
+    call = find_first_call(model)
+    with pytest.raises(RewriteError, match="already has an attribute bn1"):
+        replace_call(model, call, nn.ReLU(), "bn1")
+    model.forward = model.forward  # type: ignore[method-assign]
+    with pytest.raises(RewriteError, match="set on the instance"):
+        check_call(model, call)
+    graph = torch.fx.symbolic_trace(blocks.Functional())
+    with pytest.raises(RewriteError, match="its own pickling"):
+        check_call(graph, find_first_call(graph))
+
+
+def test_a_block_that_must_be_traced_deeper() -> None:
+    class Iterates(blocks.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.relu(self.bn1(self.conv1(x)))
+            return x if x.shape[0] > 1 else -x
+
+    model = nn.Sequential(Iterates(), nn.BatchNorm2d(4))
+    found = find_sites(model)
+    assert set(found.uncovered) == {"0.bn1", "0.bn2", "1"}
+    assert "cannot be traced: TraceError" in found.uncovered["0.bn1"]
+
+
+def test_replace_module_takes_every_name() -> None:
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Sequential(act), act, nn.ReLU())
+    new = nn.Tanh()
+    assert replace_module(model, "1", new) == ["0.0", "1"]
+    assert model[0][0] is new
+    assert model[1] is new
+    assert isinstance(model[2], nn.ReLU)
+    with pytest.raises(ValueError, match="model itself"):
+        replace_module(model, "", new)
+    with pytest.raises(AttributeError):
+        replace_module(model, "missing", new)
+
+
+def test_hooks_parameters_and_heads_stay() -> None:
+    model = tv.densenet121().eval()  # its last activation is functional, in the model's own forward
+    seen: list[str] = []
+    model.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    model.features.norm5.register_forward_hook(lambda *_: seen.append("norm5"))
+    parameters = list(model.parameters())
+    wrap(model)
+    assert all(old is new for old, new in zip(parameters, model.parameters(), strict=True))
+    model.classifier = nn.Linear(1024, 5)
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
+    assert seen == ["norm5", "DenseNet"]
+
+
+def test_reset_classifier_and_features_work() -> None:
+    model = timm.create_model("dla34").eval()
+    wrap(model)
+    model.reset_classifier(7)
+    x = torch.randn(1, 3, 64, 64)
+    assert model(x).shape == (1, 7)
+    assert torch.equal(model.forward_head(model.forward_features(x)), model(x))
+
+
+def test_a_detector() -> None:
+    backbone = tv.detection.backbone_utils.resnet_fpn_backbone(
+        backbone_name="resnet18", weights=None, norm_layer=nn.BatchNorm2d, trainable_layers=5
+    )
+    source = tv.detection.FasterRCNN(backbone, 3, min_size=64, max_size=64).eval()
+    model = copy.deepcopy(source)
+    assert wrap(model) == 9
+    x = [torch.rand(3, 64, 64)]
+    for expected, got in zip(source.backbone(x[0][None]).values(), model.backbone(x[0][None]).values(), strict=True):
+        assert torch.equal(expected, got)
+    assert model(x)[0].keys() == {"boxes", "labels", "scores"}
+
+
+def test_meta_models_are_rewritten_too() -> None:
+    with torch.device("meta"):
+        model = tv.resnet18()
+        wrap(model)
+        assert model(torch.randn(1, 3, 64, 64)).shape == (1, 1000)
+
+
+def test_distributed_data_parallel(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = blocks.Shared()
+        wrap(model)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel(torch.randn(2, 4, 5, 5)).sum().backward()
+        assert model.conv1.weight.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()
