@@ -1,0 +1,109 @@
+"""The command line: `retrofit COMMAND ...`.
+
+Commands are imported when they are called and torch inside their bodies, so that `retrofit --help` answers at once.
+People read stderr, programs read stdout. A user's mistake ends as one line, `error: what happened; what to do`, with
+exit code 1 (refused, failed check, nothing to do) or 2 (usage); RETROFIT_DEBUG=1 adds the traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from retrofit import __version__
+from retrofit.errors import RetrofitError
+
+COMMANDS = {
+    "convert": "Turn a network into its normality-normalized or batch-independent counterpart.",
+    "inspect": "List a network's normalization layers and what a conversion would do to them.",
+    "evaluate": "Measure top-1 and top-5 accuracy on a folder or tar of images.",
+}
+INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
+
+
+class _Commands(click.Group):
+    """A group that imports a command's module when the command is called and turns every exception into one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands, in the order of the work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; None for an unknown name, which click reports with the closest ones."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = "retrofit", **extra: Any) -> Any:  # type: ignore[override]
+        """Run the command line and exit with the code that the outcome calls for."""
+        extra["standalone_mode"] = False
+        code = INTERRUPTED
+        try:
+            code = super().main(args, prog_name, **extra) or 0
+        except click.Abort as abort:
+            _report("interrupted", abort)
+        except click.ClickException as error:
+            code = error.exit_code
+            _report(_sentence(error), error)
+        except RetrofitError as error:
+            code = error.exit_code
+            _report(f"error: {error}", error)
+        except OSError as error:
+            code = 1
+            _report(f"error: {error}; check the path, its permissions and the free space", error)
+        except Exception as error:
+            code = 1
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            hint = "RETROFIT_DEBUG=1 shows the traceback, please report it"
+            _report(f"error: unexpected {type(error).__name__}: {first}; {hint}", error)
+        sys.exit(code)
+
+
+def _sentence(error: click.ClickException) -> str:
+    """Return click's complaint as our one line, with the help page to turn to."""
+    context = getattr(error, "ctx", None)
+    page = f"{context.command_path if context else 'retrofit'} --help"
+    return f"error: {error.format_message().rstrip('.')}; see {page}"
+
+
+def _report(line: str, error: BaseException) -> None:
+    """Write one line to stderr, after the traceback if the user asked for it."""
+    if os.environ.get("RETROFIT_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)
+    try:
+        click.echo(line, err=True)
+    except OSError as closed:  # nobody is left to read it
+        if closed.errno != errno.EPIPE:
+            raise
+
+
+HELP = """Turn trained networks into normality-normalized or batch-independent ones, with the same outputs at the start.
+
+\b
+$ retrofit inspect resnet50 --to bnn
+$ retrofit convert resnet50 --to bnn --pretrained
+$ retrofit evaluate resnet50-bnn.safetensors --data-dir imagenet
+"""
+
+
+@click.group(
+    cls=_Commands, help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.version_option(__version__)
+def main() -> None:
+    """Run `retrofit`."""

@@ -1,0 +1,170 @@
+"""`retrofit convert`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrofit.cli.console import emit, say, waiting
+from retrofit.cli.options import (
+    architecture_options,
+    json_option,
+    model_argument,
+    plan_options,
+    take_plan_options,
+    weights_options,
+)
+from retrofit.cli.tables import show_plan
+from retrofit.errors import RetrofitError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from retrofit.surgery.check import CheckResult
+
+
+HELP = """Convert MODEL: a timm name, tv:NAME for torchvision, or a retrofit .safetensors file.
+
+At strength 0 the converted network gives the same outputs as its source; this is checked before anything is
+written. A summary goes to stderr, and with --json one object to stdout.
+
+\b
+$ retrofit convert resnet50 --to bnn
+weights: RANDOM (pass --pretrained or --checkpoint FILE for trained ones)
+\b
+ count   found         becomes             names
+ -------------------------------------------------------------------------
+    53   BatchNorm2d   BatchNormalNorm2d   bn1, layer1.0.bn1, ... (51 more)
+\b
+parameters: 25,557,032 before, 25,557,032 after (+0)
+check passed: largest difference 4.47e-08 at a scale of 0.155, tolerance 1.55e-05
+wrote resnet50-bnn.safetensors (102.6 MB)
+next: retrofit evaluate resnet50-bnn.safetensors --data-dir DIR
+
+\b
+$ retrofit convert tv:convnext_tiny --to lnn --only 'features\\.[67]' -o tiny.safetensors
+...
+wrote tiny.safetensors (114.4 MB)
+
+\b
+$ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
+{"converted":53,"kept":0,"unsupported":0}
+"""
+
+
+@click.command("convert", help=HELP)
+@model_argument
+@click.option("--to", required=True, metavar="TARGET", help="bnn, lnn, gnn, inn, normal, gn, ln, gn-pn or ln-pn.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="NAME-TARGET.safetensors if left out."
+)
+@weights_options
+@plan_options
+@click.option(
+    "--strength",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    metavar="F",
+    help="From 0, the source's function, to 1, the target's (default: 0).",
+)
+@architecture_options
+@click.option("--force", is_flag=True, help="Replace an existing output file.")
+@json_option
+def command(
+    model: str, to: str, output: Path | None, strength: float, force: bool, as_json: bool, **options: Any
+) -> None:
+    """Run `retrofit convert`."""
+    from retrofit import artifact, files, surgery
+    from retrofit.cli.network import open_network
+    from retrofit.data import sample_batches
+    from retrofit.evaluate import predictions
+    from retrofit.surgery.check import IdentityCheck
+
+    output = output or Path(f"{_stem(model)}-{to}.safetensors")
+    if output.suffix != ".safetensors":
+        raise UsageError(f"{output} would not be recognised as an artifact; give -o a name that ends in .safetensors")
+    files.ensure_writable(output, force)
+    choices = take_plan_options(options)
+    network = open_network(model, **options)
+    if choices["calibrate"] is not None:
+        choices["calibrate"] = sample_batches(choices["calibrate"], network.preprocess)
+    plan = surgery.plan(network.model, to, **choices)
+    with waiting("running the source network"):
+        check = IdentityCheck(network.model, network.preprocess.input_size)
+        expected = predictions(network.model, choices["calibrate"]) if choices["calibrate"] else None
+    network.model, report = surgery.apply(plan, network.model)
+    show_plan(plan)
+    for note in report.notes:
+        say(f"note: {note}")
+    growth = report.params_after - report.params_before
+    say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
+    with waiting("running the converted network"):
+        result = check.compare(network.model)
+    at = f" (in {result.where})" if result.where else ""
+    verdict = "passed" if result.passed else "FAILED"
+    say(f"check {verdict}: {_figures(result)}, tolerance {result.tolerance * result.scale:.3g}{at}")
+    answer = {
+        "schema": 1,
+        "model": network.source.name,
+        "library": network.source.library,
+        "weights": network.weights,
+        **report.to_dict(),
+        "check": result.to_dict(),
+        "strength": strength,
+        "output": str(output) if result.passed else None,
+    }
+    if not result.passed:
+        if as_json:
+            emit(answer)
+        raise RetrofitError(
+            f"the converted network is not the function of its source{at}, nothing was written; "
+            "please report it, and keep the layers concerned with --skip REGEX meanwhile"
+        )
+    if expected is not None:
+        answer["agreement"] = _agreement(network.model, choices["calibrate"], expected)
+    surgery.set_strength(network.model, strength)
+    if strength:
+        change = check.compare(network.model, layers=False)
+        answer["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
+        say(f"at strength {strength:g} the output changes: {_figures(change)}")
+    artifact.save(
+        network.model,
+        output,
+        source=network.source,
+        labels=network.labels,
+        weights=network.weights,
+        preprocess=network.preprocess,
+        force=force,
+    )
+    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)", style="bold")
+    say(f"next: retrofit evaluate {shlex.quote(str(output))} --data-dir DIR")
+    if as_json:
+        emit(answer)
+
+
+def _figures(result: CheckResult) -> str:
+    return f"largest difference {result.max_abs_diff:.3g} at a scale of {result.scale:.3g}"
+
+
+def _agreement(model: nn.Module, images: list[Tensor], expected: list[int]) -> dict[str, int]:
+    """Count the images whose predicted class at strength 1 is the source's; leave the model at strength 1."""
+    from retrofit.evaluate import predictions
+    from retrofit.surgery import set_strength
+
+    set_strength(model, 1.0)
+    same = sum(a == b for a, b in zip(predictions(model, images), expected, strict=True))
+    share = 100 * same / len(expected)
+    say(
+        f"at strength 1, untrained, {share:.1f}% of the predictions are the source's ({same} of {len(expected)} images)"
+    )
+    return {"images": len(expected), "same": same}
+
+
+def _stem(model: str) -> str:
+    """Return the part of a MODEL string that names a file: no library prefix, no folders, no file ending."""
+    prefix, _, rest = model.partition(":")
+    known = prefix.replace("_", "-").lower() in ("tv", "torchvision", "hf-hub", "local-dir")
+    return Path(rest if known else model).name.removesuffix(".safetensors")

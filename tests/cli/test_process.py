@@ -1,0 +1,70 @@
+"""The command line as a real process: signals, closed pipes, full disks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONVERT = [sys.executable, "-m", "retrofit", "convert"]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+
+
+def test_stdout_is_json_alone_and_progress_needs_a_terminal(tmp_path: Path, environment: dict[str, str]) -> None:
+    words = [*CONVERT, "test_resnet", "--to", "bnn", "--json"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith('{"schema": 1')
+    assert done.stdout.count("\n") == 1
+    assert "\x1b" not in done.stderr
+    assert os.listdir(tmp_path) == ["test_resnet-bnn.safetensors"]
+
+
+def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
+    words = [*CONVERT, "resnet152", "--to", "bnn"]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("weights: RANDOM")  # the check of the source comes next
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_closed_pipe_is_no_error_of_ours(tmp_path: Path, environment: dict[str, str]) -> None:
+    words = [sys.executable, "-m", "retrofit", "inspect", "test_resnet", "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+
+
+def test_a_full_disk(tmp_path: Path, environment: dict[str, str]) -> None:
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    words = [*CONVERT, "test_resnet", "--to", "bnn"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, preexec_fn=small_files
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "test_resnet-bnn.safetensors" in last
+    assert "; " in last
+    assert "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == []
