@@ -74,7 +74,9 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
     with _termination_unwinds():
         try:
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            mode = temporary.stat().st_mode  # as the user's umask has it; writers may put a private file in its place
             yield temporary
+            temporary.chmod(mode)
             _flush(temporary)
             ensure_writable(path, force)  # another process may have finished the same file meanwhile
             os.replace(temporary, target)

@@ -164,3 +164,14 @@ def test_a_real_limit_on_file_size(tmp_path: Path) -> None:
         _, said = child.communicate(timeout=60)
     assert "no space left for" in said
     assert os.listdir(tmp_path) == []
+
+
+def test_a_writer_that_makes_its_own_file_does_not_make_it_private(tmp_path: Path) -> None:
+    """safetensors replaces the file it is given with one that only the owner can read."""
+    plain = tmp_path / "plain"
+    plain.touch()
+    target = tmp_path / "target"
+    with atomic_write(target) as temporary:
+        temporary.unlink()
+        temporary.touch(mode=0o600)
+    assert target.stat().st_mode == plain.stat().st_mode

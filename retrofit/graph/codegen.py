@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from retrofit.errors import RetrofitError
 from retrofit.graph.records import Call
 from retrofit.graph.trace import MODES, Mode, Tracer, reason_of, untouched
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, enum.Enum)
 
 Edit = tuple[Call, str]
 
@@ -35,7 +36,9 @@ def check_given(value: object, default: object, name: str, given: bool) -> None:
 
 
 def fact(value: object) -> object:
-    """What a trace may have built in from an attribute: a plain value, or just that there is an object."""
+    """What a trace may have built in from an attribute: a plain value, some of them, or that there is an object."""
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(fact(item) for item in value)
     return (type(value), value) if isinstance(value, _PLAIN) else ...
 
 

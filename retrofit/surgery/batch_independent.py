@@ -81,7 +81,7 @@ class BatchIndependentConverter(Converter):
             wanted = self.groups if options.groups is None else options.groups
             groups = largest_divisor(channels, wanted)
             reason = "" if groups == wanted else f"{groups} groups: {wanted} do not divide {channels} channels"
-        settled: dict[str, Any] = {"num_groups": groups}
+        settled: dict[str, Any] = {"num_groups": groups, "eps": _group_eps(module)}
         if self._drops_shift(found, options):
             settled["bias"] = False
         target = MigratedGroupNormAct if found.label in _FUSED else MigratedGroupNorm
@@ -104,7 +104,8 @@ class BatchIndependentConverter(Converter):
         """Build the migrated layer around the source's tensors."""
         cls = MigratedGroupNormAct if row.target == MigratedGroupNormAct.__name__ else MigratedGroupNorm
         affine = module.weight is not None
-        new = cls(row.options["num_groups"], module.num_features, module.eps, affine, "meta", strength=0.0)
+        groups, eps = row.options["num_groups"], row.options["eps"]
+        new = cls(groups, module.num_features, eps, affine, "meta", source_eps=module.eps, strength=0.0)
         adopt(new, module)
         if row.options.get("bias") is False:
             new.register_parameter("bias", None)
@@ -158,13 +159,24 @@ def _migratable(module: nn.Module) -> bool:
     return getattr(module, "running_mean", None) is not None
 
 
+def _group_eps(module: Any) -> float:
+    """BatchNorm's eps as it counts in standardised units, so that a group's variance and eps add up to one on average.
+
+    Standardising leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
+    with BatchNorm's own eps would scale what is left up again, and the network with it.
+    """
+    if module.running_var.is_meta:
+        return float(module.eps)
+    return float((module.eps / (module.running_var.double() + module.eps)).mean())
+
+
 def _activation(model: nn.Module, site: Site, converted: set[str], settled: dict[str, Any]) -> EditRow:
     """Decide the activation that follows a site's norm."""
     act = site.activation
     assert act is not None
     reason = ""
     if site.norm not in converted:
-        reason = f"its norm, {site.norm}, is not converted"
+        reason = "its norm is not converted"
     elif site.in_squeeze_excite:
         reason = "inside a squeeze-excite"
     elif act.call is not None:

@@ -135,7 +135,8 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     notes += _guard_fusing(model, set(map(id, built.values())))
     history: list[Plan] = [*getattr(model, "_retrofit_plans", []), plan]
     model._retrofit_plans = history  # type: ignore[assignment]
-    return model, Report(plan, before, _parameters(model), strength_of(model), notes)
+    strength = None if device.type == "meta" else 0.0
+    return model, Report(plan, before, _parameters(model), strength, notes)
 
 
 def convert(model: nn.Module, to: str = "bnn", **options: Any) -> tuple[nn.Module, Report]:

@@ -110,7 +110,7 @@ class Report:
         plan: The plan that was executed.
         params_before: Number of parameters of the source network.
         params_after: Number of parameters now.
-        strength: Strength of the converted layers; None on the meta device.
+        strength: Strength that the converted layers were seeded at; None on the meta device.
         notes: Further sentences for the user.
     """
 

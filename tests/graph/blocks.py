@@ -144,12 +144,15 @@ class Flag(Block):
     def __init__(self) -> None:
         super().__init__()
         self.double = False
+        self.scales: tuple[float, ...] = (1.0, 1.0)
         self.extra: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
         if self.extra is not None:
             x = self.extra(x)
+        for scale in self.scales:
+            x = x * scale
         return x * 2 if self.double else x
 
 

@@ -75,18 +75,18 @@ def assert_same(source: nn.Module, model: nn.Module, x: Tensor) -> None:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...]]] = {
-    "resnet18": (lambda: timm.create_model("resnet18"), 9, (2, 3, 64, 64)),
-    "resnetv2_50": (lambda: timm.create_model("resnetv2_50"), 49, (2, 3, 64, 64)),
-    "mobilenetv3_small": (lambda: timm.create_model("mobilenetv3_small_100"), 23, (2, 3, 64, 64)),
-    "dla34": (lambda: timm.create_model("dla34"), 21, (2, 3, 64, 64)),
-    "res2net50": (lambda: timm.create_model("res2net50_48w_2s"), 33, (2, 3, 64, 64)),
-    "tv:resnet18": (tv.resnet18, 9, (2, 3, 64, 64)),
-    "tv:resnet50": (tv.resnet50, 33, (2, 3, 64, 64)),
-    "tv:vgg11_bn": (lambda: tv.vgg11_bn().features, 8, (2, 3, 64, 64)),
-    "tv:densenet121": (tv.densenet121, 121, (2, 3, 64, 64)),
-    "tv:mobilenet_v3_small": (tv.mobilenet_v3_small, 23, (2, 3, 64, 64)),
-    "tv:regnet_y_400mf": (tv.regnet_y_400mf, 33, (2, 3, 64, 64)),
-    "tv:googlenet": (lambda: tv.googlenet(init_weights=False), 59, (2, 3, 64, 64)),
+    "resnet18": (lambda: timm.create_model("resnet18"), 9, (2, 3, 32, 32)),
+    "resnetv2_50": (lambda: timm.create_model("resnetv2_50"), 49, (2, 3, 32, 32)),
+    "mobilenetv3_small": (lambda: timm.create_model("mobilenetv3_small_100"), 23, (2, 3, 32, 32)),
+    "dla34": (lambda: timm.create_model("dla34"), 21, (2, 3, 32, 32)),
+    "res2net50": (lambda: timm.create_model("res2net50_48w_2s"), 33, (2, 3, 32, 32)),
+    "tv:resnet18": (tv.resnet18, 9, (2, 3, 32, 32)),
+    "tv:resnet50": (tv.resnet50, 33, (2, 3, 32, 32)),
+    "tv:vgg11_bn": (lambda: tv.vgg11_bn().features, 8, (2, 3, 32, 32)),
+    "tv:densenet121": (tv.densenet121, 121, (2, 3, 32, 32)),
+    "tv:mobilenet_v3_small": (tv.mobilenet_v3_small, 23, (2, 3, 32, 32)),
+    "tv:regnet_y_400mf": (tv.regnet_y_400mf, 33, (2, 3, 32, 32)),
+    "tv:googlenet": (lambda: tv.googlenet(init_weights=False), 59, (2, 3, 32, 32)),
     "shared": (blocks.Shared, 2, (2, 4, 5, 5)),
     "functional": (blocks.Functional, 2, (2, 4, 5, 5)),
     "methods": (blocks.Methods, 2, (2, 4, 5, 5)),
@@ -133,8 +133,11 @@ def test_copies_and_pickles(name: str) -> None:
         assert_same(copy.deepcopy(source), other, x)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", [*(name for name in SMALL if name != "branching"), "tv:resnet18"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, "eager") for name in SMALL if name != "branching"]
+    + [("behind dropout", "aot_eager"), ("alias", "aot_eager"), ("tv:resnet18", "aot_eager")],
+)
 def test_compiles_whole(name: str, backend: str) -> None:
     make, _, shape = MODELS[name]
     model = make()
@@ -217,6 +220,7 @@ def test_setting_an_attribute_that_was_built_in_traces_again() -> None:
         ("double", True),
         ("extra", nn.Tanh()),
         ("extra", nn.Sigmoid()),
+        ("scales", (2.0, 3.0, 4.0)),
         ("double", False),
         ("extra", None),
     ):

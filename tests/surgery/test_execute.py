@@ -263,3 +263,11 @@ def test_report_json_has_the_settled_fields() -> None:
 def test_every_target_is_described() -> None:
     assert {"bnn", "lnn", "gnn", "inn", "normal"} <= set(TARGETS)
     assert all(re.fullmatch(r"[^\n.]+", target.description) for target in TARGETS.values())
+
+
+def test_a_network_at_full_strength_can_be_converted_further() -> None:
+    model, _ = retrofit.convert(mixed(), "bnn")
+    set_strength(model, 1.0)
+    model, report = retrofit.convert(model, "lnn")
+    assert report.strength == 0.0
+    assert (model[1].strength.item(), model[5].strength.item()) == (1.0, 0.0)
