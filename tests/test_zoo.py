@@ -40,9 +40,7 @@ def test_the_table_holds_every_architecture() -> None:
     assert set(rows) == {*timm.list_models(), *(f"tv:{name}" for name in torchvision.models.list_models())}
     assert not [name for name, row in rows.items() if row["error"]]
     for row in rows.values():
-        assert (
-            int(row["layers"]) == sum(int(row[key]) for key in ("converted", "kept", "unsupported"))
-        )
+        assert int(row["layers"]) == sum(int(row[key]) for key in ("converted", "kept", "unsupported"))
 
 
 @pytest.mark.slow
