@@ -2,7 +2,8 @@
 
 from retrofit.surgery.census import FAMILIES, census
 from retrofit.surgery.converters import TARGETS
-from retrofit.surgery.execute import apply, convert, plan, set_strength, strength_of
+from retrofit.surgery.execute import apply, convert, set_strength, strength_of
+from retrofit.surgery.planning import plan
 from retrofit.surgery.records import LayerRow, Plan, Report
 
 __all__ = [
