@@ -15,6 +15,7 @@ import pytest
 
 from retrofit.errors import RetrofitError
 from retrofit.files import atomic_write, ensure_writable
+from tests.conftest import heed_signals
 
 
 def _write(path: Path, text: str, error: BaseException, force: bool = False) -> None:
@@ -135,7 +136,8 @@ def _child(body: str, folder: Path) -> subprocess.Popen[str]:
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     root = str(Path(__file__).parents[1])
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
+    return subprocess.Popen(command, cwd=root, **pipes)
 
 
 @pytest.mark.parametrize(

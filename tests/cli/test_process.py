@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import heed_signals
+
 CONVERT = [sys.executable, "-m", "retrofit", "convert"]
 
 
@@ -30,7 +32,8 @@ def test_stdout_is_json_alone_and_progress_needs_a_terminal(tmp_path: Path, envi
 
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
     words = [*CONVERT, "resnet152", "--to", "bnn"]
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("weights: RANDOM")  # the check of the source comes next
         process.send_signal(signal.SIGINT)
