@@ -58,6 +58,17 @@ def test_lambda_one_is_torchs_layer_in_eval(case: Case) -> None:
 
 
 @ALL
+def test_running_lambda_of_one_is_torchs_layer_to_the_bit(case: Case) -> None:
+    if not case.running:
+        pytest.skip("lambda is estimated from the sample")
+    for strength in (0.0, 1.0):
+        ours, torchs = pair(case, strength)
+        assert torch.equal(ours.eval()(case.input()), torchs.eval()(case.input()))
+    ours.running_lambda[0] = 0.9
+    assert not torch.equal(ours(case.input()), torchs(case.input()))
+
+
+@ALL
 @pytest.mark.parametrize("strength", [1.0, 0.35])
 def test_matches_the_papers_algorithm(case: Case, strength: float) -> None:
     ours, _ = pair(case, strength)
