@@ -19,7 +19,9 @@ from timm.data import ImageDataset, create_dataset, create_transform
 from timm.data.readers.class_map import load_class_map
 from torch import Tensor
 
-from retrofit.errors import RetrofitError
+from retrofit.digits import NAMES as digits_names
+from retrofit.digits import Digits
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.library import Preprocess
 
 
@@ -69,16 +71,18 @@ class ImageData:
         classes: How many classes the data has; None if unknown.
         outputs: How many outputs a model needs for the targets; None if unknown.
         matched: How classes found their outputs: by class map, by the model's own labels, or by their order.
+        names: The data's class names in the order of their targets, or with a class map the map's; None if unknown.
     """
 
     images: Any
     classes: int | None = None
     outputs: int | None = None
     matched: Literal["class map", "labels", "order"] = "order"
+    names: tuple[str, ...] | None = None
 
 
 def open_images(
-    data_dir: str | os.PathLike[str],
+    data_dir: str | os.PathLike[str] | None,
     *,
     dataset: str = "",
     split: str = "validation",
@@ -89,8 +93,9 @@ def open_images(
     """Open labelled images.
 
     Args:
-        data_dir: Folder or .tar file.
-        dataset: timm's dataset name ("torch/cifar10", "hfds/...", ...); empty for a folder or tar.
+        data_dir: Folder or .tar file; None for data that lies in none.
+        dataset: timm's dataset name ("torch/cifar10", "hfds/...", ...), or "digits", built in; empty for a folder or
+            tar.
         split: Part of the dataset; a folder's sub-folder of that name is used if there is one.
         class_map: File with one class name a line, in the order of the model's outputs (or timm's .pkl of a dict).
         labels: The model's own class names; they stand in for a class map if every class of the data is among them.
@@ -101,19 +106,28 @@ def open_images(
     """
     if channels not in (1, 3):
         raise RetrofitError(f"the model takes {channels} channels, images give 1 or 3; use --in-chans 1 or 3")
-    if not dataset and not Path(data_dir).exists():
-        raise RetrofitError(f"there is no data at {data_dir}; give a folder or tar with one folder a class")
     mode = "RGB" if channels == 3 else "L"
+    if dataset == "digits":
+        digits = Digits(split == "train", mode)
+        return ImageData(digits, len(digits_names), len(digits_names), names=digits_names)
+    if data_dir is None and not dataset:
+        raise UsageError("there is nothing to read images from; give --data-dir or --dataset")
+    if not dataset and not Path(str(data_dir)).exists():
+        raise RetrofitError(f"there is no data at {data_dir}; give a folder or tar with one folder a class")
+    root = None if data_dir is None else str(data_dir)
     mapped = {"class_map": str(class_map)} if dataset and class_map else {}
     try:
-        found = create_dataset(dataset, root=str(data_dir), split=split, input_img_mode=mode, **mapped)
+        found = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
     except Exception as error:  # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RetrofitError(
-            f"no images found in {data_dir} ({reason}); give a folder or tar with one folder a class"
+            f"no images found in {data_dir or dataset} ({reason}); give a folder or tar with one folder a class"
         ) from error
     if not isinstance(found, ImageDataset):
-        return ImageData(found)
+        listed = getattr(found, "classes", None)  # torchvision's
+        known = tuple(str(name) for name in listed) if isinstance(listed, list | tuple) else None
+        count = None if known is None else len(known)
+        return ImageData(found, count, count, names=known)
     reader = found.reader
     place = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
     if dataset or place is None:
@@ -121,22 +135,29 @@ def open_images(
     classes = sorted(place, key=place.__getitem__)
     matched: Literal["class map", "labels", "order"]
     if class_map is not None:
-        targets, matched = _mapped(classes, class_map), "class map"
-    elif labels and set(classes) <= set(labels):
+        place = _read_class_map(class_map)
+        targets, matched = _mapped(classes, place, class_map), "class map"
+        names = tuple(sorted(place, key=place.__getitem__))
+        return ImageData(LabelledImages(reader, targets, mode), len(classes), max(targets) + 1, matched, names)
+    if labels and set(classes) <= set(labels):
         targets, matched = [list(labels).index(name) for name in classes], "labels"
     else:
         targets, matched = list(range(len(classes))), "order"
-    return ImageData(LabelledImages(reader, targets, mode), len(classes), max(targets) + 1, matched)
+    return ImageData(LabelledImages(reader, targets, mode), len(classes), max(targets) + 1, matched, tuple(classes))
 
 
-def _mapped(classes: Sequence[str], class_map: str | os.PathLike[str]) -> list[int]:
-    """Return the model's output for each class of the data, from a class map's file."""
+def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
+    """Return the model's output for each class name of a class map's file."""
     try:
-        place = load_class_map(str(class_map))
+        return dict(load_class_map(str(class_map)))
     except Exception as error:
         raise RetrofitError(
             f"cannot read the class map {class_map} ({error}); give a .txt file with one class name a line"
         ) from error
+
+
+def _mapped(classes: Sequence[str], place: dict[str, int], class_map: str | os.PathLike[str]) -> list[int]:
+    """Return the model's output for each class of the data."""
     lacking = [name for name in classes if name not in place]
     if lacking:
         raise RetrofitError(

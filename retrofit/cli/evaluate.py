@@ -35,8 +35,8 @@ $ retrofit evaluate lite0-bnn.safetensors --data-dir photos.tar --class-map clas
 
 @click.command("evaluate", help=HELP)
 @model_argument
-@click.option("--data-dir", required=True, metavar="DIR", help="Folder or .tar with one folder a class.")
-@click.option("--dataset", default="", metavar="NAME", help="timm's dataset name, for other kinds of data.")
+@click.option("--data-dir", metavar="DIR", help="Folder or .tar with one folder a class.")
+@click.option("--dataset", default="", metavar="NAME", help='timm\'s dataset name, or "digits", which is built in.')
 @click.option("--split", default="validation", metavar="NAME", help="Part of the data (default: validation).")
 @click.option(
     "--class-map", type=click.Path(path_type=Path), metavar="FILE", help="Class names in the order of the outputs."
@@ -52,7 +52,7 @@ $ retrofit evaluate lite0-bnn.safetensors --data-dir photos.tar --class-map clas
 @json_option
 def command(
     model: str,
-    data_dir: str,
+    data_dir: str | None,
     dataset: str,
     split: str,
     class_map: Path | None,
@@ -70,6 +70,8 @@ def command(
     from retrofit.data import open_images
     from retrofit.evaluate import evaluate
 
+    if data_dir is None and not dataset:
+        raise UsageError("there is nothing to evaluate on; give --data-dir DIR or --dataset NAME")
     place = _device(device)
     precision = _precision(place, amp, amp_dtype)
     network = open_network(model, **options)
@@ -112,7 +114,7 @@ def command(
                 "schema": 1,
                 "model": network.source.name,
                 "weights": network.weights,
-                "data": data_dir,
+                "data": data_dir or dataset,
                 "images": result.images,
                 "top1": result.top1,
                 "top5": result.top5,

@@ -1,0 +1,214 @@
+"""`retrofit finetune`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from retrofit.cli.console import emit, names, say
+from retrofit.cli.options import json_option
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune.recipe import FREE, Recipe
+
+if TYPE_CHECKING:
+    from retrofit.finetune.loop import Result
+    from retrofit.models import Network
+
+HELP = """Train MODEL, a converted network, while its strength goes from 0, the source, to 1, the target.
+
+Every setting below may also stand in a recipe: a YAML file, or one of those that `retrofit recipes` lists; flags win.
+The run's folder gets the resolved recipe, metrics, plots, last.safetensors, best.safetensors and the state that
+--resume continues, exactly. Ctrl-C and SIGTERM save before they end the run.
+
+\b
+$ retrofit convert resnet18 --to bnn --img-size 32 -o resnet18-bnn.safetensors
+$ retrofit finetune resnet18-bnn.safetensors --recipe digits -o runs/digits
+$ retrofit evaluate runs/digits/best.safetensors --dataset digits
+$ retrofit finetune --resume runs/digits
+$ torchrun --nproc-per-node 4 -m retrofit finetune resnet50-bnn.safetensors \\
+    --recipe imagenet-bnn-resnet50 --data-dir imagenet --sync-norm
+"""
+_SHORT = {"batch_size": "-b", "workers": "-j"}
+_METAVARS = {float: "F", int: "N", str: "NAME"}
+
+
+def _option(name: str) -> Callable[[Any], Any]:
+    """Make the flag of a recipe's setting; its value is checked with the rest of the recipe."""
+    field = Recipe.model_fields[name]
+    flag = f"--{name.replace('_', '-')}"
+    default = "" if field.default in (None, "", []) else f" [{_shown(field.default)}]"
+    text = f"{field.description}{default}"
+    if field.annotation is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind in _METAVARS]
+    metavar = _METAVARS[kinds[0]] if kinds else "VALUE"
+    flags = [_SHORT[name], flag] if name in _SHORT else [flag]
+    return click.option(*flags, name, metavar=metavar, help=text)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return " ".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _settings(function: Any) -> Any:
+    for name in reversed([name for name in Recipe.model_fields if name != "model"]):
+        function = _option(name)(function)
+    return function
+
+
+@click.command("finetune", help=HELP)
+@click.argument("model", metavar="MODEL", required=False)
+@click.option("--recipe", metavar="NAME|FILE", help="Settings to start from.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="runs/MODEL-RECIPE if left out.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in this folder.")
+@_settings
+@json_option
+def command(
+    model: str | None, recipe: str | None, output: Path | None, resume: Path | None, as_json: bool, **settings: Any
+) -> None:
+    """Run `retrofit finetune`."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if resume is not None:
+        if fixed := [name for name in given if name not in FREE]:
+            flag = fixed[0].replace("_", "-")
+            raise UsageError(
+                f"--{flag} would change the run that --resume continues; drop it, or start a new run with "
+                f"--recipe {resume / 'recipe.yaml'}"
+            )
+        if model is not None or recipe is not None or output is not None:
+            raise UsageError("--resume takes MODEL, --recipe and -o from the run's folder; drop them")
+    with _asked_to_stop() as stop:
+        folder, result = _resumed(resume, given, stop) if resume else _started(model, recipe, output, given, stop)
+    if _first_process():
+        _conclude(folder, result, as_json)
+    if not result.finished:
+        sys.exit(128 + (stop() or signal.SIGTERM))
+
+
+def _started(
+    model: str | None, name: str | None, output: Path | None, given: dict[str, Any], stop: Callable[[], int | None]
+) -> tuple[Path, Result]:
+    from retrofit.finetune.loop import finetune
+    from retrofit.finetune.recipe import load_recipe
+    from retrofit.finetune.state import seed_everything
+    from retrofit.models import open_model
+
+    recipe = load_recipe(name, {**given, **({} if model is None else {"model": model})})
+    if recipe.model is None:
+        raise UsageError("there is no network to train; give MODEL, an artifact of `retrofit convert`")
+    folder = output or _fresh_folder(recipe.model, name)
+    seed_everything(recipe.seed)
+    network = open_model(recipe.model)
+    _introduce(network)
+    if _first_process():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise RetrofitError(f"{folder} exists; give another folder with -o, or --resume {folder}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another with -o") from error
+        recipe.save(folder / "recipe.yaml")
+        say(f"run: {folder}")
+    with _watcher() as watcher:
+        return folder, finetune(network, recipe, folder, watcher=watcher, stop=lambda: stop() is not None)
+
+
+def _resumed(folder: Path, given: dict[str, Any], stop: Callable[[], int | None]) -> tuple[Path, Result]:
+    from retrofit.finetune.loop import finetune, resume_network
+    from retrofit.finetune.recipe import load_recipe
+
+    network = resume_network(folder)
+    recipe = load_recipe(folder / "recipe.yaml", given)
+    with _watcher() as watcher:
+        return folder, finetune(network, recipe, folder, resume=True, watcher=watcher, stop=lambda: stop() is not None)
+
+
+def _first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _introduce(network: Network) -> None:
+    from retrofit.models import weights_sentence
+
+    if _first_process():
+        random = network.weights["kind"] == "random"
+        say(weights_sentence(network.weights), style="bold yellow" if random else "bold")
+        for warning in network.warnings:
+            say(f"warning: {warning}", style="yellow")
+
+
+def _fresh_folder(model: str, recipe: str | None) -> Path:
+    """Return runs/MODEL-RECIPE, with a number behind it if it is taken."""
+    stem = Path(model).name.removesuffix(".safetensors").replace(":", "-")
+    base = Path("runs") / (stem if recipe is None else f"{stem}-{Path(recipe).stem}")
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], int | None]]:
+    """Give a question whose answer is the signal that asked the run to stop; a second one ends it on the spot."""
+    received: list[int] = []
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _conclude(folder: Path, result: Result, as_json: bool) -> None:
+    if result.unreadable:
+        count = len(result.unreadable)
+        say(f"warning: {count} training images cannot be read: {names(result.unreadable)}", style="yellow")
+    artifact = folder / ("best.safetensors" if result.finished else "last.safetensors")
+    if result.finished:
+        best = "" if result.best is None else f", best top-1 {result.best:.2f}%"
+        say(f"done: {result.step} steps{best}", style="bold")
+        say(f"wrote {artifact}", style="bold")
+    else:
+        say(f"stopped and saved at step {result.step} of {result.steps}", style="bold")
+        say(f"next: retrofit finetune --resume {folder}")
+    if as_json:
+        last = result.rows[-1] if result.rows else None
+        emit(
+            {
+                "schema": 1,
+                "folder": str(folder),
+                "finished": result.finished,
+                "step": result.step,
+                "steps": result.steps,
+                "best_top1": result.best,
+                "last": last,
+                "unreadable": result.unreadable,
+                "output": str(artifact),
+            }
+        )
+
+
+@contextmanager
+def _watcher() -> Iterator[Any]:
+    """Give what writes down a run's progress: a bar on a terminal, a line an epoch otherwise, and now and then."""
+    from retrofit.cli.progress import watching
+
+    with watching() as watcher:
+        yield watcher

@@ -1,0 +1,60 @@
+"""`retrofit recipes`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrofit.cli.console import say
+
+HELP = """The recipes that come with retrofit, to run as they are or to copy and change.
+
+\b
+$ retrofit recipes
+$ retrofit recipes show digits
+$ retrofit recipes copy digits mine.yaml
+$ retrofit finetune resnet18-bnn.safetensors --recipe mine.yaml
+"""
+
+
+@click.group("recipes", help=HELP, invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """Run `retrofit recipes`."""
+    if context.invoked_subcommand is None:
+        context.invoke(list_recipes)
+
+
+@command.command("list")
+def list_recipes() -> None:
+    """List the recipes."""
+    from retrofit.finetune.shipped import shipped
+
+    for name, summary in shipped().items():
+        click.echo(f"{name:30}{summary}")
+
+
+@command.command("show")
+@click.argument("name", metavar="NAME")
+def show(name: str) -> None:
+    """Write a recipe to stdout."""
+    from retrofit.finetune.shipped import read_shipped
+
+    click.echo(read_shipped(name), nl=False)
+
+
+@command.command("copy")
+@click.argument("name", metavar="NAME")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+def copy(name: str, file: Path, force: bool) -> None:
+    """Write a recipe to FILE."""
+    from retrofit.files import atomic_write
+    from retrofit.finetune.shipped import read_shipped
+
+    text = read_shipped(name)
+    with atomic_write(file, force) as temporary:
+        temporary.write_text(text)
+    say(f"wrote {file}", style="bold")
+    say(f"next: retrofit finetune MODEL --recipe {file}")

@@ -1,0 +1,109 @@
+"""What is trained, and by which optimizer and schedule of timm's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+from timm.scheduler import create_scheduler_v2
+from torch import nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune.recipe import Recipe
+from retrofit.layers import ProxyNorm, StrengthMixin
+from retrofit.layers.weight_standard import WeightStandardization
+
+
+def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
+    """Leave only the parameters of converted normalization layers, and of `also`, to be trained.
+
+    Args:
+        model: A converted network.
+        also: Names of further parameters to train: a new classifier's.
+
+    Returns:
+        How many numbers are trained.
+
+    Raises:
+        RetrofitError: If that leaves nothing.
+    """
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, StrengthMixin) and not isinstance(module, WeightStandardization):
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if name in also:
+            parameter.requires_grad_(True)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if not trained:
+        raise RetrofitError("freezing all but the converted layers leaves nothing to train; drop --freeze")
+    return trained
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict[str, Any]]:
+    """Group parameters as timm does, except that ProxyNorm's own are decayed.
+
+    timm leaves out everything one-dimensional, which these are; the paper decays them (Labatie et al. 2021, appendix
+    A.1).
+
+    Args:
+        model: The network; what takes no gradient is left out.
+        weight_decay: Decay of everything but biases and norms.
+        layer_decay: Factor of the learning rate from each layer to the one before; None for none.
+    """
+    kept = getattr(model, "no_weight_decay", lambda: ())()
+    if layer_decay is None:
+        groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
+    else:
+        groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
+    proxies = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, ProxyNorm)
+        for parameter in (module.proxy_bias, module.proxy_scale)
+        if parameter is not None
+    }
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        ours = [parameter for parameter in group["params"] if id(parameter) in proxies]
+        others = [parameter for parameter in group["params"] if id(parameter) not in proxies]
+        split += [{**group, "params": others}] if others else []
+        split += [{**group, "params": ours, "weight_decay": weight_decay}] if ours else []
+    return split
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer over what is trained.
+
+    Raises:
+        UsageError: If timm cannot build it.
+    """
+    groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay)
+    try:
+        optimizer: torch.optim.Optimizer = create_optimizer_v2(
+            groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum
+        )
+    except Exception as error:  # optimizers assert, or miss a package
+        raise UsageError(f"timm cannot build the optimizer {recipe.opt} ({error}); choose another --opt") from error
+    return optimizer
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> Any:
+    """Build the recipe's schedule of the learning rate; `step_update(steps done)` moves it. None: a constant rate."""
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        recipe.sched,
+        num_epochs=recipe.epochs,
+        decay_epochs=recipe.decay_epochs,
+        decay_milestones=recipe.decay_milestones,
+        decay_rate=recipe.decay_rate,
+        min_lr=recipe.min_lr,
+        warmup_lr=recipe.warmup_lr,
+        warmup_epochs=recipe.warmup_epochs,
+        step_on_epochs=False,
+        updates_per_epoch=steps_per_epoch,
+    )
+    return scheduler

@@ -1,0 +1,237 @@
+"""A recipe: everything that decides how a run goes, in one flat YAML file with timm's argument names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from timm.optim import list_optimizers
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.files import atomic_write
+from retrofit.finetune.shipped import read_shipped
+
+_SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")  # those that need no metric
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _listed(value: Any) -> Any:
+    """Take "0.8 1" or "0.8,1", as a command line gives it, for a list."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def _parts(value: Any) -> Any:
+    """Take a split's name, or a fraction of the training images."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
+
+
+Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_listed)]
+
+
+class Recipe(BaseModel):
+    """All settings of a run. Names and meaning are timm's where timm has them; each is a flag of `retrofit finetune`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), str_strip_whitespace=True)
+
+    model: str | None = Field(None, description="Artifact or network to train.")
+
+    data_dir: str | None = Field(None, description="Folder or .tar of images, one folder a class.")
+    dataset: str = Field(
+        "", description='timm\'s dataset name (torch/cifar10, hfds/..., wds/...), or "digits", built in.'
+    )
+    train_split: str = Field("train", description="Part of the data to train on.")
+    val_split: Annotated[str | Fraction, BeforeValidator(_parts)] = Field(
+        "validation", description="Part of the data to validate on, or the fraction of the training images to hold out."
+    )
+    class_map: str | None = Field(None, description="File with class names in the order of the outputs.")
+    num_classes: Count | None = Field(None, description="Outputs, where the data does not tell.")
+    img_size: Count | None = Field(None, description="Side of the images; the network's own if left out.")
+    crop_pct: Positive | None = Field(None, description="Centre crop for validation; the network's own if left out.")
+
+    batch_size: Count = Field(64, description="Images a process and step.")
+    grad_accum_steps: Count = Field(1, description="Batches a step.")
+    epochs: Count = Field(10, description="Passes over the training images.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Of everything random.")
+
+    opt: str = Field("adamw", description="timm's optimizer.")
+    lr: Positive = Field(5e-4, description="Learning rate.")
+    weight_decay: NotNegative = Field(0.05, description="Not for biases and norms, but for ProxyNorm's parameters.")
+    momentum: Fraction = Field(0.9, description="For optimizers that have one.")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
+    clip_grad: Positive | None = Field(None, description="Largest norm of the gradient.")
+    sched: str = Field("cosine", description="timm's schedule of the learning rate.")
+    warmup_epochs: NotNegative = Field(0, description="Epochs of linear warm-up.")
+    warmup_lr: NotNegative = Field(1e-6, description="Where warm-up starts.")
+    min_lr: NotNegative = Field(0.0, description="Where decay ends.")
+    decay_epochs: Positive | None = Field(None, description="Interval of a step schedule.")
+    decay_milestones: Annotated[list[Count], BeforeValidator(_listed)] = Field(
+        [30, 60], description="Epochs of a multistep schedule."
+    )
+    decay_rate: Positive = Field(0.1, description="Factor of a step schedule.")
+
+    strength_sched: Literal["linear", "cosine", "off"] = Field("linear", description="Course of the strength t.")
+    strength_ramp: Fraction = Field(0.5, description="Fraction of the training in which t rises.")
+    strength_start: Fraction = Field(0.0, description="t at the start.")
+    strength_end: Fraction = Field(1.0, description="t at the end.")
+    noise: NotNegative | None = Field(0.0, description="Noise factor xi at the end; null leaves the layers' own.")
+    noise_start: Fraction = Field(0.5, description="Fraction of the training at which noise begins.")
+    noise_ramp: Fraction = Field(0.1, description="Fraction of the training in which it grows.")
+    bn_momentum: Fraction | None = Field(None, description="Weight of the newest batch in running statistics.")
+    freeze: Literal["none", "all-but-norm"] = Field("none", description="What not to train.")
+    sync_norm: bool = Field(False, description="Take batch statistics over all processes.")
+
+    teacher: Literal["none", "source"] = Field("none", description="source: the network before its conversion teaches.")
+    distill_loss_weight: NotNegative = Field(1.0, description="Of the teacher's loss.")
+    task_loss_weight: NotNegative = Field(1.0, description="Of the labels' loss; 0 for images without labels.")
+    kd_temperature: Positive = Field(1.0, description="Softens teacher and student.")
+
+    no_aug: bool = Field(False, description="No augmentation at all.")
+    scale: Pair = Field((0.08, 1.0), description="Area of random crops.")
+    ratio: Pair = Field((0.75, 4 / 3), description="Aspect ratio of random crops.")
+    train_crop_mode: Literal["rrc", "rkrc", "rkrr"] | None = Field(None, description="Kind of random crops.")
+    train_interpolation: str = Field("random", description="Of random crops.")
+    hflip: Fraction = Field(0.5, description="Probability of a horizontal flip.")
+    vflip: Fraction = Field(0.0, description="Probability of a vertical flip.")
+    color_jitter: NotNegative = Field(0.4, description="Strength of colour jitter.")
+    aa: str | None = Field(None, description="AutoAugment policy (rand-m9-mstd0.5-inc1, ...).")
+    reprob: Fraction = Field(0.0, description="Probability of random erasing.")
+    remode: str = Field("pixel", description="What erasing leaves: const, rand or pixel.")
+    recount: Count = Field(1, description="Places to erase.")
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="Label smoothing.")
+    bce_loss: bool = Field(False, description="Binary cross-entropy.")
+    mixup: NotNegative = Field(0.0, description="Mixup alpha.")
+    cutmix: NotNegative = Field(0.0, description="CutMix alpha.")
+    mixup_prob: Fraction = Field(1.0, description="Probability of either.")
+    mixup_switch_prob: Fraction = Field(0.5, description="Probability of CutMix where both are on.")
+    mixup_mode: Literal["batch", "pair", "elem"] = Field("batch", description="What shares its mixing.")
+    mixup_off_epoch: Annotated[int, Field(ge=0)] = Field(0, description="Epoch at which mixing stops; 0: never.")
+
+    model_ema: bool = Field(False, description="Keep an average of the weights; it is validated, and saved as best.")
+    model_ema_decay: Fraction = Field(0.9998, description="Of that average.")
+    model_ema_warmup: bool = Field(False, description="Let its decay grow.")
+
+    workers: Annotated[int, Field(ge=0)] = Field(2, description="Processes that decode images.")
+    device: str | None = Field(None, description="cpu, or an accelerator if there is one.")
+    amp: bool = Field(False, description="Mixed precision.")
+    amp_dtype: Literal["float16", "bfloat16"] | None = Field(None, description="Of mixed precision (cpu: bfloat16).")
+    channels_last: bool = Field(False, description="Use the channels-last memory format.")
+    checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between states; 0: at epochs' ends.")
+    log_with: Annotated[list[str], BeforeValidator(_listed)] = Field([], description="Trackers of accelerate.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        wrong = []
+        if self.teacher == "none" and self.task_loss_weight == 0:
+            wrong.append("task_loss_weight 0 needs teacher: source")
+        if self.teacher == "source" and self.task_loss_weight == self.distill_loss_weight == 0:
+            wrong.append("one of distill_loss_weight and task_loss_weight must be above 0")
+        if self.teacher == "source" and self.task_loss_weight == 0 and (self.mixup or self.cutmix or self.bce_loss):
+            wrong.append("mixup, cutmix and bce_loss act on labels; set task_loss_weight above 0 or drop them")
+        if self.amp_dtype and not self.amp:
+            wrong.append("amp_dtype chooses the data type of mixed precision; set amp: true too")
+        if (self.mixup or self.cutmix) and self.batch_size % 2:
+            wrong.append("mixup and cutmix need an even batch_size")
+        if not self.data_dir and self.dataset not in ("", "digits") and not self.dataset.startswith("hf"):
+            wrong.append(f"dataset {self.dataset} needs data_dir, the folder that holds it")
+        wrong += _unknown("opt", self.opt, list_optimizers()) + _unknown("sched", self.sched, _SCHEDULES)
+        if wrong:
+            raise ValueError(", ".join(wrong))
+        return self
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the images' labels are used."""
+        return self.task_loss_weight > 0
+
+    def save(self, path: Path) -> None:
+        """Write the recipe so that `--recipe` reads it back."""
+        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
+        with atomic_write(path, force=True) as temporary:
+            temporary.write_text(text)
+
+
+# What may differ between the parts of an interrupted run: it changes how the work is done, not its result.
+FREE = frozenset({"workers", "device", "checkpoint_every", "log_with"})
+
+
+def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe:
+    """Read a recipe and apply what a command line says.
+
+    Args:
+        name: Name of a shipped recipe or path of a YAML file; None for the defaults alone.
+        overrides: Values by field name; they win.
+
+    Raises:
+        UsageError: Listing everything that is wrong with it at once.
+        RetrofitError: If there is no such recipe, or it cannot be read.
+    """
+    values = {} if name is None else _read(name)
+    values = {**values, **overrides}
+    wrong: list[str] = []
+    for _ in range(2):  # what contradicts what is only looked at once every value by itself is right
+        try:
+            recipe = Recipe.model_validate(values)
+        except ValidationError as error:
+            problems = error.errors()
+            wrong += [_sentence(dict(problem)) for problem in problems]
+            values = {
+                key: value for key, value in values.items() if key not in {p["loc"][0] for p in problems if p["loc"]}
+            }
+        else:
+            if not wrong:
+                return recipe
+            break
+    where = f"recipe {name}" if name is not None else "the settings"
+    wrong = list(dict.fromkeys(wrong))
+    count = "1 mistake" if len(wrong) == 1 else f"{len(wrong)} mistakes"
+    raise UsageError(f"{count} in {where}: {', '.join(wrong)}; correct {'it' if len(wrong) == 1 else 'them'}")
+
+
+def _read(name: str | Path) -> dict[str, Any]:
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RetrofitError(f"cannot read the recipe {name} ({error}); check the path") from error
+    else:
+        text = read_shipped(str(name))
+    try:
+        values = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"recipe {name} is not YAML ({reason}); write one `name: value` a line") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"recipe {name} holds no settings; write one `name: value` a line")
+    return {str(key): value for key, value in values.items()}
+
+
+def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
+    """Complain about a value that timm does not know."""
+    if value.lower() in known:
+        return []
+    close = difflib.get_close_matches(value.lower(), known, n=3, cutoff=0.4) or sorted(known)[:5]
+    return [f"{setting} {value!r} is unknown to timm (did you mean {' or '.join(close)}?)"]
+
+
+def _sentence(problem: dict[str, Any]) -> str:
+    """Say what is wrong with one value."""
+    key = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key.replace("-", "_"), Recipe.model_fields, n=2)
+        return f"unknown setting {key!r}" + (f" (did you mean {' or '.join(close)}?)" if close else "")
+    if not key:
+        return str(problem["msg"]).removeprefix("Value error, ")
+    said = str(problem["msg"]).removeprefix("Input should be ").replace(";", ",")
+    return f"{key} should be {said}, not {problem['input']!r}"
