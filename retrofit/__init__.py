@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from retrofit import layers
     from retrofit.artifact import load, save
     from retrofit.errors import RetrofitError, UsageError
+    from retrofit.export import export_onnx, fold
     from retrofit.surgery import convert, plan, set_strength
 
 __version__ = "0.1.0"
@@ -19,11 +20,25 @@ _HOME = {
     "set_strength": "retrofit.surgery",
     "load": "retrofit.artifact",
     "save": "retrofit.artifact",
+    "export_onnx": "retrofit.export",
+    "fold": "retrofit.export",
     "RetrofitError": "retrofit.errors",
     "UsageError": "retrofit.errors",
 }
 
-__all__ = ["RetrofitError", "UsageError", "__version__", "convert", "layers", "load", "plan", "save", "set_strength"]
+__all__ = [
+    "RetrofitError",
+    "UsageError",
+    "__version__",
+    "convert",
+    "export_onnx",
+    "fold",
+    "layers",
+    "load",
+    "plan",
+    "save",
+    "set_strength",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -78,12 +78,12 @@ def command(
 ) -> None:
     """Run `retrofit convert`."""
     from retrofit import artifact, files, surgery
-    from retrofit.cli.network import open_network
+    from retrofit.cli.network import file_stem, open_network
     from retrofit.data import sample_batches
     from retrofit.evaluate import predictions
     from retrofit.surgery.check import IdentityCheck
 
-    output = output or Path(f"{_stem(model)}-{to}.safetensors")
+    output = output or Path(f"{file_stem(model)}-{to}.safetensors")
     if output.suffix != ".safetensors":
         raise UsageError(f"{output} would not be recognised as an artifact; give -o a name that ends in .safetensors")
     files.ensure_writable(output, force)
@@ -161,10 +161,3 @@ def _agreement(model: nn.Module, images: list[Tensor], expected: list[int]) -> d
         f"at strength 1, untrained, {share:.1f}% of the predictions are the source's ({same} of {len(expected)} images)"
     )
     return {"images": len(expected), "same": same}
-
-
-def _stem(model: str) -> str:
-    """Return the part of a MODEL string that names a file: no library prefix, no folders, no file ending."""
-    prefix, _, rest = model.partition(":")
-    known = prefix.replace("_", "-").lower() in ("tv", "torchvision", "hf-hub", "local-dir")
-    return Path(rest if known else model).name.removesuffix(".safetensors")

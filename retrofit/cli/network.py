@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrofit.cli.console import say, waiting
@@ -31,3 +32,10 @@ def open_network(text: str, **options: Any) -> Network:
     for warning in network.warnings:
         say(f"warning: {warning}", style="yellow")
     return network
+
+
+def file_stem(model: str) -> str:
+    """Return the part of a MODEL string that names a file: no library prefix, no folders, no file ending."""
+    prefix, _, rest = model.partition(":")
+    known = prefix.replace("_", "-").lower() in ("tv", "torchvision", "hf-hub", "local-dir")
+    return Path(rest if known else model).name.removesuffix(".safetensors")

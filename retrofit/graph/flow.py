@@ -97,6 +97,19 @@ class Flow:
             return None, f"{self.describe(found)} is not a plain convolution or linear layer"
         return module, ""
 
+    def consumer(self, node: fx.Node) -> tuple[nn.Module | None, str]:
+        """The convolution or linear layer that alone takes `node`'s value, in eval mode, or why there is none."""
+        users = self.after(node)
+        if len(users) != 1:
+            return None, "consumed by several layers" if users else "consumed by nothing that the trace shows"
+        found = users[0]
+        if self.steps[found] not in ("convolution", "linear"):
+            return None, f"consumed by {self.describe(found)}"
+        module = self.modules[found]
+        if not kinds.is_plain_affine(module):
+            return None, f"{self.describe(found)} is not a plain convolution or linear layer"
+        return module, ""
+
     def is_added(self, node: fx.Node) -> bool:
         """Whether a node's value goes into an addition to other features."""
         return any(self.steps[user] == "addition" for user in self.after(node))

@@ -74,6 +74,10 @@ class Site:
         activation: The activation that directly follows, at most with dropouts in between, and is all that uses the
             norm's output; None if there is none.
         reason: Why there is none.
+        consumer: Dotted name of the convolution or linear layer that alone takes what the activation (the norm, if
+            none) puts out, so that an affine map of it folds into that layer as far as padding allows; None if there
+            is no such layer.
+        consumer_reason: Why there is none.
         last_before_pool: Whether the activation (the norm, if none) is the last before the final mean pooling.
         in_squeeze_excite: Whether the norm works on pooled values that go on to multiply other features.
         last_affine_of_block: Whether the norm's output goes into a residual addition.
@@ -90,6 +94,8 @@ class Site:
     feeder_reason: str
     activation: Activation | None
     reason: str
+    consumer: str | None = None
+    consumer_reason: str = ""
     last_before_pool: bool = False
     in_squeeze_excite: bool = False
     last_affine_of_block: bool = False

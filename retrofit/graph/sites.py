@@ -70,6 +70,7 @@ class _Search:
         calls, norm = self.modes[mode], place.target
         activation, reason, ends = self._activation(mode, place)
         feeder, feeder_reason = self._feeder(norm)
+        consumer, consumer_reason = self._consumer(calls, norm, ends)
         steps = calls.norms[place]
         return Site(
             norm=self.names[norm],
@@ -82,6 +83,8 @@ class _Search:
             feeder_reason=feeder_reason,
             activation=activation,
             reason=reason,
+            consumer=consumer,
+            consumer_reason=consumer_reason,
             last_before_pool=any(end.flow.reaches_final_pool(end.node) for end in ends),
             in_squeeze_excite=any(step.flow.in_squeeze_excite(step.node) for step in steps),
             last_affine_of_block=any(step.flow.is_added(step.node) for step in steps),
@@ -160,11 +163,33 @@ class _Search:
         if len(feeders) > 1:
             return None, "fed by different layers on different calls"
         (feeder,) = feeders
-        if any(holder in self.failures for holder in self.holders[feeder]):
-            return None, f"{self.names[feeder]} may be called in code that cannot be traced"
-        if any(self.sharers[parameter] > 1 for parameter in feeder.parameters()):
-            return None, f"{self.names[feeder]} shares its parameters with another layer"
-        return self.names[feeder], ""
+        return self._unshared(feeder)
+
+    def _consumer(self, calls: Calls, norm: nn.Module, ends: list[Step]) -> tuple[str | None, str]:
+        """The layer that an affine map of a site's output folds into, or why there is none."""
+        if not ends:
+            return None, "the norm's own activation is unknown"
+        if not self._called_once(norm):
+            return None, "the norm is called at several places, or in code that cannot be traced"
+        found = [step.flow.consumer(step.node) for step in ends]
+        for consumer, reason in found:
+            if consumer is None:
+                return None, reason
+        (consumer, _), *others = found
+        assert consumer is not None
+        if any(other is not consumer for other, _ in others):
+            return None, "consumed by different layers on different calls"
+        if calls.counts[consumer] != len(ends):
+            return None, f"{self.names[consumer]} is called elsewhere too"
+        return self._unshared(consumer)
+
+    def _unshared(self, layer: nn.Module) -> tuple[str | None, str]:
+        """The layer's name if nothing else uses it or its parameters, or why it must not change."""
+        if any(holder in self.failures for holder in self.holders[layer]):
+            return None, f"{self.names[layer]} may be called in code that cannot be traced"
+        if any(self.sharers[parameter] > 1 for parameter in layer.parameters()):
+            return None, f"{self.names[layer]} shares its parameters with another layer"
+        return self.names[layer], ""
 
     def _left(self, sites: dict[Place, Site]) -> Iterator[Left]:
         """The activations that traces show and no site claims."""
@@ -254,10 +279,15 @@ def _merge(first: Site, second: Site) -> Site:
     elif one is not None or two is not None:
         activation = None
         reason = f"in train mode: {second.reason}" if one else f"in eval mode: {first.reason}"
+    consumer_reason = first.consumer_reason or second.consumer_reason
+    if first.consumer != second.consumer:
+        consumer_reason = consumer_reason or "consumed by different layers in eval and in train mode"
     return replace(
         first,
         activation=activation,
         reason=reason,
+        consumer=None if consumer_reason else first.consumer,
+        consumer_reason=consumer_reason,
         last_before_pool=first.last_before_pool or second.last_before_pool,
         in_squeeze_excite=first.in_squeeze_excite or second.in_squeeze_excite,
         last_affine_of_block=first.last_affine_of_block or second.last_affine_of_block,

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import retrofit
-from retrofit.cli.convert import _stem
+from retrofit.cli.network import file_stem
 from retrofit.surgery.check import IdentityCheck
 from tests.cli.conftest import Run, complaint
 from tests.pictures import write_folder
@@ -132,7 +132,7 @@ def test_the_report_does_not_grow_with_the_model(run: Run, here: Path) -> None:
     ],
 )
 def test_names_of_output_files(model: str, stem: str) -> None:
-    assert _stem(model) == stem
+    assert file_stem(model) == stem
 
 
 # --- refusals ---

@@ -1,0 +1,281 @@
+"""Folding: a copy of a network in which every normalization is as few operations as its mathematics allows.
+
+Affine maps go into the convolution or linear layer before them, or after them where zero padding does not forbid it,
+and only where that layer serves nothing else; a transform whose lambda is 1 is then gone without a trace. This is done
+before any exporter sees the network: the exporters' own folding of batch normalization trusts names and has no idea of
+sharing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.errors import RetrofitError
+from retrofit.export import layers
+from retrofit.export.forms import (
+    ChannelAffine,
+    Clamp,
+    EstimatedTransform,
+    MigratedForm,
+    OneBranch,
+    TwoBranch,
+    powers,
+)
+from retrofit.export.layers import ChannelMap
+from retrofit.export.linear import fold_after, fold_before, in_channels, out_channels, takes_shift
+from retrofit.graph.codegen import RewriteError
+from retrofit.graph.records import Site
+from retrofit.graph.rewrite import replace_call, replace_module
+from retrofit.graph.sites import find_sites
+from retrofit.layers import MigratedGroupNorm, ProxyNorm
+from retrofit.surgery.check import own_input_size
+
+
+@dataclass(frozen=True)
+class FoldedLayer:
+    """What became of one layer.
+
+    Attributes:
+        name: Its name in the given network.
+        form: "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "normalization" (of its
+            source's kind), "group" or "estimated".
+        degree: Of the polynomial.
+        max_error: Largest error of the polynomial on the fitted range, in units of the layer's output scale.
+        rms_error: Root mean square of the same.
+    """
+
+    name: str
+    form: str
+    degree: int | None = None
+    max_error: float | None = None
+    rms_error: float | None = None
+
+
+@dataclass
+class Folded:
+    """A folded network and what became of its layers."""
+
+    model: nn.Module
+    layers: list[FoldedLayer] = field(default_factory=list)
+
+
+def fold_network(model: nn.Module, input_size: tuple[int, ...] | None = None) -> Folded:
+    """Fold a copy of `model`.
+
+    Args:
+        model: Any network, converted or not; it is not changed.
+        input_size: Shape of one sample, (C, H, W); the model's own if None.
+
+    Returns:
+        The copy, in evaluation mode and float32, without gradients.
+    """
+    net = copy.deepcopy(model).float().eval().requires_grad_(False)
+    size = tuple(input_size or own_input_size(model))
+    layers.plain_convolutions(net)
+    names = {module: name for name, module in net.named_modules()}
+    net = layers.split_fused(net)
+    return _Folding(net, size, names).run()
+
+
+class _Folding:
+    """One run over a copy that may be changed."""
+
+    def __init__(self, net: nn.Module, size: tuple[int, ...], names: dict[nn.Module, str]) -> None:
+        self.net = net
+        self.names = names  # as the user knows them
+        self.wanted = {module: name for name, module in net.named_modules() if layers.is_wanted(module)}
+        self.ndims = _ndims(net, list(self.wanted), size)
+        found = find_sites(net, layers.is_wanted)
+        self.sites = {net.get_submodule(site.norm): site for site in found.sites if site.places == 1}
+        # of the given parameters, before any of them moves
+        self.proxies = {m: m.constants(torch.float64) for m in self.wanted if isinstance(m, ProxyNorm)}
+        self.report: list[FoldedLayer] = []
+
+    def run(self) -> Folded:
+        for layer, name in self.wanted.items():
+            if layer in self.ndims:  # what the network never calls can stay
+                form, parts = self._fold(layer)
+                if parts is not None:
+                    self._put(name, parts)
+                if not isinstance(layer, ProxyNorm):
+                    self.report.append(FoldedLayer(self.names[layer], form))
+        return Folded(self.net, self.report)
+
+    def _fold(self, layer: Any) -> tuple[str, list[nn.Module] | None]:
+        if isinstance(layer, ProxyNorm):
+            return "affine", self._proxy(layer)
+        found = layers.channel_map(layer)
+        if found is not None:
+            return self._affine(layer, found) if found.is_affine else self._transform(layer, found)
+        if isinstance(layer, MigratedGroupNorm):
+            return "group", [*self._before(layer, *layer.input_affine()), MigratedForm(layer)]
+        if not layers.estimates(layer):
+            return "normalization", None
+        if layer.strength == 0:
+            return "normalization", [layers.source_layer(layer)]
+        return "estimated", self._estimated(layer)
+
+    def _affine(self, layer: nn.Module, found: ChannelMap) -> tuple[str, list[nn.Module] | None]:
+        feeder = self._feeder(layer)
+        if feeder is not None:
+            fold_after(feeder, *found.affine())
+            return "folded", []
+        plain = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        return "affine", None if plain else [layers.batch_norm(found, self.ndims[layer])]
+
+    def _transform(self, layer: nn.Module, found: ChannelMap) -> tuple[str, list[nn.Module]]:
+        found = found.upright()
+        branch = self._one_branch(layer, found)
+        if branch is not None:
+            return "one branch", branch
+        before = self._before(layer, found.scale, found.shift)
+        return "two branches", [*before, TwoBranch(found.lmbda, found.gamma, found.beta)]
+
+    def _one_branch(self, layer: nn.Module, found: ChannelMap) -> list[nn.Module] | None:
+        """Fold a transform whose negative branch the activation behind it makes dead, activation included."""
+        site = self.sites.get(layer)
+        high = _upper_limit(site)
+        if site is None or high is None or not bool((found.beta <= 0).all()):
+            return None
+        lmbda = powers(found.lmbda)[0]
+        base = 1 - lmbda * found.beta / found.gamma  # (1 + h0)^lambda
+        live = (found.gamma > 0) & (base > 0)
+        zero = torch.where(live, base, 1.0).pow(1 / lmbda)  # 1 + h0
+        live &= zero.isfinite()
+        scale = torch.where(live, found.gamma / lmbda - found.beta, 0.0)
+        if not self._drop_activation(site):
+            return None
+        to_u = torch.where(live, 1 / zero, 0.0)
+        parts = self._before(layer, found.scale * to_u, torch.where(live, (found.shift + 1) * to_u, 1.0))
+        consumer = self._consumer(layer) if high == float("inf") else None
+        if consumer is not None:
+            fold_before(consumer, scale)
+            scale = torch.ones_like(scale)
+        parts += [Clamp(1.0), OneBranch(lmbda, scale)]
+        return parts if high == float("inf") else [*parts, Clamp(None, high)]
+
+    def _estimated(self, layer: Any) -> list[nn.Module]:
+        kind = layers.kind_of(layer)
+        gamma, beta = layer.weight, layer.bias
+        consumer = self._consumer(layer) if gamma is not None and gamma.ndim == 1 else None
+        fits = isinstance(consumer, nn.Linear) == (kind == "layer")
+        if consumer is None or not fits or (beta is not None and not takes_shift(consumer)):
+            return [EstimatedTransform(layer, kind)]
+        fold_before(consumer, gamma.double(), None if beta is None else beta.double())
+        return [EstimatedTransform(layer, kind, affine=False)]
+
+    def _proxy(self, layer: ProxyNorm) -> list[nn.Module]:
+        scale, shift = self.proxies[layer]
+        activation = layer.activation
+        parts: list[nn.Module] = [activation if isinstance(activation, nn.Module) else _Function(activation)]
+        last = layer.channel_dim == -1
+        consumer = self._consumer(layer, last)
+        if consumer is not None:
+            if takes_shift(consumer):
+                fold_before(consumer, scale, shift)
+                return parts
+            if bool((scale > 0).all()):
+                fold_before(consumer, scale)
+                scale, shift = torch.ones_like(scale), shift / scale
+        affine = ChannelAffine(scale, shift, last)
+        return parts if affine.scale is None and affine.shift is None else [*parts, affine]
+
+    def _before(self, layer: nn.Module, scale: Tensor, shift: Tensor) -> list[nn.Module]:
+        """Apply an affine map to a layer's input: in the layer before it, or else by an operation of its own."""
+        feeder = self._feeder(layer)
+        if feeder is not None:
+            fold_after(feeder, scale, shift)
+            return []
+        ones = torch.ones_like(scale)
+        return [layers.batch_norm(ChannelMap(scale, shift, ones, ones, torch.zeros_like(scale)), self.ndims[layer])]
+
+    def _feeder(self, layer: Any) -> nn.Module | None:
+        site = self.sites.get(layer)
+        if site is None or site.feeder is None:
+            return None
+        feeder = self.net.get_submodule(site.feeder)
+        channels = getattr(layer, "num_features", getattr(layer, "num_channels", None))
+        if isinstance(feeder, nn.Linear) and self.ndims[layer] != 2:
+            return None
+        return feeder if out_channels(feeder) == channels else None
+
+    def _consumer(self, layer: Any, last: bool = False) -> nn.Module | None:
+        site = self.sites.get(layer)
+        if site is None or site.consumer is None:
+            return None
+        consumer = self.net.get_submodule(site.consumer)
+        weight = getattr(layer, "weight", None)
+        channels = getattr(layer, "num_features", None) or len(weight if weight is not None else ())
+        last = last or (layers.estimates(layer) and layers.kind_of(layer) == "layer") or self.ndims[layer] == 2
+        if isinstance(consumer, nn.Linear) != last and self.ndims[layer] != 2:
+            return None
+        return consumer if in_channels(consumer) == channels else None
+
+    def _drop_activation(self, site: Site) -> bool:
+        """Take away the activation that a form includes."""
+        act = site.activation
+        assert act is not None
+        if act.call is None:
+            replace_module(self.net, act.name, nn.Identity())
+            return True
+        try:
+            name = f"{site.norm.removeprefix(act.owner + '.').replace('.', '_')}_folded"
+            replace_call(self.net, act.call, nn.Identity(), name)
+        except RewriteError:
+            return False
+        return True
+
+    def _put(self, name: str, parts: list[nn.Module]) -> None:
+        module = parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()
+        if name:
+            replace_module(self.net, name, module.eval())
+        else:
+            self.net = module.eval()
+
+
+class _Function(nn.Module):
+    """A functional activation as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _upper_limit(site: Site | None) -> float | None:
+    """Return the limit above of an activation that is 0 below 0 and else the identity up to it; None for others."""
+    act = site.activation.module if site is not None and site.activation is not None else None
+    if type(act) is nn.ReLU:
+        return float("inf")
+    if isinstance(act, nn.Hardtanh) and type(act) in (nn.ReLU6, nn.Hardtanh) and act.min_val == 0:
+        return float(act.max_val)
+    return None
+
+
+def _ndims(net: nn.Module, wanted: list[nn.Module], size: tuple[int, ...]) -> dict[nn.Module, int]:
+    """Run the network once and return how many dimensions the input of each layer has."""
+    found: dict[nn.Module, int] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda module, args: found.update({module: args[0].ndim})) for module in wanted
+    ]
+    place = next((p.device for p in net.parameters()), torch.device("cpu"))
+    try:
+        with torch.no_grad():
+            net(torch.zeros(2, *size, device=place))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise RetrofitError(
+            f"the model did not take an input of size {'x'.join(map(str, size))} ({type(error).__name__}: {reason}); "
+            "give it another input size"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

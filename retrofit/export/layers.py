@@ -1,0 +1,159 @@
+"""What each converted layer computes in evaluation, in float64, and which plain layer it is where it is one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.graph.rewrite import replace_module
+from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm, StrengthMixin
+from retrofit.layers.batch import RunningNormality
+from retrofit.layers.group import GroupNormalNorm
+from retrofit.layers.layer import LayerNormalNorm, LayerNormalNorm2d
+from retrofit.layers.weight_standard import WeightStandardization
+from retrofit.surgery.census import classify
+
+_CONVS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class ChannelMap:
+    """gamma * psi(scale * x + shift; lambda) + beta, per channel: (C,) each, float64."""
+
+    scale: Tensor
+    shift: Tensor
+    lmbda: Tensor
+    gamma: Tensor
+    beta: Tensor
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether lambda is 1 everywhere it matters."""
+        return bool(((self.lmbda == 1) | (self.gamma == 0)).all())
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """Return scale and shift of the whole map, where lambda is 1."""
+        return self.gamma * self.scale, self.gamma * self.shift + self.beta
+
+    def upright(self) -> ChannelMap:
+        """Return the same function with gamma >= 0, by gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda)."""
+        sign = torch.where(self.gamma < 0, -1.0, 1.0).to(self.gamma.dtype)
+        lmbda = torch.where(self.gamma < 0, 2 - self.lmbda, self.lmbda)
+        return ChannelMap(self.scale * sign, self.shift * sign, lmbda, self.gamma.abs(), self.beta)
+
+
+def is_wanted(module: nn.Module) -> bool:
+    """Whether folding does something about `module`: a BatchNorm with running statistics, or a layer of ours."""
+    if isinstance(module, WeightStandardization):
+        return False
+    return isinstance(module, StrengthMixin) or is_batch_norm(module)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether `module` is one of torch's or timm's BatchNorms that uses running statistics in evaluation."""
+    found = classify("", module)
+    known = found is not None and found.family == "bn" and found.status == "known"
+    return known and getattr(module, "running_mean", None) is not None
+
+
+def channel_map(layer: Any) -> ChannelMap | None:
+    """Return what a layer computes in evaluation if that is a constant map per channel."""
+    if isinstance(layer, MigratedGroupNorm):
+        if layer.strength != 0:
+            return None
+        scale, shift = layer.input_affine()
+        lmbda = torch.ones_like(scale)
+    elif getattr(layer, "running_mean", None) is None:
+        return None
+    else:
+        scale = torch.rsqrt(layer.running_var.double() + layer.eps)
+        shift = -layer.running_mean.double() * scale
+        lmbda = torch.ones_like(scale)
+        if isinstance(layer, RunningNormality):
+            assert layer.running_lambda is not None
+            lmbda = 1 + layer.strength.double() * (layer.running_lambda.double() - 1)
+    gamma = torch.ones_like(scale) if layer.weight is None else layer.weight.detach().double()
+    if isinstance(layer, MigratedGroupNorm):
+        gamma = gamma / layer.gain.double()
+    beta = torch.zeros_like(scale) if layer.bias is None else layer.bias.detach().double()
+    return ChannelMap(scale, shift, lmbda, gamma, beta)
+
+
+def batch_norm(found: ChannelMap, ndim: int) -> nn.Module:
+    """Return torch's BatchNorm, in evaluation, that computes an affine map of (N, C, *) in one operation."""
+    scale, shift = found.affine()
+    cls = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(ndim, nn.BatchNorm1d)
+    norm = cls(len(scale), eps=0.0, device=scale.device)
+    norm.weight.data, norm.bias.data = scale.float(), shift.float()
+    norm.requires_grad_(False)
+    return norm.eval()
+
+
+class ChannelsFirstLayerNorm(nn.LayerNorm):
+    """LayerNorm over C of (N, C, *), by way of the channels-last form that runtimes know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`."""
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def source_layer(layer: Any) -> nn.Module:
+    """Return torch's own layer for one of ours that estimates lambda, at strength 0."""
+    new: Any
+    if isinstance(layer, LayerNormalNorm):
+        cls = ChannelsFirstLayerNorm if isinstance(layer, LayerNormalNorm2d) else nn.LayerNorm
+        new = cls(layer.normalized_shape, layer.eps, layer.elementwise_affine)
+    elif isinstance(layer, GroupNormalNorm):
+        new = nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, layer.affine)
+    else:
+        cls = getattr(nn, type(layer).__name__.replace("Normal", ""))
+        new = cls(layer.num_features, layer.eps, affine=layer.affine)
+    new.register_parameter("weight", layer.weight)
+    new.register_parameter("bias", layer.bias)
+    return new.eval()
+
+
+def estimates(layer: nn.Module) -> bool:
+    """Whether a layer of ours estimates lambda from its input in evaluation."""
+    return isinstance(layer, NormalityMixin) and getattr(layer, "running_mean", None) is None
+
+
+def kind_of(layer: nn.Module) -> str:
+    """Return which sets a layer that estimates lambda normalizes."""
+    if isinstance(layer, LayerNormalNorm2d):
+        return "channel"
+    if isinstance(layer, LayerNormalNorm):
+        return "layer"
+    return "group" if isinstance(layer, GroupNormalNorm) else "instance"
+
+
+def split_fused(net: nn.Module) -> nn.Module:
+    """Take norm+activation layers apart, in place: each becomes a Sequential of `norm` and `act`."""
+    for name, layer in list(net.named_modules()):
+        act = getattr(layer, "act", None)
+        if not is_wanted(layer) or isinstance(layer, ProxyNorm) or not isinstance(act, nn.Module):
+            continue
+        layer.act = nn.Identity()
+        parts = nn.Sequential(OrderedDict(norm=layer, act=act))
+        if not name:
+            return parts
+        replace_module(net, name, parts)
+    return net
+
+
+def plain_convolutions(net: nn.Module) -> None:
+    """Replace our weight-standardised convolutions by plain ones with the weights that they use, in place."""
+    for name, conv in list(net.named_modules()):
+        if isinstance(conv, WeightStandardization):
+            cls = next(base for base in _CONVS if isinstance(conv, base))
+            plain = cls(
+                conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
+                conv.groups, conv.bias is not None, conv.padding_mode,
+            )  # fmt: skip
+            plain.weight = nn.Parameter(conv.standardized_weight(), requires_grad=False)
+            plain.bias = conv.bias
+            replace_module(net, name, plain.eval())

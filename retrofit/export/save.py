@@ -1,0 +1,96 @@
+"""The file: checked first, then written whole; beyond 2 GB, where protobuf ends, with the weights in a file beside."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+from torch import Tensor
+
+from retrofit.errors import RetrofitError
+from retrofit.export import verify
+from retrofit.export.verify import Parity
+from retrofit.files import atomic_write, ensure_writable
+
+LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
+
+
+def write(
+    model: onnx.ModelProto,
+    path: Path,
+    force: bool,
+    inputs: Sequence[Tensor],
+    expected: Sequence[Sequence[Tensor]],
+    tolerance: float,
+) -> tuple[Parity, int]:
+    """Check a model and write it.
+
+    Args:
+        model: The model.
+        path: The file; weights beyond 2 GB go to `path` with `.data` added.
+        force: Whether an existing file may be replaced.
+        inputs: Batches to check with.
+        expected: What the network gives for them.
+        tolerance: As `verify.compare` takes it.
+
+    Returns:
+        The comparison, and how many bytes were written.
+
+    Raises:
+        RetrofitError: If the model is not valid, differs, or cannot be written: there is no file then.
+    """
+    if model.ByteSize() > LARGEST:
+        return _write_apart(model, path, force, inputs, expected, tolerance)
+    verify.check_model(model)
+    content = model.SerializeToString(deterministic=True)
+    parity = _checked(verify.compare(verify.runner(content), inputs, expected, tolerance))
+    with atomic_write(path, force) as temporary:
+        temporary.write_bytes(content)
+    return parity, len(content)
+
+
+def _write_apart(
+    model: onnx.ModelProto,
+    path: Path,
+    force: bool,
+    inputs: Sequence[Tensor],
+    expected: Sequence[Sequence[Tensor]],
+    tolerance: float,
+) -> tuple[Parity, int]:
+    data = ensure_writable(path.with_name(path.name + ".data"), force)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", suffix=".tmp", dir=path.parent) as folder:
+        aside = Path(folder) / path.name
+        onnx.save_model(model, aside, save_as_external_data=True, location=data.name, size_threshold=1024)
+        verify.check_model(aside)
+        parity = _checked(verify.compare(verify.runner(aside), inputs, expected, tolerance))
+        length = aside.stat().st_size + (aside.parent / data.name).stat().st_size
+        os.replace(aside.parent / data.name, data)
+        try:
+            with atomic_write(path, force) as temporary:
+                temporary.write_bytes(aside.read_bytes())
+        except BaseException:
+            data.unlink(missing_ok=True)
+            raise
+    return parity, length
+
+
+def _checked(parity: Parity) -> Parity:
+    if not parity.passed:
+        raise ParityError(parity)
+    return parity
+
+
+class ParityError(RetrofitError):
+    """The ONNX model is not the function that the network is."""
+
+    def __init__(self, parity: Parity) -> None:
+        """Say by how much."""
+        self.parity = parity
+        share = parity.max_abs_diff / parity.scale if parity.scale else float("inf")
+        super().__init__(
+            f"ONNX Runtime differs from PyTorch by {share:.2g} of the output's scale, more than {parity.tolerance:g}; "
+            "nothing was written; please report it, or raise --tolerance if you can accept that"
+        )

@@ -1,0 +1,81 @@
+"""`retrofit export`, run as a user would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from retrofit.export import api
+
+from .conftest import Run, complaint
+
+MODEL = ["resnet10t", "--model-kwargs", "widths=[8,8,8,8]", "--model-kwargs", "stem_width=8", "--num-classes", "7"]
+
+
+@pytest.fixture
+def artifact(run: Run, here: Path) -> Path:
+    result = run("convert", *MODEL, "--to", "bnn", "--strength", "1", "-o", "net.safetensors")
+    assert result.exit_code == 0, result.stderr
+    return here / "net.safetensors"
+
+
+def test_export(run: Run, artifact: Path) -> None:
+    result = run("export", artifact.name, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["schema"] == 1
+    assert found["model"] == "resnet10t"
+    assert found["fold"] == "exact"
+    assert found["opset"] == 18
+    assert found["output"] == "net.onnx"
+    assert found["bytes"] == Path("net.onnx").stat().st_size
+    assert set(found["parity"]) == {"batches", "max_abs_diff", "scale", "top1_agreement", "tolerance", "passed"}
+    assert found["parity"]["passed"] is True
+    assert found["nodes"]["Conv"] > 0
+    assert "check passed" in result.stderr
+    assert "wrote net.onnx" in result.stderr
+    metadata = {entry.key: entry.value for entry in onnx.load("net.onnx").metadata_props}
+    assert metadata["model"] == "resnet10t"
+    assert metadata["target"] == "bnn"
+    assert metadata["strength"] == "1.0"
+    assert len(json.loads(metadata["mean"])) == 3
+
+
+def test_existing_file(run: Run, artifact: Path) -> None:
+    Path("net.onnx").write_text("mine")
+    assert "--force" in complaint(run("export", artifact.name, "--json"))
+    assert Path("net.onnx").read_text() == "mine"
+
+
+def test_unknown_opset(run: Run, artifact: Path) -> None:
+    result = run("export", artifact.name, "--opset", "9")
+    assert result.exit_code == 2
+    assert "18 to 22" in complaint(result)
+
+
+def test_folder_that_is_missing(run: Run, artifact: Path) -> None:
+    result = run("export", artifact.name, "-o", "nowhere/net.onnx")
+    assert result.exit_code == 1
+    assert "does not exist" in complaint(result)
+
+
+def test_failed_check(run: Run, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = api.fold_network
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        folded = real(*args, **kwargs)
+        next(folded.model.parameters())[0] += 1.0
+        return folded
+
+    monkeypatch.setattr(api, "fold_network", wrong)
+    result = run("export", artifact.name, "--json")
+    assert result.exit_code == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ONNX Runtime differs from PyTorch")
+    found = json.loads(result.stdout)
+    assert found["parity"]["passed"] is False
+    assert found["output"] is None
+    assert not Path("net.onnx").exists()
