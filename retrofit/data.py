@@ -19,7 +19,6 @@ from timm.data import ImageDataset, create_dataset, create_transform
 from timm.data.readers.class_map import load_class_map
 from torch import Tensor
 
-from retrofit.digits import NAMES as digits_names
 from retrofit.digits import Digits
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.library import Preprocess
@@ -109,7 +108,7 @@ def open_images(
     mode = "RGB" if channels == 3 else "L"
     if dataset == "digits":
         digits = Digits(split == "train", mode)
-        return ImageData(digits, len(digits_names), len(digits_names), names=digits_names)
+        return ImageData(digits, len(digits.classes), len(digits.classes), names=digits.classes)
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to read images from; give --data-dir or --dataset")
     if not dataset and not Path(str(data_dir)).exists():

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-NAMES = tuple("0123456789")
 _HELD_OUT = 0.2
 
 
@@ -21,6 +20,7 @@ class Digits(torch.utils.data.Dataset[tuple[Any, int]]):
         mode: PIL mode, "RGB" or "L".
     """
 
+    classes = tuple("0123456789")
     transform: Callable[[Image.Image], Any]  # timm's create_loader sets it
 
     def __init__(self, training: bool, mode: str) -> None:

@@ -33,9 +33,8 @@ class Lines(Watcher):
             self._first, self._started = step.step, time.monotonic()
         if time.monotonic() - self._written > _EVERY:
             self._written = time.monotonic()
-            say(
-                f"epoch {step.epoch} of {step.epochs}, step {step.step} of {step.steps}: {_figures(step)}{self._left(step)}"
-            )
+            where = f"epoch {step.epoch} of {step.epochs}, step {step.step} of {step.steps}"
+            say(f"{where}: {_figures(step)}{self._left(step)}")
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Write an epoch's line."""

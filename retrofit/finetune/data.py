@@ -133,7 +133,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         outputs, names = len(labels or ()), tuple(labels or ())
     elif train.matched == "class map" and names is not None:
         outputs = len(names)
-    val_split, notes = recipe.val_split, ()
+    val_split = recipe.val_split
+    notes: tuple[str, ...] = ()
     if isinstance(val_split, str) and not _has_split(recipe, val_split):
         if val_split not in _EVAL_NAMES:
             raise UsageError(f"the data has no part {val_split!r}; give --val-split the name of one, or a fraction")

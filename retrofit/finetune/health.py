@@ -47,7 +47,7 @@ def first_to_diverge(model: nn.Module, images: Tensor) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    norms = [module for module in diverged if isinstance(module, _NORMS)]
+    norms: list[nn.Module] = [module for module in diverged if isinstance(module, _NORMS)]
     for module in norms or [module for module in diverged if not list(module.children())] or diverged:
         return f"{names[module] or 'the network'} ({type(module).__name__})"
     return "no layer, only the loss"

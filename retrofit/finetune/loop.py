@@ -207,12 +207,12 @@ class _Run:
         recipe, model = self.recipe, self.plain
         if recipe.bn_momentum is not None:
             for module in model.modules():
-                if getattr(module, "running_var", None) is not None and hasattr(module, "momentum"):
+                if isinstance(module, nn.modules.batchnorm._NormBase):
                     module.momentum = recipe.bn_momentum
         if recipe.freeze == "all-but-norm":
             trained = freeze_all_but_norm(model, self.fresh)
             self.watcher.note(f"training {trained:,} parameters, those of the converted normalization layers")
-        self.ema = None
+        self.ema: Any = None
         if recipe.model_ema:
             self.ema = ModelEmaV3(model, recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup)
         self.schedule = None
@@ -427,8 +427,8 @@ class _Run:
         culprit = first_to_diverge(self.plain, images)
         good = load_state(self.folder / "state")["position"]["step"]
         return RetrofitError(
-            f"{what} is not finite at step {self.position.step + 1} of {self.steps}: {culprit} went first; the last good "
-            f"state is {self.folder / 'state'}, step {good}; lower --lr or --noise, or lengthen --strength-ramp"
+            f"{what} is not finite at step {self.position.step + 1} of {self.steps}: {culprit} went first; the last "
+            f"good state is {self.folder / 'state'}, step {good}; lower --lr or --noise, or lengthen --strength-ramp"
         )
 
     def _write_artifact(self, model: nn.Module, path: Path, weights: dict[str, Any] | None = None) -> None:

@@ -40,7 +40,7 @@ Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_listed)]
 
 
 class Recipe(BaseModel):
-    """All settings of a run. Names and meaning are timm's where timm has them; each is a flag of `retrofit finetune`."""
+    """All settings of a run, with timm's names where timm has them; each is a flag of `retrofit finetune`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), str_strip_whitespace=True)
 

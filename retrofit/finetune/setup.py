@@ -76,8 +76,8 @@ def fit_network(
     if wanted is not None and present is not None and wanted != present:
         if recipe.teacher == "source":
             raise RetrofitError(
-                f"the source network has {present} outputs and cannot teach {wanted} classes; give --class-map, or train "
-                "without labels: --task-loss-weight 0"
+                f"the source network has {present} outputs and cannot teach {wanted} classes; give --class-map, or "
+                "train without labels: --task-loss-weight 0"
             )
         network, fresh = with_classes(network, wanted)
         note(f"new classifier: {wanted} outputs in place of {present}, random")

@@ -61,7 +61,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, numpy's and torch's generators, as values that `torch.load` reads safely."""
-    kind, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
