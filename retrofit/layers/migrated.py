@@ -32,16 +32,20 @@ def migrated_group_norm(
     strength: Tensor | float = 1.0,
     eps: float = 1e-5,
     source_eps: float | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor:
     """Standardise by constant running statistics, then group-normalize to the degree t = `strength`.
 
-        x' = (x - running_mean) / sqrt(running_var + source_eps)              per channel
-        y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight + bias     m, v: moments of x' per sample and group
+        x' = (x - running_mean) / sqrt(running_var + source_eps) * gain       per channel
+        y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight / gain + bias
 
-    At t = 0 this is `F.batch_norm` in evaluation, at t = 1 `F.group_norm` of x'; one group normalizes each whole
-    sample, as LayerNorm over (C, *). All of it is one scale and one shift per sample and channel, which follow from the
-    moments of x per sample and channel; of the activations only x is kept for the backward. Statistics are float32 at
-    least. The running statistics and t are constants to autograd; there is no second derivative.
+    where m and v are the mean and variance of x' per sample and group. At t = 0 this is `F.batch_norm` in evaluation,
+    whatever the gain, at t = 1 `F.group_norm` of x' with the weight divided by the gain; one group normalizes each
+    whole sample, as LayerNorm over (C, *). The gain is how much a channel counts in its group's moments.
+
+    All of it is one scale and one shift per sample and channel, which follow from the moments of x per sample and
+    channel; of the activations only x is kept for the backward. Statistics are float32 at least. Running statistics,
+    gain and t are constants to autograd; there is no second derivative.
 
     Args:
         x: (N, C, *), floating point, 2 dimensions or more.
@@ -53,6 +57,7 @@ def migrated_group_norm(
         strength: t in [0, 1]; a 0-dim tensor changes without recompilation.
         eps: Added to the group variance, in proportion.
         source_eps: Added to the running variance; `eps` if None.
+        gain: (C,) positive, or None for ones.
 
     Returns:
         (N, C, *) in the type and memory format of `x`.
@@ -68,9 +73,13 @@ def migrated_group_norm(
     beta = torch.zeros_like(running_mean, dtype=dtype) if bias is None else bias.to(dtype)
     t = torch.as_tensor(strength, device=x.device).to(dtype)
     rstd = torch.rsqrt(running_var.to(dtype) + (eps if source_eps is None else source_eps))
+    gain = torch.ones_like(rstd) if gain is None else gain.to(dtype)
     maps = x if x.ndim > 2 else x.unsqueeze(-1)
     mean, var = _moments(maps.detach().to(dtype))
-    out: Tensor = _GroupAffine.apply(maps, mean, var, running_mean.to(dtype), rstd, gamma, beta, t, num_groups, eps)
+    # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
+    out: Tensor = _GroupAffine.apply(
+        maps, mean, var, running_mean.to(dtype), rstd, gain, gamma, beta, t, num_groups, eps
+    )
     return out.view_as(x) if x.ndim == 2 else out
 
 
@@ -88,7 +97,8 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 class _GroupAffine(torch.autograd.Function):
     """y = x * scale + shift per sample and channel, with the closed-form derivative through the group moments.
 
-    With k = 1 / sqrt((1 - t) + t * (v + eps)), x^ = (x' - t * m) * k, g^ = grad * gamma, means over sample and group:
+    With gain a, k = 1 / sqrt((1 - t) + t * (v + eps)), x^ = (x' - t * m) * k, g^ = grad * gamma / a, means over sample
+    and group:
 
         d x' = k * (g^ - t * mean(g^) - t * k * (x' - m) * mean(g^ * x^))
     """
@@ -101,6 +111,7 @@ class _GroupAffine(torch.autograd.Function):
         var: Tensor,
         running_mean: Tensor,
         rstd: Tensor,
+        gain: Tensor,
         gamma: Tensor,
         beta: Tensor,
         t: Tensor,
@@ -109,14 +120,14 @@ class _GroupAffine(torch.autograd.Function):
     ) -> Tensor:
         n, channels = mean.shape
         groups = n, num_groups, channels // num_groups
-        mean = ((mean - running_mean) * rstd).view(groups)
+        mean = ((mean - running_mean) * (rstd * gain)).view(groups)
         m = mean.mean(2, keepdim=True)
-        v = ((var * rstd.square()).view(groups) + (mean - m).square()).mean(2, keepdim=True)
+        v = ((var * (rstd * gain).square()).view(groups) + (mean - m).square()).mean(2, keepdim=True)
         # At t = 0 the moments do not count, not even where they overflow.
         m, v = torch.where(t > 0, m, 0.0), torch.where(t > 0, v, 1.0)
         k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
-        m, k = m.expand(groups).reshape(n, channels), k.expand(groups).reshape(n, channels)
-        ctx.save_for_backward(x, running_mean, rstd, gamma, t, m, k)
+        m, k = m.expand(groups).reshape(n, channels) / gain, k.expand(groups).reshape(n, channels)
+        ctx.save_for_backward(x, running_mean, rstd, gain, gamma, t, m, k)
         ctx.groups = groups
         scale = k * gamma
         return _affine(x, scale * rstd, beta - scale * (running_mean * rstd + t * m))
@@ -124,7 +135,7 @@ class _GroupAffine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, running_mean, rstd, gamma, t, m, k = ctx.saved_tensors
+        x, running_mean, rstd, gain, gamma, t, m, k = ctx.saved_tensors  # m of the group, over the channel's gain
         (grad,) = grads
         dims = tuple(range(2, x.ndim))
         wide = grad.to(k.dtype)
@@ -138,11 +149,11 @@ class _GroupAffine(torch.autograd.Function):
                 means = (sums * gamma).view(ctx.groups).sum(2, keepdim=True) / size
                 return means.expand(ctx.groups).reshape(k.shape)
 
-            slope = -t * k.square() * group_mean(sum_gx)  # of d x' in x'
-            shift = -t * k * group_mean(sum_g) - slope * (running_mean * rstd + m)
+            slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - running_mean) * rstd
+            shift = -t * k * gain * group_mean(sum_g / gain) - slope * (running_mean * rstd + m)
             dx = _affine(x, slope * rstd.square(), shift * rstd, dtype=k.dtype)
             dx = dx.addcmul_(wide, _like(x, k * gamma * rstd)).to(x.dtype)
-        return dx, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None
+        return dx, None, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None
 
 
 def _like(x: Tensor, table: Tensor) -> Tensor:
@@ -155,11 +166,35 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None =
     return torch.addcmul(_like(x, shift), x, _like(x, scale)).to(dtype or x.dtype)
 
 
+@torch.no_grad()
+def group_gain(weight: Tensor | None, num_groups: int) -> Tensor | None:
+    """The gain with which a trained channel counts in its group's variance in proportion to |gamma|.
+
+    A trained network has switched off some of its channels by their gamma. What passes through those says nothing about
+    the scale of what the next layer sees, yet would count in full. Every channel counts for a hundredth of the mean at
+    least, so that training may bring it back.
+
+    Args:
+        weight: gamma (C,), or None.
+        num_groups: Groups G; divides C.
+
+    Returns:
+        sqrt(|gamma| / mean |gamma|) with the mean over the group, (C,) in the type of `weight`; None without one.
+    """
+    if weight is None:
+        return None
+    power = weight.double().abs().view(num_groups, -1)
+    power = power.clamp_min(0.01 * power.mean(1, keepdim=True))
+    power = torch.where(power > 0, power, 1.0)  # a group that is off as a whole
+    return (power / power.mean(1, keepdim=True)).sqrt().flatten().to(weight.dtype)
+
+
 class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
     """GroupNorm of an input that was standardised by a BatchNorm's running statistics: see `migrated_group_norm`.
 
     It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
-    other; the buffers are constants. No sample sees another, in training or evaluation, which are the same function.
+    other; the buffers are constants, as is `gain`, (C,), which starts at ones (see `group_gain`). No sample sees
+    another, in training or evaluation, which are the same function.
 
     Args:
         num_groups: Groups G; 1 normalizes each whole sample.
@@ -181,6 +216,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
 
     running_mean: Tensor
     running_var: Tensor
+    gain: Tensor
     num_batches_tracked: Tensor
 
     def __init__(
@@ -204,6 +240,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
             self.register_parameter("bias", None)
         self.register_buffer("running_mean", torch.zeros(num_channels, device=device, dtype=dtype))
         self.register_buffer("running_var", torch.ones(num_channels, device=device, dtype=dtype))
+        self.register_buffer("gain", torch.ones(num_channels, device=device, dtype=dtype))
         self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
         self._register_strength(strength, device)
 
@@ -226,15 +263,25 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
             strength=self.strength,
             eps=self.eps,
             source_eps=self.source_eps,
+            gain=self.gain,
         )
+
+    def input_affine(self) -> tuple[Tensor, Tensor]:
+        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift, the input's standardisation and gain.
+
+        What follows it is group normalization with `weight / gain` and `bias`.
+        """
+        scale = torch.rsqrt(self.running_var.double() + self.source_eps) * self.gain.double()
+        return scale, -self.running_mean.double() * scale
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
         return f"{super().extra_repr()}, source_eps={self.source_eps}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept a BatchNorm's checkpoint: with no `strength` in it, t stays as it is."""
-        state_dict.setdefault(prefix + "strength", self.strength.detach().clone())
+        """Accept a BatchNorm's checkpoint: with no `strength` and `gain` in it, they stay as they are."""
+        for name in ("strength", "gain"):
+            state_dict.setdefault(prefix + name, getattr(self, name).detach().clone())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -246,9 +293,9 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
 def fold_input_affine(norm: MigratedGroupNorm, feeder: nn.Module, *, also: tuple[type[nn.Module], ...] = ()) -> None:
     """Move the standardisation by running statistics from `norm` into the convolution or linear layer before it.
 
-    The pair computes the same function afterwards, to rounding; `norm` standardises by the identity. Only valid where
-    `feeder` feeds `norm` and nothing else, directly. A bias is added where `feeder` has none, and its state dict no
-    longer means what the source's did, so this belongs to deployment rather than conversion.
+    The pair computes the same function afterwards, to rounding; `norm` standardises by the identity and its gain is 1.
+    Only valid where `feeder` feeds `norm` and nothing else, directly. A bias is added where `feeder` has none, and its
+    state dict no longer means what the source's did, so this belongs to deployment rather than conversion.
 
     Args:
         norm: The layer to relieve.
@@ -268,17 +315,19 @@ def fold_input_affine(norm: MigratedGroupNorm, feeder: nn.Module, *, also: tuple
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     if channels != norm.num_channels:
         raise ValueError(f"the layer before puts out {channels} channels, the norm has {norm.num_channels}")
-    rstd = torch.rsqrt(norm.running_var.double() + norm.source_eps)
-    shift = -norm.running_mean.double() * rstd
+    scale, shift = norm.input_affine()
     if transposed:  # (C_in, C_out / groups, *), C_in in groups
         by_group = weight.double().view(groups, -1, *weight.shape[1:])
-        scaled = by_group * rstd.view(groups, 1, -1, *(1,) * (weight.ndim - 2))
+        scaled = by_group * scale.view(groups, 1, -1, *(1,) * (weight.ndim - 2))
     else:
-        scaled = weight.double() * rstd.view(-1, *(1,) * (weight.ndim - 1))
+        scaled = weight.double() * scale.view(-1, *(1,) * (weight.ndim - 1))
     weight.copy_(scaled.view_as(weight))
     if feeder.bias is None:
         feeder.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=weight.requires_grad)
     else:
-        feeder.bias.copy_(feeder.bias.double() * rstd + shift)
+        feeder.bias.copy_(feeder.bias.double() * scale + shift)
+    if norm.weight is not None:
+        norm.weight.div_(norm.gain)
+    norm.gain.fill_(1.0)
     norm.running_mean.zero_()
     norm.running_var.fill_(1 - norm.source_eps)  # so that the layer divides by exactly one

@@ -18,6 +18,7 @@ from retrofit.graph.rewrite import check_call, replace_call, replace_module
 from retrofit.graph.sites import find_sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
 from retrofit.layers import weight_standard as ws
+from retrofit.layers.migrated import group_gain
 from retrofit.surgery.census import FAMILIES, Found, classify
 from retrofit.surgery.converters import Converter, Decision, Options, adopt, register
 from retrofit.surgery.groups import largest_divisor, most_groups
@@ -81,7 +82,7 @@ class BatchIndependentConverter(Converter):
             wanted = self.groups if options.groups is None else options.groups
             groups = largest_divisor(channels, wanted)
             reason = "" if groups == wanted else f"{groups} groups: {wanted} do not divide {channels} channels"
-        settled: dict[str, Any] = {"num_groups": groups, "eps": _group_eps(module)}
+        settled: dict[str, Any] = {"num_groups": groups, "eps": _group_eps(module, groups)}
         if self._drops_shift(found, options):
             settled["bias"] = False
         target = MigratedGroupNormAct if found.label in _FUSED else MigratedGroupNorm
@@ -107,6 +108,8 @@ class BatchIndependentConverter(Converter):
         groups, eps = row.options["num_groups"], row.options["eps"]
         new = cls(groups, module.num_features, eps, affine, "meta", source_eps=module.eps, strength=0.0)
         adopt(new, module)
+        gain = group_gain(module.weight, groups)
+        new.register_buffer("gain", torch.ones_like(new.running_mean) if gain is None else gain)
         if row.options.get("bias") is False:
             new.register_parameter("bias", None)
         new.register_buffer("strength", torch.zeros((), dtype=torch.float32, device=device))
@@ -159,7 +162,7 @@ def _migratable(module: nn.Module) -> bool:
     return getattr(module, "running_mean", None) is not None
 
 
-def _group_eps(module: Any) -> float:
+def _group_eps(module: Any, groups: int) -> float:
     """BatchNorm's eps as it counts in standardised units, so that a group's variance and eps add up to one on average.
 
     Standardising leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
@@ -167,7 +170,9 @@ def _group_eps(module: Any) -> float:
     """
     if module.running_var.is_meta:
         return float(module.eps)
-    return float((module.eps / (module.running_var.double() + module.eps)).mean())
+    short = module.eps / (module.running_var.double() + module.eps)
+    gain = group_gain(module.weight, groups)
+    return float((short if gain is None else gain.square() * short).mean())
 
 
 def _activation(model: nn.Module, site: Site, converted: set[str], settled: dict[str, Any]) -> EditRow:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
+from retrofit.layers.migrated import group_gain
 
 GROUP_TOLERANCE = 0.3
 """Largest relative change of a layer's output that `most_groups` accepts."""
@@ -85,10 +86,13 @@ def _measure(norm: Any, x: Tensor, changes: dict[int, list[float]]) -> None:
         if channels % groups:
             continue
         shape = n, groups, channels // groups
-        m = mean.view(shape).mean(2, keepdim=True)
-        v = second.view(shape).mean(2, keepdim=True) - m.square()
-        k = torch.rsqrt(v + norm.eps).expand(shape).reshape(n, channels)
-        m = m.expand(shape).reshape(n, channels)
+        gain = group_gain(norm.weight, groups)
+        a = torch.ones_like(rstd) if gain is None else gain.double()
+        m = (a * mean).view(shape).mean(2, keepdim=True)
+        v = (a.square() * second).view(shape).mean(2, keepdim=True) - m.square()
+        eps = (a.square() * (norm.eps * rstd.square())).mean()
+        k = torch.rsqrt(v + eps).expand(shape).reshape(n, channels)
+        m = m.expand(shape).reshape(n, channels) / a
         # E[(k * (x' - m) - x')^2] per image and channel
         change = (k - 1).square() * second - 2 * (k - 1) * k * m * mean + k.square() * m.square()
         total = changes.setdefault(groups, [0.0, 0.0])

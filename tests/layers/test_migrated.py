@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from retrofit.layers.migrated import MigratedGroupNorm, MigratedGroupNormAct, fold_input_affine, migrated_group_norm
+from retrofit.layers.migrated import (
+    MigratedGroupNorm,
+    MigratedGroupNormAct,
+    fold_input_affine,
+    group_gain,
+    migrated_group_norm,
+)
 from tests.oracles import proxy as oracle
 
 SHAPES = [(3, 6), (3, 6, 4), (3, 6, 4, 2), (2, 6, 3, 2, 2)]
@@ -23,6 +29,7 @@ def layer(groups: int = 2, strength: float = 1.0, eps: float = 1e-3, **options: 
     with torch.no_grad():
         made.running_mean.normal_()
         made.running_var.uniform_(0.2, 3)
+        made.gain.uniform_(0.3, 2)
         for parameter in made.parameters():
             parameter.normal_()
     return made
@@ -31,7 +38,8 @@ def layer(groups: int = 2, strength: float = 1.0, eps: float = 1e-3, **options: 
 def expected(norm: MigratedGroupNorm, x: Tensor) -> Tensor:
     stats = norm.running_mean, norm.running_var
     t = norm.strength.double().item()
-    return oracle.migrated_group_norm(x, norm.num_groups, *stats, norm.weight, norm.bias, t, norm.eps, norm.source_eps)
+    affine = norm.weight, norm.bias
+    return oracle.migrated_group_norm(x, norm.num_groups, *stats, *affine, t, norm.eps, norm.source_eps, norm.gain)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.25, 1.0])
@@ -66,6 +74,7 @@ def test_at_strength_1_it_is_group_norm_of_the_standardised_input(
     shape: tuple[int, ...], groups: int, mode: bool
 ) -> None:
     norm, x = layer(groups).float().train(mode), torch.randn(shape)
+    norm.gain.fill_(1.0)
     standard = F.batch_norm(x, norm.running_mean, norm.running_var, eps=norm.eps)
     reference = F.group_norm(standard, groups, norm.weight, norm.bias, norm.eps)
     torch.testing.assert_close(norm(x), reference, atol=1e-5, rtol=1e-5)
@@ -91,7 +100,7 @@ def test_gradcheck(shape: tuple[int, ...], strength: float) -> None:
 
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         stats = norm.running_mean, norm.running_var
-        return migrated_group_norm(x, 2, *stats, weight, bias, strength=strength, eps=1e-3)
+        return migrated_group_norm(x, 2, *stats, weight, bias, strength=strength, eps=1e-3, gain=norm.gain)
 
     assert torch.autograd.gradcheck(run, leaves)
     (first,) = torch.autograd.grad(norm(leaves[0]).sin().sum(), leaves[0], create_graph=True)
@@ -104,7 +113,9 @@ def test_without_affine_or_shift(options: dict[str, bool]) -> None:
     norm, x = layer(3, 0.5, **options), torch.randn(2, 6, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(6).double() if norm.weight is None else norm.weight
     stats = norm.running_mean, norm.running_var
-    reference = oracle.migrated_group_norm(x, 3, *stats, weight, torch.zeros(6).double(), 0.5, norm.eps, norm.eps)
+    reference = oracle.migrated_group_norm(
+        x, 3, *stats, weight, torch.zeros(6).double(), 0.5, norm.eps, norm.eps, norm.gain
+    )
     torch.testing.assert_close(norm(x), reference)
     torch.testing.assert_close(
         torch.autograd.grad(norm(x).sin().sum(), x), torch.autograd.grad(reference.sin().sum(), x)
@@ -225,7 +236,7 @@ def test_checkpoints_of_batch_norm_load_and_back() -> None:
     norm.load_state_dict(source.state_dict())
     x = torch.randn(2, 6, 3, 3)
     torch.testing.assert_close(norm(x), source.eval()(x))
-    assert set(norm.state_dict()) == {*source.state_dict(), "strength"}
+    assert set(norm.state_dict()) == {*source.state_dict(), "strength", "gain"}
     again = MigratedGroupNorm(2, 6)
     again.load_state_dict(norm.state_dict())
     assert again.strength == 0
@@ -323,3 +334,15 @@ def test_errors(call: Any, match: str) -> None:
 def test_on_cuda(shape: tuple[int, ...]) -> None:
     norm, x = layer(2, 0.6), torch.randn(shape, dtype=torch.float64)
     torch.testing.assert_close(copy.deepcopy(norm).cuda()(x.cuda()).cpu(), norm(x))
+
+
+def test_the_gain_weighs_channels_by_gamma_and_leaves_a_group_its_power() -> None:
+    weight = torch.tensor([4.0, -1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    gain = group_gain(weight, 2)
+    assert gain is not None
+    torch.testing.assert_close(gain[:3].square(), 3 / 6 * weight[:3].abs())
+    torch.testing.assert_close(gain[3:], torch.ones(3, dtype=torch.float64))  # a group that is off as a whole
+    off = group_gain(torch.tensor([1.0, 0.0]), 1)
+    assert off is not None
+    torch.testing.assert_close(off[1].square() / off[0].square(), torch.tensor(0.005))
+    assert group_gain(None, 2) is None

@@ -53,9 +53,11 @@ def migrated_group_norm(
     t: float,
     eps: float,
     source_eps: float,
+    gain: Tensor,
 ) -> Tensor:
     """Standardise with torch's BatchNorm, then blend the group moments one sample and one group at a time."""
-    x = F.batch_norm(x, mean, var, eps=source_eps)
+    shape = (1, -1) + (1,) * (x.ndim - 2)
+    x = F.batch_norm(x, mean, var, eps=source_eps) * gain.view(shape)
     out = torch.stack(
         [
             torch.cat(
@@ -64,5 +66,4 @@ def migrated_group_norm(
             for sample in x
         ]
     )
-    shape = (1, -1) + (1,) * (x.ndim - 2)
-    return out * weight.view(shape) + bias.view(shape)
+    return out * (weight / gain).view(shape) + bias.view(shape)
