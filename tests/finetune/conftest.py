@@ -1,0 +1,65 @@
+"""Tiny networks and pictures, and a clean slate for accelerate, which keeps its state in class attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+import retrofit
+from retrofit.finetune.loop import Result, Watcher, finetune
+from retrofit.finetune.recipe import Recipe
+from retrofit.models import Network, open_model
+from tests.pictures import write_folder
+
+Train = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _clean_slate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Three classes of eight pictures each, all in their own colour."""
+    return write_folder(tmp_path / "pictures", wrong=0, each=8)
+
+
+def small_network(to: str | None = "bnn", name: str = "test_resnet") -> Network:
+    """A converted network of random weights for pictures of 16 pixels."""
+    network = open_model(name, num_classes=3, img_size=16)
+    if to is not None:
+        network.model, _ = retrofit.convert(network.model, to)
+    return network
+
+
+SMALL: dict[str, Any] = {"batch_size": 4, "epochs": 2, "workers": 0, "lr": 1e-3, "val_split": 0.25}
+
+
+@pytest.fixture
+def train(pictures: Path, tmp_path: Path) -> Train:
+    """Run `finetune` on the pictures: train(folder name, network, **settings)."""
+
+    def run(
+        name: str,
+        network: Network | None = None,
+        *,
+        resume: bool = False,
+        watcher: Watcher | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        **settings: Any,
+    ) -> Result:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        recipe = Recipe(**{"data_dir": str(pictures), **SMALL, **settings})
+        return finetune(
+            network or small_network(), recipe, folder, resume=resume, watcher=watcher, stop=stop
+        )
+
+    return run
