@@ -74,7 +74,7 @@ def survey(name: str, to: str) -> dict[str, Any]:
             f"{x.source}: {x.reason or 'not of a family that is converted'}" for x in made.layers if not x.target
         )
         why += Counter(f"{x.source} left: {x.reason}" for x in made.edits if x.status == "left")
-        row["reasons"] = "; ".join(f"{n} {reason}" for reason, n in why.most_common(8))
+        row["reasons"] = "; ".join(f"{n} {reason}" for reason, n in why.most_common())
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     row["seconds"] = round(time.perf_counter() - start, 2)
