@@ -58,8 +58,6 @@ def train(pictures: Path, tmp_path: Path) -> Train:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         recipe = Recipe(**{"data_dir": str(pictures), **SMALL, **settings})
-        return finetune(
-            network or small_network(), recipe, folder, resume=resume, watcher=watcher, stop=stop
-        )
+        return finetune(network or small_network(), recipe, folder, resume=resume, watcher=watcher, stop=stop)
 
     return run

@@ -17,6 +17,7 @@ import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune.loop import Step, Watcher, resume_network
 from retrofit.finetune.state import load_state
+from retrofit.models import open_model
 from retrofit.surgery import strength_of
 from tests.finetune.conftest import Train, small_network
 
@@ -97,7 +98,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("fail_at", [1, 4, 7])
+@pytest.mark.parametrize("fail_at", [1, 5])
 def test_an_interruption_changes_nothing(train: Train, tmp_path: Path, fail_at: int) -> None:
     torch.manual_seed(1)
     network, same = small_network(), small_network()
@@ -188,9 +189,8 @@ def test_unreadable_images_are_counted_and_listed(train: Train, pictures: Path) 
 
 
 def test_the_head_is_replaced_where_classes_differ(train: Train, tmp_path: Path) -> None:
-    network = small_network()
-    network.model = retrofit.convert(__import__("timm").create_model("test_resnet"), "bnn")[0]
-    network.source = vars(network.model).get("_retrofit_source", network.source)
+    network = open_model("test_resnet", img_size=16)
+    network.model, _ = retrofit.convert(network.model, "bnn")
     listener = Listener()
     train("run", network, epochs=1, watcher=listener)
     assert "new classifier: 3 outputs in place of 1000, random" in listener.notes

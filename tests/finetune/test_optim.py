@@ -1,0 +1,61 @@
+"""What is trained, and with which decay."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+from torch import nn
+
+import retrofit
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune.optim import build_optimizer, freeze_all_but_norm, parameter_groups
+from retrofit.finetune.recipe import Recipe
+from retrofit.layers import ProxyNorm
+
+
+def converted(to: str, **options: object) -> nn.Module:
+    return retrofit.convert(timm.create_model("test_resnet"), to, **options)[0]
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | None) -> None:
+    model = converted("ln-pn")
+    groups = parameter_groups(model, 0.1, layer_decay)
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert decay.keys() == {id(parameter) for parameter in model.parameters()}
+    assert len(decay) == sum(len(group["params"]) for group in groups)
+    proxies = [module for module in model.modules() if isinstance(module, ProxyNorm)]
+    assert proxies
+    for proxy in proxies:
+        assert decay[id(proxy.proxy_bias)] == decay[id(proxy.proxy_scale)] == 0.1
+    assert decay[id(model.bn1.weight)] == decay[id(model.fc.bias)] == 0.0
+    assert decay[id(model.fc.weight)] == 0.1
+    if layer_decay is not None:
+        scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+        assert scale[id(model.fc.weight)] == 1.0
+        assert scale[id(proxies[0].proxy_bias)] < scale[id(proxies[-1].proxy_bias)]
+
+
+def test_only_converted_norms_are_left_to_train() -> None:
+    model = converted("ln-pn", ws=True, skip=["layer4"])
+    freeze_all_but_norm(model, also=["fc.weight"])
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert "bn1.weight" in trained
+    assert "fc.weight" in trained
+    assert any("proxy_bias" in name for name in trained)
+    assert not any("conv" in name and model.get_parameter(name).ndim > 1 for name in trained)
+    assert not any(name.startswith("layer4") for name in trained)
+    with pytest.raises(RetrofitError, match="nothing to train"):
+        freeze_all_but_norm(nn.Linear(2, 2))
+
+
+def test_the_optimizer_is_timm_s() -> None:
+    optimizer = build_optimizer(converted("bnn"), Recipe(opt="sgd", lr=0.1, momentum=0.5, weight_decay=0.01))
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.5}
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.01}
+
+
+def test_an_optimizer_that_cannot_be_built() -> None:
+    with pytest.raises(UsageError, match="cannot build the optimizer fusedadam"):
+        build_optimizer(converted("bnn"), Recipe(opt="fusedadam"))
