@@ -19,7 +19,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import FREE, Recipe
 
 if TYPE_CHECKING:
-    from retrofit.finetune.loop import Result
+    from retrofit.finetune.watch import Result
     from retrofit.models import Network
 
 HELP = """Train MODEL, a converted network, while its strength goes from 0, the source, to 1, the target.
@@ -179,7 +179,7 @@ def _asked_to_stop() -> Iterator[Callable[[], int | None]]:
 def _conclude(folder: Path, result: Result, as_json: bool) -> None:
     if result.unreadable:
         count = len(result.unreadable)
-        say(f"warning: {count} training images cannot be read: {names(result.unreadable)}", style="yellow")
+        say(f"warning: {count} images cannot be read: {names(result.unreadable)}", style="yellow")
     artifact = folder / ("best.safetensors" if result.finished else "last.safetensors")
     if result.finished:
         best = "" if result.best is None else f", best top-1 {result.best:.2f}%"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from retrofit.cli.console import say
-from retrofit.finetune.loop import Step, Watcher
+from retrofit.finetune.watch import Step, Watcher
 
 _EVERY = 30.0  # seconds between lines within an epoch, where there is no terminal
 

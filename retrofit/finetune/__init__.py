@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrofit.finetune.distill import Distillation
-    from retrofit.finetune.loop import Result, finetune
+    from retrofit.finetune.loop import finetune
     from retrofit.finetune.recipe import Recipe
     from retrofit.finetune.strength import StrengthSchedule
     from retrofit.finetune.sync import local_norms, sync_norms
+    from retrofit.finetune.watch import Result, Watcher
 
 _HOME = {
     "Distillation": "distill",
     "Recipe": "recipe",
-    "Result": "loop",
+    "Result": "watch",
     "StrengthSchedule": "strength",
+    "Watcher": "watch",
     "finetune": "loop",
     "local_norms": "sync",
     "sync_norms": "sync",
 }
 
-__all__ = ["Distillation", "Recipe", "Result", "StrengthSchedule", "finetune", "local_norms", "sync_norms"]
+__all__ = ["Distillation", "Recipe", "Result", "StrengthSchedule", "Watcher", "finetune", "local_norms", "sync_norms"]
 
 
 def __getattr__(name: str) -> Any:

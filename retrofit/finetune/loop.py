@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,72 +30,11 @@ from retrofit.finetune.setup import fit_network, make_accelerator, validation_sh
 from retrofit.finetune.state import load_state, random_state, save_state, seed_everything, set_random_state
 from retrofit.finetune.strength import StrengthSchedule
 from retrofit.finetune.sync import local_norms, sync_norms
+from retrofit.finetune.watch import Result, Step, Watcher
 from retrofit.layers import StrengthMixin
 from retrofit.models import Network, open_model
 
 _REDRAW = 60.0  # seconds between pictures of a run in progress
-
-
-@dataclass(frozen=True)
-class Step:
-    """Where a run is.
-
-    Attributes:
-        epoch: From 1.
-        epochs: Of the whole run.
-        step: Optimizer steps done.
-        steps: Of the whole run.
-        loss: Mean loss of the epoch so far.
-        lr: Learning rate.
-        strength: The converted layers' t; None without any.
-        images_per_second: Images trained on, all processes together.
-    """
-
-    epoch: int
-    epochs: int
-    step: int
-    steps: int
-    loss: float
-    lr: float
-    strength: float | None
-    images_per_second: float
-
-
-class Watcher:
-    """What hears of a run's progress, in the main process only; the command line has one that writes it down."""
-
-    def note(self, text: str) -> None:
-        """Hear a sentence for the user."""
-
-    def step(self, step: Step) -> None:
-        """Hear that a step is done."""
-
-    def epoch(self, row: dict[str, Any]) -> None:
-        """Hear an epoch's line of metrics."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended.
-
-    Attributes:
-        step: Optimizer steps done.
-        steps: Of the whole run.
-        rows: A line of metrics for each whole epoch.
-        best: The best validation accuracy in percent; None without validation.
-        unreadable: Names of the training images that could not be read.
-    """
-
-    step: int
-    steps: int
-    rows: list[dict[str, Any]]
-    best: float | None
-    unreadable: list[str]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run was not asked to stop before its end."""
-        return self.step == self.steps
 
 
 @dataclass
@@ -315,14 +254,18 @@ class _Run:
         readable = (targets >= 0).nonzero().flatten().tolist()
         if not readable:
             raise RetrofitError(f"none of a batch's {len(names)} images can be read ({names[0]}, ...); check the files")
-        new = [name for name in dict.fromkeys(names) if name not in self.position.unreadable]
-        self.position.unreadable += new
-        for name in new:
-            self.watcher.note(f"warning: cannot read {name}; another image takes its place")
+        self._list(names, "another image takes its place")
         for number, place in enumerate(unread):
             images[place] = images[readable[number % len(readable)]]
             targets[place] = targets[readable[number % len(readable)]]
         return images, targets
+
+    def _list(self, names: Iterable[str], then: str) -> None:
+        """List images that cannot be read, and say so of those that are new."""
+        for name in dict.fromkeys(names):
+            if name not in self.position.unreadable:
+                self.position.unreadable.append(name)
+                self.watcher.note(f"warning: cannot read {name}; {then}")
 
     def _tell(self, number: int) -> None:
         position = self.position
@@ -367,6 +310,8 @@ class _Run:
         self._check_finite()
         sums = torch.tensor([position.loss_sum, position.images], dtype=torch.float64, device=self._sum_device)
         loss_sum, images = self.accelerator.reduce(sums).tolist()
+        accuracy = self._validate()
+        self._list([name for names in gather_object([position.unreadable]) for name in names], "it is left out")
         row: dict[str, Any] = {
             "epoch": number + 1,
             "step": position.step,
@@ -376,7 +321,7 @@ class _Run:
             "noise": None if self.schedule is None else self.schedule.noise,
             "images_per_second": round(images / max(position.seconds, 1e-9), 1),
             "unreadable": len(position.unreadable),
-            **self._validate(),
+            **accuracy,
         }
         position.rows.append(row)
         position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
@@ -415,6 +360,7 @@ class _Run:
             amp=precision,
             channels_last=recipe.channels_last,
         )
+        self._list(result.skipped, "it is left out")
         counts = torch.tensor([result.images, result.correct1, result.correct5], device=self.accelerator.device)
         images, correct1, correct5 = self.accelerator.reduce(counts).tolist()
         return {"val_top1": 100 * correct1 / images, "val_top5": 100 * correct5 / images}
@@ -424,7 +370,8 @@ class _Run:
             raise self._diverged(self.last_images, "a parameter or statistic")
 
     def _diverged(self, images: Tensor, what: str) -> RetrofitError:
-        culprit = first_to_diverge(self.plain, images)
+        with local_norms(self.plain):  # the other processes do not take part
+            culprit = first_to_diverge(self.plain, images)
         good = load_state(self.folder / "state")["position"]["step"]
         return RetrofitError(
             f"{what} is not finite at step {self.position.step + 1} of {self.steps}: {culprit} went first; the last "

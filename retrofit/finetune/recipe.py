@@ -15,6 +15,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.files import atomic_write
 from retrofit.finetune.shipped import read_shipped
 
+_NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")  # how the names of timm's datasets begin
 _SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")  # those that need no metric
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -46,7 +47,9 @@ class Recipe(BaseModel):
 
     model: str | None = Field(None, description="Artifact or network to train.")
 
-    data_dir: str | None = Field(None, description="Folder or .tar of images, one folder a class.")
+    data_dir: str | None = Field(
+        None, description="Folder or .tar of images, one folder a class; or the name of a dataset that needs no folder."
+    )
     dataset: str = Field(
         "", description='timm\'s dataset name (torch/cifar10, hfds/..., wds/...), or "digits", built in.'
     )
@@ -129,6 +132,20 @@ class Recipe(BaseModel):
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between states; 0: at epochs' ends.")
     log_with: Annotated[list[str], BeforeValidator(_listed)] = Field([], description="Trackers of accelerate.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """Take a dataset's name in the place of a folder: `--data-dir hfds/cifar10`."""
+        place = values.get("data_dir") if isinstance(values, dict) else None
+        if (
+            isinstance(place, str)
+            and place.startswith(_NAMED)
+            and not values.get("dataset")
+            and not Path(place).exists()
+        ):
+            return {**values, "dataset": place, "data_dir": None}
+        return values
+
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         wrong = []
@@ -143,7 +160,7 @@ class Recipe(BaseModel):
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             wrong.append("mixup and cutmix need an even batch_size")
         if not self.data_dir and self.dataset not in ("", "digits") and not self.dataset.startswith("hf"):
-            wrong.append(f"dataset {self.dataset} needs data_dir, the folder that holds it")
+            wrong.append(f"dataset {self.dataset} needs data_dir too, the folder that holds it")
         wrong += _unknown("opt", self.opt, list_optimizers()) + _unknown("sched", self.sched, _SCHEDULES)
         if wrong:
             raise ValueError(", ".join(wrong))

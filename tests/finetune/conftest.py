@@ -10,8 +10,9 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 import retrofit
-from retrofit.finetune.loop import Result, Watcher, finetune
+from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.watch import Result, Watcher
 from retrofit.models import Network, open_model
 from tests.pictures import write_folder
 

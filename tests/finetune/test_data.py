@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,18 @@ def test_sub_folders_are_parts(pictures: Path, tmp_path: Path) -> None:
     data = open_data(recipe(root), None, 3)
     assert data.val is not None
     assert (len(data.train.images), len(data.val.images), data.notes) == (23, 1, ())
+
+
+def test_a_torchvision_dataset(pictures: Path, tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        shutil.copytree(pictures, tmp_path / "root" / part)
+    settings = recipe(tmp_path / "root", dataset="torch/image_folder")
+    data = open_data(settings, None, 3)
+    assert data.val is not None
+    assert (data.outputs, data.names, len(data.val.images)) == (3, ("ant", "bee", "cat"), 24)
+    images, targets = next(batches(settings).epoch(0))
+    assert images.shape == (4, 3, 16, 16)
+    assert targets.max() < 3
 
 
 def test_labels_of_the_network_are_used_where_they_are_the_data_s(pictures: Path) -> None:

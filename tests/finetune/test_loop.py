@@ -15,8 +15,9 @@ from torch import Tensor
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.finetune.loop import Step, Watcher, resume_network
+from retrofit.finetune.loop import resume_network
 from retrofit.finetune.state import load_state
+from retrofit.finetune.watch import Step, Watcher
 from retrofit.models import open_model
 from retrofit.surgery import strength_of
 from tests.finetune.conftest import Train, small_network
@@ -182,6 +183,8 @@ def test_unreadable_images_are_counted_and_listed(train: Train, pictures: Path) 
     assert sorted(result.unreadable) == ["ant/0.png", "bee/3.png"]
     assert sum(note.startswith("warning: cannot read") for note in listener.notes) == 2
     assert result.rows[-1]["unreadable"] == 2
+    held_out = train("held-out", epochs=1, val_split=0.5)
+    assert sorted(held_out.unreadable) == ["ant/0.png", "bee/3.png"]  # wherever chance has put them
     for file in pictures.rglob("*.png"):
         file.write_bytes(b"no picture")
     with pytest.raises(RetrofitError, match="none of a batch's 4 images can be read"):

@@ -48,6 +48,16 @@ def test_a_saved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     assert load_recipe(str(tmp_path / "recipe.yaml"), {}).val_split == "test"
 
 
+def test_a_dataset_s_name_may_stand_in_the_place_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = load_recipe(None, {"data_dir": "hfds/cifar10"})
+    assert (named.dataset, named.data_dir) == ("hfds/cifar10", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch" / "cifar10").mkdir(parents=True)
+    assert (
+        load_recipe(None, {"data_dir": "torch/cifar10"}).data_dir == "torch/cifar10"
+    )  # a folder of that name is meant
+
+
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text("lrr: 1\nepochs: 0\nopt: adamx\nstrength_sched: quadratic\nval_split: 3\ntask_loss_weight: 0\n")
@@ -73,7 +83,8 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     [
         ({"mixup": 0.2, "batch_size": 5}, "even batch_size"),
         ({"amp_dtype": "bfloat16"}, "set amp: true too"),
-        ({"dataset": "torch/cifar10"}, "needs data_dir"),
+        ({"dataset": "torch/cifar10"}, "needs data_dir too"),
+        ({"data_dir": "torch/cifar10"}, "dataset torch/cifar10 needs data_dir too"),
         ({"teacher": "source", "task_loss_weight": 0, "distill_loss_weight": 0}, "must be above 0"),
         ({"teacher": "source", "task_loss_weight": 0, "cutmix": 1.0}, "act on labels"),
         ({"lr": float("inf")}, "lr should be"),

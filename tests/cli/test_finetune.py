@@ -1,0 +1,236 @@
+"""`retrofit finetune`: whole runs through the command line, interruptions from outside, and the refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import get_available_trackers
+from torch import Tensor
+
+import retrofit
+from tests.cli.conftest import Run, complaint
+from tests.conftest import heed_signals
+from tests.pictures import write_folder, write_tar
+
+QUICK = ["--epochs", "2", "-b", "4", "-j", "0", "--val-split", "0.25", "--lr", "1e-3"]
+
+
+@pytest.fixture(autouse=True)
+def _clean_slate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def pictures(here: Path) -> Path:
+    return write_folder(here / "pictures", wrong=0, each=8)
+
+
+@pytest.fixture
+def network(run: Run, here: Path) -> str:
+    words = ["--to", "bnn", "--num-classes", "3", "--img-size", "16", "-o", "small.safetensors"]
+    assert run("convert", "test_resnet", *words).exit_code == 0
+    return "small.safetensors"
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+
+
+def weights(folder: str) -> dict[str, Tensor]:
+    return retrofit.load(Path(folder) / "last.safetensors").state_dict()
+
+
+def assert_same(one: str, other: str) -> None:
+    for name, tensor in weights(one).items():
+        assert torch.equal(tensor, weights(other)[name]), name
+
+
+def test_a_run_and_what_it_says(run: Run, pictures: Path, network: str) -> None:
+    result = run("finetune", network, "--data-dir", pictures, *QUICK, "--json")
+    assert result.exit_code == 0, result.stderr
+    said = result.stderr.splitlines()
+    assert said[0].startswith("weights: RANDOM")
+    assert said[1] == "run: runs/small"
+    assert [line.partition(":")[0] for line in said[2:4]] == ["epoch 1", "epoch 2"]
+    assert "strength 1.00" in said[3]
+    assert said[-1] == "wrote runs/small/best.safetensors"
+    values = json.loads(result.stdout)
+    assert (values["finished"], values["step"], values["steps"], values["unreadable"]) == (True, 8, 8, [])
+    rows = [json.loads(line) for line in Path("runs/small/metrics.jsonl").read_text().splitlines()]
+    assert values["best_top1"] == max(row["val_top1"] for row in rows)
+    assert run("evaluate", values["output"], "--data-dir", pictures, "-j", "0").exit_code == 0
+    # The saved recipe is the whole run, network and data included.
+    assert run("finetune", "--recipe", "runs/small/recipe.yaml", "-o", "again").exit_code == 0
+    assert_same("runs/small", "again")
+    # The next run of the same name gets a folder of its own.
+    assert "run: runs/small-2" in run("finetune", network, "--data-dir", pictures, *QUICK, "--epochs", "1").stderr
+
+
+def test_flags_win_over_the_recipe(run: Run, pictures: Path, network: str) -> None:
+    Path("mine.yaml").write_text(
+        "epochs: 7\nbatch_size: 4\nworkers: 0\nlr: 0.5\nstrength_sched: cosine\nscale: [0.9, 1]\n"
+    )
+    words = ["--recipe", "mine.yaml", "--data-dir", pictures, "--epochs", "1", "--lr", "1e-3", "-o", "out"]
+    assert run("finetune", network, *words, "--scale", "0.5,0.8", "--model-ema").exit_code == 0
+    saved = yaml.safe_load(Path("out/recipe.yaml").read_text())
+    wanted = {"epochs": 1, "lr": 1e-3, "strength_sched": "cosine", "scale": [0.5, 0.8], "model_ema": True}
+    assert {name: saved[name] for name in wanted} == wanted
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm's reader leaves the tar open
+def test_a_tar_with_a_class_map_gives_labels(run: Run, pictures: Path, network: str) -> None:
+    write_tar(pictures, Path("pictures.tar"))
+    Path("map.txt").write_text("cat\nbee\nant\n")
+    words = ["--data-dir", "pictures.tar", "--class-map", "map.txt", *QUICK, "--epochs", "1", "-o", "out"]
+    assert run("finetune", network, *words).exit_code == 0
+    assert vars(retrofit.load("out/last.safetensors"))["_retrofit_labels"] == ["cat", "bee", "ant"]
+
+
+def test_sigterm_saves_and_ends_and_resume_goes_on(run: Run, pictures: Path, network: str) -> None:
+    words = [network, "--data-dir", pictures, *QUICK, "--epochs", "4"]
+    assert run("finetune", *words, "-o", "whole").exit_code == 0
+
+    def terminate() -> None:
+        while not Path("broken/metrics.jsonl").exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=terminate)
+    sender.start()
+    result = run("finetune", *words, "-o", "broken", "--json")
+    sender.join()
+    assert result.exit_code == 128 + signal.SIGTERM
+    values = json.loads(result.stdout)
+    assert not values["finished"]
+    assert 4 <= values["step"] < 16
+    assert f"stopped and saved at step {values['step']} of 16" in result.stderr
+    assert result.stderr.splitlines()[-1] == "next: retrofit finetune --resume broken"
+    assert Path(values["output"]).exists()
+    again = run("finetune", "--resume", "broken")
+    assert again.exit_code == 0
+    assert f"resumed at step {values['step']} of 16" in again.stderr
+    assert_same("whole", "broken")
+
+
+def test_killed_at_any_moment_and_resumed_it_ends_the_same(
+    run: Run, pictures: Path, network: str, environment: dict[str, str]
+) -> None:
+    words = [network, "--data-dir", str(pictures), *QUICK, "--epochs", "6", "--noise", "0.3", "--checkpoint-every", "1"]
+    assert run("finetune", *words, "-o", "whole").exit_code == 0
+    command = [sys.executable, "-m", "retrofit", "finetune", *words, "-o", "broken"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        state = Path("broken/state/last.pt")
+        while not state.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.5 * torch.rand(()).item())  # about the time that the 24 steps take
+        process.kill()
+    again = run("finetune", "--resume", "broken")
+    assert again.exit_code == 0, again.stderr
+    assert_same("whole", "broken")
+
+
+def test_a_full_disk_leaves_the_state_before(run: Run, pictures: Path, network: str) -> None:
+    words = ["--data-dir", pictures, *QUICK, "-o", "out"]
+    assert run("finetune", network, *words, "--epochs", "1").exit_code == 0
+    before = Path("out/state/last.pt").stat().st_mtime_ns
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        result = run("finetune", network, "--data-dir", pictures, *QUICK, "-o", "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 1
+    assert re.search(r"^error: cannot write full/state/.*; free", result.stderr.splitlines()[-1])
+    assert Path("out/state/last.pt").stat().st_mtime_ns == before
+    assert not list(Path("full").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "pattern"),
+    [
+        ([], 2, "there is no network to train"),
+        (["small.safetensors"], 2, "nothing to read images from"),
+        (["small.safetensors", "--data-dir", "nowhere"], 1, "no data at nowhere"),
+        (["small.safetensors", "--data-dir", "pictures", "-o", "pictures"], 1, "pictures exists; give another folder"),
+        (["small.safetensors", "--lr", "-1", "--opt", "sdg", "--epochs", "x"], 2, "3 mistakes in the settings"),
+        (["small.safetensors", "--recipe", "digit"], 2, "did you mean digits"),
+        (["small.safetensors", "--data-dir", "pictures", "--device", "tpu"], 2, "cannot use --device tpu"),
+        (["small.safetensors", "--data-dir", "pictures", "--log-with", "nothing"], 2, "no tracker of accelerate"),
+        (["small.safetensors", "--data-dir", "pictures", "--val-split", "exam"], 2, "no part 'exam'"),
+        (["small.safetensors", "--data-dir", "pictures", "--class-map", "absent"], 1, "cannot read the class map"),
+        (["small.safetensors", "--dataset", "torch/nothing", "--data-dir", "."], 1, "no images found"),
+        (["--resume", "nowhere"], 1, "no run to resume in nowhere"),
+        (["--resume", "out", "--lr", "1"], 2, "--lr would change the run"),
+        (["small.safetensors", "--resume", "out"], 2, "--resume takes MODEL"),
+        (["unheard_of", "--data-dir", "pictures"], 2, "unheard_of"),
+        (["test_resnet", "--data-dir", "pictures", "--teacher", "source"], 1, "cannot teach"),
+        (["broken.safetensors", "--data-dir", "pictures"], 1, "broken.safetensors"),
+    ],
+)
+def test_refusals(run: Run, pictures: Path, network: str, words: list[str], code: int, pattern: str) -> None:
+    Path("broken.safetensors").write_bytes(b"half of it")
+    before = sorted(os.listdir())
+    result = run("finetune", *words)
+    assert result.exit_code == code, result.stderr
+    assert pattern in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert [name for name in sorted(os.listdir()) if name != "runs"] == before
+
+
+def test_a_tracker_that_is_not_installed(run: Run, pictures: Path, network: str) -> None:
+    if "tensorboard" in [str(getattr(name, "value", name)) for name in get_available_trackers()]:
+        pytest.skip("tensorboard is installed here")
+    result = run("finetune", network, "--data-dir", pictures, "--log-with", "tensorboard")
+    assert result.exit_code == 2
+    assert "tensorboard" in complaint(result)
+
+
+@pytest.mark.slow
+def test_digits_from_nothing(run: Run, here: Path) -> None:
+    assert run("convert", "test_resnet", "--to", "bnn", "--img-size", "32", "-o", "d.safetensors").exit_code == 0
+    assert run("finetune", "d.safetensors", "--recipe", "digits", "-o", "digits").exit_code == 0
+    result = run("evaluate", "digits/best.safetensors", "--dataset", "digits", "--json")
+    assert json.loads(result.stdout)["top1"] > 97
+
+
+@pytest.mark.slow
+def test_torchrun(run: Run, pictures: Path, network: str, environment: dict[str, str]) -> None:
+    words = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "retrofit",
+        "finetune",
+        network,
+        "--data-dir",
+        str(pictures),
+    ]
+    quick = [*QUICK, "-b", "2", "--no-aug", "--sync-norm"]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, *quick]
+    done = subprocess.run(
+        [*command, "-o", "two"], env=environment, capture_output=True, text=True, check=False, preexec_fn=heed_signals
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("epoch 2:") == 1  # the first process speaks for all
+    assert run("finetune", network, "--data-dir", pictures, *QUICK, "--no-aug", "-o", "one").exit_code == 0
+    for name, tensor in weights("one").items():
+        torch.testing.assert_close(weights("two")[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
