@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from retrofit.cli.options import architecture_options, json_option, model_argume
 
 if TYPE_CHECKING:
     from retrofit.export import ExportReport
+    from retrofit.export.folding import FoldedLayer
 
 
 HELP = """Export MODEL to ONNX, its normalization folded, and check the file against PyTorch.
@@ -33,9 +35,18 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     default="exact",
     help="The transform itself (default), or a polynomial in its place.",
 )
-@click.option("--tolerance", type=float, metavar="F", help="Largest difference, as a share of the output's scale.")
+@click.option(
+    "--degree", type=int, metavar="N", help="Of all polynomials, 2 to 6; the lowest that will do if left out."
+)
+@click.option(
+    "--tolerance",
+    type=float,
+    metavar="F",
+    help="Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly).",
+)
 @click.option("--opset", type=int, default=18, metavar="N", help="18 to 22 (default: 18).")
-@click.option("--calibrate", type=click.Path(), metavar="DIR", help="Folder or .tar of images to check on.")
+@click.option("--calibrate", type=click.Path(), metavar="DIR", help="Folder or .tar of images to fit and check on.")
+@click.option("--freeze-lambda", is_flag=True, help="Use the images' mean lambda where a layer estimates it.")
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @weights_options
 @architecture_options
@@ -45,9 +56,11 @@ def command(
     model: str,
     output: Path | None,
     fold: Any,
+    degree: int | None,
     tolerance: float | None,
     opset: int,
     calibrate: str | None,
+    freeze_lambda: bool,
     dynamic_size: bool,
     force: bool,
     as_json: bool,
@@ -73,8 +86,10 @@ def command(
                 output,
                 fold,
                 opset=opset,
+                degree=degree,
                 tolerance=tolerance,
                 calibrate=batches,
+                freeze_lambda=freeze_lambda,
                 dynamic_size=dynamic_size,
                 force=force,
             )
@@ -90,12 +105,21 @@ def command(
 
 def _show(report: ExportReport) -> None:
     """Write what became of the layers, the check and the file to stderr."""
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[FoldedLayer]] = {}
     for layer in report.layers:
-        kinds.setdefault(layer.form, []).append(layer.name)
-    if kinds:
-        rows = [(str(len(found)), form, names(found)) for form, found in kinds.items()]
-        show_table(("count", "normalization became", "names"), rows)
+        kinds.setdefault(f"{layer.form} of degree {layer.degree}" if layer.degree else layer.form, []).append(layer)
+    rows = [
+        (
+            str(len(found)),
+            kind,
+            _largest(found, "max_error"),
+            _largest(found, "rms_error"),
+            names(x.name for x in found),
+        )
+        for kind, found in kinds.items()
+    ]
+    if rows:
+        show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
     parity = report.parity
     agreement = "" if parity.top1_agreement is None else f", the same top-1 for {parity.top1_agreement:.1%}"
     say(
@@ -103,3 +127,9 @@ def _show(report: ExportReport) -> None:
         f"tolerance {parity.tolerance * parity.scale:.3g}{agreement}"
     )
     say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", style="bold")
+
+
+def _largest(found: Sequence[FoldedLayer], error: str) -> str:
+    """Return the largest error of some layers, as a share of their outputs' standard deviation; empty if exact."""
+    known = [value for value in (getattr(layer, error) for layer in found) if value is not None]
+    return f"{max(known):.2g}" if known else ""

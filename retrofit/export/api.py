@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.export.approximate import Approximation
 from retrofit.export.folding import FoldedLayer, fold_network
 from retrofit.export.onnx_model import check_opset, node_counts, to_onnx
+from retrofit.export.polynomial import MAX_DEGREE
 from retrofit.export.save import write
-from retrofit.export.verify import Parity, reference, sample_inputs
+from retrofit.export.verify import BATCHES, Check, Parity, reference, sample_inputs
 from retrofit.files import ensure_writable
 from retrofit.library import Preprocess
 from retrofit.surgery.check import own_input_size
@@ -23,6 +27,8 @@ from retrofit.surgery.execute import strength_of
 
 SCHEMA = 1
 EXACT_TOLERANCE = 1e-4
+APPROXIMATE_TOLERANCE = 0.05
+BATCH = 32  # images at a time
 Fold = Literal["exact", "poly"]
 
 
@@ -65,23 +71,37 @@ class ExportReport:
         }
 
 
-def fold(model: nn.Module, fold: Fold = "exact", *, input_size: Sequence[int] | None = None) -> nn.Module:
+def fold(
+    model: nn.Module,
+    fold: Fold = "exact",
+    *,
+    input_size: Sequence[int] | None = None,
+    degree: int | None = None,
+    tolerance: float | None = None,
+    calibrate: Sequence[Tensor] | None = None,
+    freeze_lambda: bool = False,
+) -> nn.Module:
     """Return a copy of a network for inference, its normalization layers folded: the network that is exported.
 
     Args:
         model: Any network, converted or not; it is not changed.
-        fold: "exact", the same function to rounding.
+        fold: "exact", the same function to rounding, or "poly", polynomials in place of the power transform.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
+        degree: As `export_onnx` takes it, as are those that follow.
+        tolerance: What the choice of degrees has to meet.
+        calibrate: Images to fit and judge on.
+        freeze_lambda: Whether to freeze lambda.
 
     Returns:
         The copy, in evaluation mode and float32: for torch.compile or AOTInductor.
 
     Raises:
         UsageError: If an argument is out of range.
-        RetrofitError: If the network does not take an input of that size.
+        RetrofitError: If the network does not take an input of that size, or no degree meets the tolerance.
     """
-    _check_fold(fold)
-    return fold_network(model, None if input_size is None else tuple(input_size)).model
+    size = _size(model, input_size)
+    approximation, _, _ = _approximation(fold, degree, tolerance, calibrate, freeze_lambda, size)
+    return fold_network(model, size, approximation).model
 
 
 def export_onnx(
@@ -91,21 +111,33 @@ def export_onnx(
     input_size: Sequence[int] | None = None,
     opset: int = 18,
     *,
+    degree: int | None = None,
     tolerance: float | None = None,
     calibrate: Sequence[Tensor] | None = None,
+    freeze_lambda: bool = False,
     dynamic_size: bool = False,
     force: bool = False,
 ) -> ExportReport:
     """Write a network as ONNX, folded, and checked against PyTorch; a model that fails the check is not written.
 
+    An exact export is compared with the network on seeded random input, and on the images given. An approximate one
+    (fold "poly", or frozen lambdas) is compared with its own folded PyTorch form on seeded input, at the tolerance of
+    exact ones, and with the network on images that it was not fitted on (on seeded input without images).
+
     Args:
         model: Any network of one image input, converted or not; it is not changed.
         path: The file.
-        fold: "exact", the same function to rounding.
+        fold: "exact", the same function to rounding, or "poly", polynomials in place of the power transform.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
         opset: ONNX operator set, 18 to 22.
-        tolerance: Largest difference of an output that passes, as a share of the largest output; 1e-4 if None.
-        calibrate: Batches of preprocessed images to check on, besides seeded random input.
+        degree: Of all polynomials, 2 to 6; if None, for each layer the lowest with which the network stays within the
+            tolerance.
+        tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, and
+            0.05 for approximate exports.
+        calibrate: Batches of preprocessed images to check on. Where something is approximated, every second image is
+            fitted on and the others are checked on.
+        freeze_lambda: Give layers that estimate lambda from their input (layer, group and instance normality
+            normalization) its mean over the images instead.
         dynamic_size: Whether height and width may vary, besides the batch.
         force: Whether an existing file may be replaced.
 
@@ -116,18 +148,17 @@ def export_onnx(
         UsageError: If an argument is out of range.
         RetrofitError: If the network cannot be exported, the check fails, or the file cannot be written.
     """
-    _check_fold(fold)
     check_opset(opset)
-    tolerance = EXACT_TOLERANCE if tolerance is None else tolerance
-    if not tolerance > 0:
-        raise UsageError(f"tolerance must be more than 0, not {tolerance}; {EXACT_TOLERANCE:g} is usual")
+    size = _size(model, input_size)
+    approximation, inputs, tolerance = _approximation(fold, degree, tolerance, calibrate, freeze_lambda, size)
     target = ensure_writable(path, force)
-    size = tuple(input_size or _known(model, "preprocess", "input_size") or own_input_size(model))
-    folded = fold_network(model, size)
+    folded = fold_network(model, size, approximation)
     proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, size))
-    inputs = sample_inputs(size, calibrate)
-    expected = reference(model, inputs)
-    parity, length = write(proto, target, force, inputs, expected, tolerance)
+    checks = [Check(inputs, reference(model, inputs), tolerance)]
+    if approximation is not None:
+        seeded = sample_inputs(size)
+        checks.insert(0, Check(seeded, reference(folded.model, seeded), EXACT_TOLERANCE))
+    parity, length = write(proto, target, force, checks)
     source = _known(model, "source")
     return ExportReport(
         None if source is None else source.name,
@@ -141,9 +172,45 @@ def export_onnx(
     )
 
 
-def _check_fold(fold: str) -> None:
+def _size(model: nn.Module, input_size: Sequence[int] | None) -> tuple[int, ...]:
+    return tuple(input_size or _known(model, "preprocess", "input_size") or own_input_size(model))
+
+
+def _approximation(
+    fold: str,
+    degree: int | None,
+    tolerance: float | None,
+    calibrate: Sequence[Tensor] | None,
+    freeze_lambda: bool,
+    size: Sequence[int],
+) -> tuple[Approximation | None, list[Tensor], float]:
+    """Check arguments; return what may be approximated, the batches to compare on, and the tolerance."""
     if fold not in ("exact", "poly"):
         raise UsageError(f"there is no fold {fold!r}; use exact or poly")
+    if degree is not None and fold != "poly":
+        raise UsageError("a degree is one of polynomials; use fold poly with it")
+    if degree is not None and not 2 <= degree <= MAX_DEGREE:
+        raise UsageError(f"degree {degree} is not supported; use 2 to {MAX_DEGREE}, or leave it out")
+    if tolerance is not None and not tolerance > 0:
+        raise UsageError(f"tolerance must be more than 0, not {tolerance}; {EXACT_TOLERANCE:g} is usual")
+    images = list(torch.cat(list(calibrate))) if calibrate else []
+    if freeze_lambda and not images:
+        raise UsageError("freezing lambda takes its mean over images; give --calibrate images too")
+    if fold == "exact" and not freeze_lambda:
+        return None, [*sample_inputs(size), *(calibrate or ())], tolerance or EXACT_TOLERANCE
+    if len(images) == 1:
+        raise UsageError("one image cannot be fitted on and checked on; give --calibrate more")
+    tolerance = tolerance or APPROXIMATE_TOLERANCE
+    check = _batches(images[1::2]) if images else sample_inputs(size)
+    wanted = Approximation(fold == "poly", degree, freeze_lambda, tolerance, _batches(images[::2]), check)
+    return wanted, check, tolerance
+
+
+def _batches(images: Sequence[Tensor]) -> list[Tensor]:
+    """Return images as a batch of 1, one of 3 and larger ones, as far as they go."""
+    ends = [0, *BATCHES, *range(sum(BATCHES) + BATCH, len(images) + BATCH, BATCH)]
+    ends[2] += ends[1]
+    return [torch.stack(list(images[a:b])) for a, b in pairwise(ends) if a < len(images)]
 
 
 def _known(model: nn.Module, name: str, attribute: str | None = None) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.export import layers
+from retrofit.export.approximate import Approximation, choose, mean_lambdas, polynomial_parts
 from retrofit.export.forms import (
     ChannelAffine,
     Clamp,
@@ -24,10 +25,12 @@ from retrofit.export.forms import (
     MigratedForm,
     OneBranch,
     TwoBranch,
+    constant_norm,
     powers,
 )
 from retrofit.export.layers import ChannelMap
 from retrofit.export.linear import fold_after, fold_before, in_channels, out_channels, takes_shift
+from retrofit.export.polynomial import Fit
 from retrofit.graph.codegen import RewriteError
 from retrofit.graph.records import Site
 from retrofit.graph.rewrite import replace_call, replace_module
@@ -43,9 +46,10 @@ class FoldedLayer:
     Attributes:
         name: Its name in the given network.
         form: "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "normalization" (of its
-            source's kind), "group" or "estimated".
+            source's kind), "group", "estimated" or "frozen".
         degree: Of the polynomial.
-        max_error: Largest error of the polynomial on the fitted range, in units of the layer's output scale.
+        max_error: Largest error of the polynomial on the values fitted, as a share of the standard deviation of the
+            layer's output.
         rms_error: Root mean square of the same.
     """
 
@@ -64,28 +68,36 @@ class Folded:
     layers: list[FoldedLayer] = field(default_factory=list)
 
 
-def fold_network(model: nn.Module, input_size: tuple[int, ...] | None = None) -> Folded:
+def fold_network(
+    model: nn.Module, input_size: tuple[int, ...] | None = None, approximation: Approximation | None = None
+) -> Folded:
     """Fold a copy of `model`.
 
     Args:
         model: Any network, converted or not; it is not changed.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
+        approximation: What may be approximated; None for nothing.
 
     Returns:
         The copy, in evaluation mode and float32, without gradients.
+
+    Raises:
+        RetrofitError: If the network does not take such an input, or no approximation meets the tolerance.
     """
     net = copy.deepcopy(model).float().eval().requires_grad_(False)
     size = tuple(input_size or own_input_size(model))
     layers.plain_convolutions(net)
     names = {module: name for name, module in net.named_modules()}
     net = layers.split_fused(net)
-    return _Folding(net, size, names).run()
+    return _Folding(net, size, names, approximation).run()
 
 
 class _Folding:
     """One run over a copy that may be changed."""
 
-    def __init__(self, net: nn.Module, size: tuple[int, ...], names: dict[nn.Module, str]) -> None:
+    def __init__(
+        self, net: nn.Module, size: tuple[int, ...], names: dict[nn.Module, str], approximation: Approximation | None
+    ) -> None:
         self.net = net
         self.names = names  # as the user knows them
         self.wanted = {module: name for name, module in net.named_modules() if layers.is_wanted(module)}
@@ -94,7 +106,23 @@ class _Folding:
         self.sites = {net.get_submodule(site.norm): site for site in found.sites if site.places == 1}
         # of the given parameters, before any of them moves
         self.proxies = {m: m.constants(torch.float64) for m in self.wanted if isinstance(m, ProxyNorm)}
+        self.fits: dict[nn.Module, Fit] = {}
+        self.frozen: dict[nn.Module, float] = {}
+        if approximation is not None:
+            self._approximate(approximation)
         self.report: list[FoldedLayer] = []
+
+    def _approximate(self, wanted: Approximation) -> None:
+        if wanted.freeze_lambda:
+            self.frozen = mean_lambdas(self.net, wanted.fit)
+        if wanted.polynomial:
+            transforms = {}
+            for layer in self.wanted:
+                found = layers.channel_map(layer) if layer in self.ndims else None
+                if found is not None and not found.is_affine:
+                    transforms[layer] = (found.upright(), _upper_limit(self.sites.get(layer)), self.ndims[layer])
+            if transforms:
+                self.fits = choose(self.net, transforms, wanted)
 
     def run(self) -> Folded:
         for layer, name in self.wanted.items():
@@ -103,7 +131,9 @@ class _Folding:
                 if parts is not None:
                     self._put(name, parts)
                 if not isinstance(layer, ProxyNorm):
-                    self.report.append(FoldedLayer(self.names[layer], form))
+                    fit = self.fits.get(layer)
+                    errors = (fit.degree, fit.max_error, fit.rms_error) if fit else ()
+                    self.report.append(FoldedLayer(self.names[layer], form, *errors))
         return Folded(self.net, self.report)
 
     def _fold(self, layer: Any) -> tuple[str, list[nn.Module] | None]:
@@ -118,7 +148,7 @@ class _Folding:
             return "normalization", None
         if layer.strength == 0:
             return "normalization", [layers.source_layer(layer)]
-        return "estimated", self._estimated(layer)
+        return "frozen" if layer in self.frozen else "estimated", self._estimated(layer)
 
     def _affine(self, layer: nn.Module, found: ChannelMap) -> tuple[str, list[nn.Module] | None]:
         feeder = self._feeder(layer)
@@ -126,15 +156,28 @@ class _Folding:
             fold_after(feeder, *found.affine())
             return "folded", []
         plain = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        return "affine", None if plain else [layers.batch_norm(found, self.ndims[layer])]
+        return "affine", None if plain else [constant_norm(*found.affine(), self.ndims[layer])]
 
-    def _transform(self, layer: nn.Module, found: ChannelMap) -> tuple[str, list[nn.Module]]:
+    def _transform(self, layer: nn.Module, found: ChannelMap) -> tuple[str, list[nn.Module] | None]:
         found = found.upright()
+        fit = self.fits.get(layer)
+        if fit is not None:
+            return self._polynomial(layer, found, fit)
         branch = self._one_branch(layer, found)
         if branch is not None:
             return "one branch", branch
         before = self._before(layer, found.scale, found.shift)
         return "two branches", [*before, TwoBranch(found.lmbda, found.gamma, found.beta)]
+
+    def _polynomial(self, layer: nn.Module, found: ChannelMap, fit: Fit) -> tuple[str, list[nn.Module] | None]:
+        if fit.degree == 1:
+            ones, (scale, shift) = torch.ones_like(found.scale), fit.affine()
+            return self._affine(layer, ChannelMap(found.scale, found.shift, ones, scale, shift))
+        scale, shift, parts = polynomial_parts(found, fit, self.ndims[layer])
+        site = self.sites.get(layer)
+        if site is not None and fit.low == 0:
+            self._drop_activation(site)  # a ReLU that stays does no harm
+        return "polynomial", [*self._before(layer, scale, shift), *parts]
 
     def _one_branch(self, layer: nn.Module, found: ChannelMap) -> list[nn.Module] | None:
         """Fold a transform whose negative branch the activation behind it makes dead, activation included."""
@@ -165,9 +208,9 @@ class _Folding:
         consumer = self._consumer(layer) if gamma is not None and gamma.ndim == 1 else None
         fits = isinstance(consumer, nn.Linear) == (kind == "layer")
         if consumer is None or not fits or (beta is not None and not takes_shift(consumer)):
-            return [EstimatedTransform(layer, kind)]
+            return [EstimatedTransform(layer, kind, frozen=self.frozen.get(layer))]
         fold_before(consumer, gamma.double(), None if beta is None else beta.double())
-        return [EstimatedTransform(layer, kind, affine=False)]
+        return [EstimatedTransform(layer, kind, affine=False, frozen=self.frozen.get(layer))]
 
     def _proxy(self, layer: ProxyNorm) -> list[nn.Module]:
         scale, shift = self.proxies[layer]
@@ -191,8 +234,7 @@ class _Folding:
         if feeder is not None:
             fold_after(feeder, scale, shift)
             return []
-        ones = torch.ones_like(scale)
-        return [layers.batch_norm(ChannelMap(scale, shift, ones, ones, torch.zeros_like(scale)), self.ndims[layer])]
+        return [constant_norm(scale, shift, self.ndims[layer])]
 
     def _feeder(self, layer: Any) -> nn.Module | None:
         site = self.sites.get(layer)

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrofit.layers.estimate import MIN_CURVATURE, newton_lmbda, step_bounds
+
 STEEP = 1e12  # |h| below its inverse is as good as zero
 SMALLEST_POWER = 5e-4  # (exp(p * l) - 1) / p loses its digits below
+TINY = 1e-30
 
 
 def channel_view(values: Tensor, x: Tensor) -> Tensor:
@@ -123,13 +126,15 @@ class EstimatedTransform(nn.Module):
 
     Args:
         layer: LayerNormalNorm, LayerNormalNorm2d, GroupNormalNorm or InstanceNormalNorm without running statistics.
+        kind: Its `layers.kind_of`.
         affine: Whether to apply gamma and beta here.
+        frozen: lambda (strength included) to use for every sample instead of an estimate.
     """
 
     weight: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, layer: Any, kind: str, affine: bool = True) -> None:
+    def __init__(self, layer: Any, kind: str, affine: bool = True, frozen: float | None = None) -> None:
         """Take over the layer's constants."""
         super().__init__()
         self.kind = kind
@@ -138,45 +143,64 @@ class EstimatedTransform(nn.Module):
         self.steps = int(layer.steps)
         self.groups = int(getattr(layer, "num_groups", 1))
         self.trailing = len(getattr(layer, "normalized_shape", ()))
+        self.frozen = frozen
         for name in ("weight", "bias"):
             value = getattr(layer, name) if affine else None
             self.register_buffer(name, None if value is None else value.detach().float())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`."""
-        shape = x.shape
+    def sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return `x` so that each normalized set is what some dimensions span, and those dimensions."""
         if self.kind == "group":
-            x = x.unflatten(1, (self.groups, -1)).flatten(2)
-        dims = {
+            return x.unflatten(1, (self.groups, -1)).flatten(2), (2,)
+        return x, {
             "layer": tuple(range(x.ndim - self.trailing, x.ndim)),
             "channel": (1,),
-            "group": (2,),
             "instance": tuple(range(2, x.ndim)),
         }[self.kind]
-        y = estimated_transform(x, dims, self.eps, self.strength, self.steps)
-        if self.kind == "group":
-            y = y.reshape(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`."""
+        values, dims = self.sets(x)
+        centred = values - values.mean(dims, keepdim=True)
+        var = (centred * centred).mean(dims, keepdim=True)
+        rstd = torch.rsqrt(var + self.eps)
+        h = centred * rstd
+        sign = torch.clamp(h * STEEP, -1.0, 1.0)
+        a = h.abs()
+        log = torch.log(a + 1.0)
+        if self.frozen is None:
+            kappa = self.strength * self._estimate(h, a, log, sign, var * rstd * rstd, dims)
+            p = sign * kappa + 1.0
+            p = torch.where(p.abs() < SMALLEST_POWER, SMALLEST_POWER, p)
+            y = (torch.exp(log * p) - 1.0) * (sign / p)
+        else:
+            up, down = (float(p) for p in powers(torch.tensor(self.frozen, dtype=torch.float64)))
+            r0, r1 = (1 / up - 1 / down) / 2, (1 / up + 1 / down) / 2
+            y = (torch.exp(log * (sign * ((up - down) / 2) + (up + down) / 2)) - 1.0) * (sign * r1 + r0)
+        y = y.reshape(x.shape)
         for value, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
             if value is not None:
                 y = apply(y, value if self.kind == "layer" else channel_view(value, y))
         return y
 
+    def _estimate(self, h: Tensor, a: Tensor, log: Tensor, sign: Tensor, v: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Return lambda - 1 of each set: `layers.estimate.first_step` in operations that every runtime has."""
+        if self.steps > 1:
+            return newton_lmbda(h, dims, self.steps) - 1.0
 
-def estimated_transform(x: Tensor, dims: tuple[int, ...], eps: float, strength: float, steps: int) -> Tensor:
-    """Standardise, estimate lambda and transform, over sets that span `dims`; see `retrofit.layers.core`."""
-    from retrofit.layers.estimate import first_step, newton_lmbda, step_bounds
+        def mean(values: Tensor) -> Tensor:
+            return values.mean(dims, keepdim=True)
 
-    centred = x - x.mean(dims, keepdim=True)
-    h = centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
-    if steps == 1:
-        bounds = step_bounds(h.amin(dims, True), h.amax(dims, True))
-        kappa = strength * first_step(h, lambda parts: [part.mean(dims, keepdim=True) for part in parts], bounds).step
-    else:
-        kappa = strength * (newton_lmbda(h, dims, steps) - 1)
-    sign = torch.clamp(h * STEEP, -1.0, 1.0)
-    p = sign * kappa + 1.0
-    p = torch.where(p.abs() < SMALLEST_POWER, SMALLEST_POWER, p)
-    return (torch.exp(torch.log(h.abs() + 1.0) * p) - 1.0) * (sign / p)
+        low, high = step_bounds(h.amin(dims, True), h.amax(dims, True))
+        grown = (a + 1.0) * log
+        d = grown - a
+        v = v.clamp_min(TINY)
+        m3 = mean(d)
+        ratio = mean(h * d) / v
+        m45 = mean(a * (grown * log - 2.0 * d) + d * d)
+        curvature = ((m45 - m3 * m3) / v - 2.0 * ratio * ratio).clamp_min(MIN_CURVATURE)
+        step = (mean(sign * log) - ratio) / curvature
+        return torch.minimum(torch.maximum(step, low), high)
 
 
 class MigratedForm(nn.Module):
@@ -204,3 +228,37 @@ class MigratedForm(nn.Module):
         rstd = torch.rsqrt((centred * centred).mean(2, keepdim=True) * self.t + (1 - self.t + self.t * self.eps))
         y = ((grouped - mean * self.t) * rstd).reshape(x.shape)
         return y * channel_view(self.weight, x) + channel_view(self.bias, x)
+
+
+class Polynomial(nn.Module):
+    """p * (c1 + p * (c2 + ...)) per channel of (N, C, *), for a degree of 2 or more.
+
+    Each multiplication by constants with the addition that follows is a batch normalization, in evaluation: one
+    operation, which ONNX Runtime keeps in the layout of its convolutions.
+    """
+
+    def __init__(self, coefficients: Tensor, ndim: int) -> None:
+        """Keep (degree, C) coefficients of p, p^2, ... for input of `ndim` dimensions."""
+        super().__init__()
+        *lower, last = coefficients.unbind(0)
+        ones = torch.ones_like(last)
+        scales = [last, *(ones for _ in lower[1:])]
+        self.steps = nn.ModuleList(
+            constant_norm(scale, shift, ndim) for scale, shift in zip(scales, reversed(lower), strict=True)
+        )
+
+    def forward(self, p: Tensor) -> Tensor:
+        """Evaluate."""
+        y = p
+        for step in self.steps:
+            y = step(y) * p
+        return y
+
+
+def constant_norm(scale: Tensor, shift: Tensor, ndim: int) -> nn.Module:
+    """Return torch's BatchNorm, in evaluation, that computes x * scale + shift of (N, C, *) in one operation."""
+    cls = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(ndim, nn.BatchNorm1d)
+    norm = cls(len(scale), eps=0.0, device=scale.device)
+    norm.weight.data, norm.bias.data = scale.float(), shift.float()
+    norm.requires_grad_(False)
+    return norm.eval()

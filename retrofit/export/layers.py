@@ -83,16 +83,6 @@ def channel_map(layer: Any) -> ChannelMap | None:
     return ChannelMap(scale, shift, lmbda, gamma, beta)
 
 
-def batch_norm(found: ChannelMap, ndim: int) -> nn.Module:
-    """Return torch's BatchNorm, in evaluation, that computes an affine map of (N, C, *) in one operation."""
-    scale, shift = found.affine()
-    cls = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(ndim, nn.BatchNorm1d)
-    norm = cls(len(scale), eps=0.0, device=scale.device)
-    norm.weight.data, norm.bias.data = scale.float(), shift.float()
-    norm.requires_grad_(False)
-    return norm.eval()
-
-
 class ChannelsFirstLayerNorm(nn.LayerNorm):
     """LayerNorm over C of (N, C, *), by way of the channels-last form that runtimes know."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retrofit.errors import RetrofitError
 from retrofit.export import verify
-from retrofit.export.verify import Parity
+from retrofit.export.verify import Check, Parity
 from retrofit.files import atomic_write, ensure_writable
 
 LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
@@ -22,9 +22,7 @@ def write(
     model: onnx.ModelProto,
     path: Path,
     force: bool,
-    inputs: Sequence[Tensor],
-    expected: Sequence[Sequence[Tensor]],
-    tolerance: float,
+    checks: Sequence[Check],
 ) -> tuple[Parity, int]:
     """Check a model and write it.
 
@@ -32,21 +30,19 @@ def write(
         model: The model.
         path: The file; weights beyond 2 GB go to `path` with `.data` added.
         force: Whether an existing file may be replaced.
-        inputs: Batches to check with.
-        expected: What the network gives for them.
-        tolerance: As `verify.compare` takes it.
+        checks: What it has to answer, one after the other.
 
     Returns:
-        The comparison, and how many bytes were written.
+        The last comparison, and how many bytes were written.
 
     Raises:
         RetrofitError: If the model is not valid, differs, or cannot be written: there is no file then.
     """
     if model.ByteSize() > LARGEST:
-        return _write_apart(model, path, force, inputs, expected, tolerance)
+        return _write_apart(model, path, force, checks)
     verify.check_model(model)
     content = model.SerializeToString(deterministic=True)
-    parity = _checked(verify.compare(verify.runner(content), inputs, expected, tolerance))
+    parity = _checked(verify.runner(content), checks)
     with atomic_write(path, force) as temporary:
         temporary.write_bytes(content)
     return parity, len(content)
@@ -56,16 +52,14 @@ def _write_apart(
     model: onnx.ModelProto,
     path: Path,
     force: bool,
-    inputs: Sequence[Tensor],
-    expected: Sequence[Sequence[Tensor]],
-    tolerance: float,
+    checks: Sequence[Check],
 ) -> tuple[Parity, int]:
     data = ensure_writable(path.with_name(path.name + ".data"), force)
     with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", suffix=".tmp", dir=path.parent) as folder:
         aside = Path(folder) / path.name
         onnx.save_model(model, aside, save_as_external_data=True, location=data.name, size_threshold=1024)
         verify.check_model(aside)
-        parity = _checked(verify.compare(verify.runner(aside), inputs, expected, tolerance))
+        parity = _checked(verify.runner(aside), checks)
         length = aside.stat().st_size + (aside.parent / data.name).stat().st_size
         os.replace(aside.parent / data.name, data)
         try:
@@ -77,9 +71,11 @@ def _write_apart(
     return parity, length
 
 
-def _checked(parity: Parity) -> Parity:
-    if not parity.passed:
-        raise ParityError(parity)
+def _checked(run: Callable[[Tensor], list[Tensor]], checks: Sequence[Check]) -> Parity:
+    for check in checks:
+        parity = verify.compare(run, check)
+        if not parity.passed:
+            raise ParityError(parity)
     return parity
 
 
@@ -89,7 +85,12 @@ class ParityError(RetrofitError):
     def __init__(self, parity: Parity) -> None:
         """Say by how much."""
         self.parity = parity
-        share = parity.max_abs_diff / parity.scale if parity.scale else float("inf")
+        if not parity.scale:
+            super().__init__(
+                "the network's outputs are all zero or not finite, which proves nothing; check its weights"
+            )
+            return
+        share = parity.max_abs_diff / parity.scale
         super().__init__(
             f"ONNX Runtime differs from PyTorch by {share:.2g} of the output's scale, more than {parity.tolerance:g}; "
             "nothing was written; please report it, or raise --tolerance if you can accept that"

@@ -39,8 +39,8 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is within the tolerance."""
-        return self.max_abs_diff <= self.tolerance * self.scale
+        """Whether the difference is within the tolerance; outputs without a finite value but 0 prove nothing."""
+        return self.scale > 0 and self.max_abs_diff <= self.tolerance * self.scale
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -54,10 +54,19 @@ class Parity:
         }
 
 
-def sample_inputs(size: Sequence[int], calibrate: Sequence[Tensor] | None) -> list[Tensor]:
-    """Return seeded random batches of 1 and 3 samples, and the calibration batches."""
+@dataclass(frozen=True)
+class Check:
+    """What a model has to answer: batches, the answers for each, and the largest share of their scale to be off by."""
+
+    inputs: Sequence[Tensor]
+    expected: Sequence[Sequence[Tensor]]
+    tolerance: float
+
+
+def sample_inputs(size: Sequence[int]) -> list[Tensor]:
+    """Return seeded random batches of 1 and 3 samples."""
     generator = torch.Generator().manual_seed(0)
-    return [*(torch.randn(n, *size, generator=generator) for n in BATCHES), *(calibrate or ())]
+    return [torch.randn(n, *size, generator=generator) for n in BATCHES]
 
 
 def reference(model: nn.Module, inputs: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -92,26 +101,19 @@ def runner(model: bytes | Path) -> Callable[[Tensor], list[Tensor]]:
     return lambda x: [torch.from_numpy(array) for array in session.run(None, {INPUT: x.float().numpy()})]
 
 
-def compare(
-    run: Callable[[Tensor], list[Tensor]],
-    inputs: Sequence[Tensor],
-    expected: Sequence[Sequence[Tensor]],
-    tolerance: float,
-) -> Parity:
-    """Compare a model's answers with the network's.
+def compare(run: Callable[[Tensor], list[Tensor]], check: Check) -> Parity:
+    """Compare a model's answers with those expected.
 
     Args:
         run: The model.
-        inputs: Batches.
-        expected: The network's answers for them.
-        tolerance: Largest share of the largest output that passes.
+        check: The batches and the answers.
 
     Returns:
         The comparison over all outputs of all batches.
     """
     worst, scale = 0.0, 0.0
     same, scored = 0, 0
-    for batch, ours in zip(inputs, expected, strict=True):
+    for batch, ours in zip(check.inputs, check.expected, strict=True):
         theirs = run(batch)
         if [t.shape for t in theirs] != [t.shape for t in ours]:
             worst = float("inf")
@@ -124,7 +126,8 @@ def compare(
         if ours[0].ndim == 2:
             same += int((ours[0].argmax(1) == theirs[0].argmax(1)).sum())
             scored += len(batch)
-    return Parity(tuple(len(batch) for batch in inputs), worst, scale, same / scored if scored else None, tolerance)
+    agreement = same / scored if scored else None
+    return Parity(tuple(len(batch) for batch in check.inputs), worst, scale, agreement, check.tolerance)
 
 
 @contextmanager

@@ -8,12 +8,13 @@ from typing import Any
 
 import onnx
 import pytest
+from PIL import Image
 
 from retrofit.export import api
 
 from .conftest import Run, complaint
 
-MODEL = ["resnet10t", "--model-kwargs", "widths=[8,8,8,8]", "--model-kwargs", "stem_width=8", "--num-classes", "7"]
+MODEL = ["test_resnet", "--num-classes", "7"]
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def test_export(run: Run, artifact: Path) -> None:
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["schema"] == 1
-    assert found["model"] == "resnet10t"
+    assert found["model"] == "test_resnet"
     assert found["fold"] == "exact"
     assert found["opset"] == 18
     assert found["output"] == "net.onnx"
@@ -39,7 +40,7 @@ def test_export(run: Run, artifact: Path) -> None:
     assert "check passed" in result.stderr
     assert "wrote net.onnx" in result.stderr
     metadata = {entry.key: entry.value for entry in onnx.load("net.onnx").metadata_props}
-    assert metadata["model"] == "resnet10t"
+    assert metadata["model"] == "test_resnet"
     assert metadata["target"] == "bnn"
     assert metadata["strength"] == "1.0"
     assert len(json.loads(metadata["mean"])) == 3
@@ -79,3 +80,35 @@ def test_failed_check(run: Run, artifact: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["parity"]["passed"] is False
     assert found["output"] is None
     assert not Path("net.onnx").exists()
+
+
+def test_poly(run: Run, artifact: Path) -> None:
+    folder = Path("photos/one")
+    folder.mkdir(parents=True)
+    for number in range(6):
+        Image.effect_noise((200, 200), 20 + 20 * number).convert("RGB").save(folder / f"{number}.png")
+    result = run("export", artifact.name, "--fold", "poly", "--calibrate", "photos", "--tolerance", "0.9", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["parity"]["batches"] == [1, 2]
+    assert {layer["form"] for layer in found["layers"]} <= {
+        "polynomial",
+        "folded",
+        "affine",
+        "one branch",
+        "two branches",
+    }
+    assert "rms error" in result.stderr
+
+
+def test_calibrate_folder_that_is_missing(run: Run, artifact: Path) -> None:
+    result = run("export", artifact.name, "--fold", "poly", "--calibrate", "nowhere")
+    assert result.exit_code == 1
+    assert "nowhere" in complaint(result)
+    assert not Path("net.onnx").exists()
+
+
+def test_freezing_needs_images(run: Run, artifact: Path) -> None:
+    result = run("export", artifact.name, "--freeze-lambda")
+    assert result.exit_code == 2
+    assert "--calibrate" in complaint(result)

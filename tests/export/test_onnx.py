@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -136,6 +137,45 @@ def test_dynamic_batch_and_size(tmp_path: Path) -> None:
     x = torch.randn(5, 3, 11, 8)
     found = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
     torch.testing.assert_close(found, model(x).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
+    images = list(torch.randn(4, 8, 3, 6, 6))
+    report = export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, degree=2, tolerance=0.5)
+    assert report.parity.batches == (1, 3, 12)  # every second image
+    (layer,) = report.layers
+    assert (layer.form, layer.degree) == ("polynomial", 2)
+    assert report.nodes == {"BatchNormalization": 1, "Clip": 1, "Conv": 1, "Gemm": 1, "Mul": 1, "Reshape": 1}
+    x = torch.cat(images)
+    session = onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
+    found = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    with torch.no_grad():
+        assert (found - model(x)).abs().max() < 0.2 * model(x).abs().max()
+
+
+def test_polynomials_beyond_the_tolerance_leave_no_file(model: nn.Module, tmp_path: Path) -> None:
+    images = [torch.randn(8, 3, 6, 6)]
+    with pytest.raises(RetrofitError, match="more than 1e-07"):
+        export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, tolerance=1e-7)
+    with pytest.raises(RetrofitError, match="raise --tolerance"):
+        export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, tolerance=1e-7, degree=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_export_of_polynomials_leaves_no_file(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = api.to_onnx
+
+    def wrong(net: nn.Module, *args: Any) -> Any:
+        moved = copy.deepcopy(net)
+        moved[0].weight[0, 0] += 0.001  # type: ignore[index]
+        return real(moved, *args)
+
+    monkeypatch.setattr(api, "to_onnx", wrong)
+    with pytest.raises(RetrofitError, match=r"more than 0\.0001"):
+        export(model, tmp_path / "out.onnx", fold="poly", calibrate=[torch.randn(8, 3, 6, 6)], tolerance=0.5)
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_fold_leaves_no_file(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

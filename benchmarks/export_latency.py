@@ -1,0 +1,195 @@
+"""What the power transform costs after export: the source folded, exact and poly, in ONNX Runtime and OpenVINO.
+
+    pip install openvino
+    python benchmarks/export_latency.py
+    python benchmarks/export_latency.py --checkpoint run/best.safetensors --data-dir photos.tar
+
+Each network is converted (BatchNorm to bnn, LayerNorm to lnn) at strength 1, its lambdas drawn evenly from [0.4, 1.6],
+its running statistics taken layer by layer for them, and the gammas that are 0 at initialisation set to 0.2; where lambda is estimated from the input, "poly" is
+--freeze-lambda. A --checkpoint is a converted and trained artifact, taken as it is; the images of --data-dir are fitted
+on, and exact and poly are compared on all of them. Every round runs each file once, so that ratios are of one moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from torch import Tensor, nn
+
+import retrofit
+from retrofit.data import sample_batches
+from retrofit.layers.batch import RunningNormality
+from retrofit.models import open_model
+
+MODELS = ["resnet50", "tf_efficientnet_lite0", "vit_tiny_patch16_224"]
+VARIANTS = ["source", "strength 0", "exact", "poly"]
+BATCH, THREADS = 8, 2
+
+Runner = Callable[[np.ndarray], np.ndarray]
+
+
+@torch.no_grad()
+def spread(model: nn.Module, images: Tensor) -> nn.Module:
+    """Draw lambda from [0.4, 1.6] and take the running statistics that belong to it, layer by layer in one pass."""
+
+    def settle(layer: Any, args: tuple[Tensor, ...]) -> None:
+        layer.running_lambda.uniform_(0.4, 1.6)
+        layer.running_var, layer.running_mean = torch.var_mean(args[0], (0, 2, 3))
+        layer.weight[layer.weight == 0] = 0.2
+
+    found = [layer for layer in model.modules() if isinstance(layer, RunningNormality)]
+    handles = [layer.register_forward_pre_hook(settle) for layer in found]
+    model.eval()(images)
+    for handle in handles:
+        handle.remove()
+    return model
+
+
+def export(name: str, folder: Path, args: argparse.Namespace) -> list[Path]:
+    """Write what is missing of a network's variants."""
+    stem = "checkpoint" if args.checkpoint else name
+    files = [folder / f"{stem}-{variant.replace(' ', '')}.onnx" for variant in VARIANTS]
+    if all(file.exists() for file in files):
+        return files
+    torch.manual_seed(0)
+    if args.checkpoint:
+        network = open_model(args.checkpoint)
+        model, images = network.model.eval(), sample_batches(args.data_dir, network.preprocess)
+        source = timm.create_model(network.source.name, num_classes=model.num_classes)
+    else:
+        source = timm.create_model(name).eval()
+        images = list(torch.randn(32, *source.pretrained_cfg["input_size"]).split(8))
+        to = "lnn" if name.startswith("vit") else "bnn"
+        model = retrofit.convert(copy.deepcopy(source), to)[0]
+        retrofit.set_strength(model, 1.0)
+        spread(model, images[0])
+    at_0 = copy.deepcopy(model)
+    retrofit.set_strength(at_0, 0.0)
+    estimated = not any(isinstance(layer, RunningNormality) for layer in model.modules())
+    approximate: dict[str, Any] = {"freeze_lambda": True} if estimated else {"fold": "poly", "degree": args.degree}
+    loose = 1.0 if args.tolerance is None else args.tolerance
+    for file, net, extra in zip(
+        files,
+        (source, at_0, model, model),
+        ({}, {}, {}, {**approximate, "calibrate": images, "tolerance": loose if args.degree else args.tolerance}),
+        strict=True,
+    ):
+        report = retrofit.export_onnx(net, file, force=True, **extra)
+        degrees = sorted({layer.degree for layer in report.layers if layer.degree})
+        agreement = report.parity.top1_agreement
+        share = report.parity.max_abs_diff / report.parity.scale
+        print(f"{file.name}: differs by {share:.2g}, top-1 {agreement}, degrees {degrees}, {report.nodes}", flush=True)
+    return files
+
+
+def in_onnxruntime(file: Path) -> Runner:
+    """Open a file in ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = THREADS, 3
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return lambda x: session.run(None, {"input": x})[0]
+
+
+def in_openvino(file: Path) -> Runner:
+    """Open a file in OpenVINO, in float32."""
+    import openvino
+
+    core = openvino.Core()
+    settings = {"INFERENCE_NUM_THREADS": THREADS, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    request = core.compile_model(core.read_model(str(file)), "CPU", settings).create_infer_request()
+    return lambda x: request.infer({0: x})[0]
+
+
+RUNTIMES = {"onnxruntime": in_onnxruntime, "openvino": in_openvino}
+
+
+def measure(runners: Sequence[Runner], x: np.ndarray, rounds: int) -> tuple[list[float], list[float]]:
+    """Return the median time of each in ms, and the median ratio of each to the first, over interleaved rounds."""
+    times: list[list[float]] = [[] for _ in runners]
+    for number in range(rounds + 2):
+        for run, found in zip(runners, times, strict=True):
+            start = time.perf_counter()
+            run(x)
+            if number >= 2:
+                found.append(1e3 * (time.perf_counter() - start))
+    ratios = [statistics.median(t / first for t, first in zip(found, times[0], strict=True)) for found in times]
+    return [statistics.median(found) for found in times], ratios
+
+
+def disagreement(files: Sequence[Path], args: argparse.Namespace) -> float:
+    """Share of all images for which poly's highest output is not exact's, in percent."""
+    preprocess = open_model(args.checkpoint).preprocess
+    batches = sample_batches(args.data_dir, preprocess, images=10**9)
+    exact, poly = (in_onnxruntime(files[VARIANTS.index(variant)]) for variant in ("exact", "poly"))
+    differs = [exact(batch.numpy()).argmax(1) != poly(batch.numpy()).argmax(1) for batch in batches]
+    return 100 * float(np.concatenate(differs).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
+    parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
+    parser.add_argument("--checkpoint", help="a trained artifact, instead of --models")
+    parser.add_argument("--data-dir", help="images, for --checkpoint")
+    parser.add_argument("--degree", type=int, default=2, help="of the polynomials; 0 to choose by --tolerance")
+    parser.add_argument("--tolerance", type=float, help="as retrofit export takes it")
+    parser.add_argument("--rounds", type=int, default=15, help="0 only exports")
+    parser.add_argument("--folder", type=Path, help="keep the exported files here, and use those that are there")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "export_latency.md")
+    args = parser.parse_args()
+    if args.checkpoint and not args.data_dir:
+        parser.error("--checkpoint needs --data-dir")
+    args.degree = args.degree or None
+    lines = [
+        f"{platform.machine()} CPU, {THREADS} threads, batch {BATCH}, float32; medians of {args.rounds} rounds, ms and "
+        "ratio to the source",
+        "",
+        f"| network | runtime | {' | '.join(VARIANTS)} |",
+        f"|---|---|{'---|' * len(VARIANTS)}",
+    ]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in [args.checkpoint] if args.checkpoint else args.models:
+            files = export(name, folder, args)
+            if not args.rounds:
+                continue
+            label = Path(name).name
+            if args.checkpoint:
+                label += f" (top-1 differs for {disagreement(files, args):.1f}%)"
+            size = retrofit_size(files[0])
+            x = np.random.default_rng(0).standard_normal((BATCH, *size)).astype(np.float32)
+            for runtime in args.runtimes:
+                times, ratios = measure([RUNTIMES[runtime](file) for file in files], x, args.rounds)
+                cells = [f"{ms:.0f} ({ratio:.2f})" for ms, ratio in zip(times, ratios, strict=True)]
+                lines.append(f"| {label} | {runtime} | {' | '.join(cells)} |")
+                print(lines[-1], flush=True)
+    if args.rounds:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+def retrofit_size(file: Path) -> list[int]:
+    """Return the (C, H, W) that a file says it takes."""
+    import json
+
+    import onnx
+
+    found = {entry.key: entry.value for entry in onnx.load(file, load_external_data=False).metadata_props}
+    return list(json.loads(found["input_size"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Which layers become polynomials of which degree, and which lambdas are frozen: judged on images, not on formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from retrofit.errors import RetrofitError
+from retrofit.export import layers
+from retrofit.export.forms import Clamp, EstimatedTransform, Polynomial, constant_norm
+from retrofit.export.layers import ChannelMap
+from retrofit.export.polynomial import MAX_DEGREE, Fit, Fitter, gaussian_values
+from retrofit.layers.core import normality_norm
+
+LEVELS = (0.1, 0.05, 0.025, 0.0125, 0.006, 0.003, 0.0015)  # rms errors of a layer to try, of its output's deviation
+AFFINE = 1e-3  # with a degree given: what is as good as affine
+_SAMPLES = 2048  # values of each channel to fit on
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """What may be approximated, and how well the network must then agree with itself.
+
+    Attributes:
+        polynomial: Whether constant transforms become polynomials.
+        degree: Of all of them; None for the lowest that meets the tolerance.
+        freeze_lambda: Whether layers that estimate lambda take its mean over the images instead.
+        tolerance: Largest difference of the output, as a share of the largest output.
+        fit: Batches of images to fit on; without any, the running statistics have to do.
+        check: Batches to judge on.
+    """
+
+    polynomial: bool
+    degree: int | None
+    freeze_lambda: bool
+    tolerance: float
+    fit: Sequence[Tensor]
+    check: Sequence[Tensor]
+
+
+def polynomial_parts(found: ChannelMap, fit: Fit, ndim: int) -> tuple[Tensor, Tensor, list[nn.Module]]:
+    """Return scale and shift of the affine map from a layer's input, (C,) each, and what follows it."""
+    scale, shift = found.scale * fit.scale, found.shift * fit.scale + fit.shift
+    return scale, shift, [Clamp(fit.low, 1.0), Polynomial(fit.coefficients, ndim)]
+
+
+def choose(
+    net: nn.Module, transforms: Mapping[Any, tuple[ChannelMap, float | None, int]], wanted: Approximation
+) -> dict[nn.Module, Fit]:
+    """Fit a polynomial for each transform, of the lowest degree that keeps the network within the tolerance.
+
+    Args:
+        net: The network, in evaluation.
+        transforms: By layer: what it computes (upright), the upper limit of a ReLU behind it or None, and how many
+            dimensions its input has.
+        wanted: The tolerance and the images.
+
+    Returns:
+        A fit for each layer that is approximated; the others stay exact.
+
+    Raises:
+        RetrofitError: If no degree meets the tolerance.
+    """
+    values = layer_values(net, list(transforms), wanted.fit)
+    fitters = {}
+    for layer, (found, high, _) in transforms.items():
+        h = gaussian_values(len(found.scale))
+        if layer in values:
+            h = values[layer].double() * found.scale[:, None] + found.shift[:, None]
+        fitters[layer] = Fitter(found, h, high)
+    if wanted.degree is not None:
+        return {layer: _of_degree(fitter, wanted.degree) for layer, fitter in fitters.items()}
+    expected = answers(net, wanted.check)
+    best, before = math.inf, None
+    known: dict[nn.Module, list[Fit]] = {layer: [] for layer in fitters}
+    for level in LEVELS:
+        fits = {layer: _within(fitter, level, known[layer]) for layer, fitter in fitters.items()}
+        chosen = {layer: fit for layer, fit in fits.items() if fit is not None}
+        degrees = [fit.degree if fit else 0 for fit in fits.values()]
+        if degrees == before or not chosen:
+            continue
+        before = degrees
+        with ExitStack() as stack:
+            for layer, fit in chosen.items():
+                found, _, ndim = transforms[layer]
+                stack.callback(layer.register_forward_hook(_replacer(found, fit, ndim)).remove)
+            best = min(best, difference(expected, answers(net, wanted.check)))
+        if best <= wanted.tolerance:
+            return chosen
+    advice = "raise --tolerance" if wanted.fit else "raise --tolerance, give --calibrate images"
+    raise RetrofitError(
+        f"polynomials up to degree {MAX_DEGREE} change the output by {best:.2g} of its scale, more than "
+        f"{wanted.tolerance:g}; {advice} or use --fold exact"
+    )
+
+
+def mean_lambdas(net: nn.Module, images: Sequence[Tensor]) -> dict[nn.Module, float]:
+    """Return the mean lambda, strength included, of each layer that estimates it, over images."""
+    found: dict[nn.Module, list[Tensor]] = {}
+
+    def hook(layer: Any, args: tuple[Tensor, ...]) -> None:
+        values, dims = EstimatedTransform(layer, layers.kind_of(layer)).sets(args[0])
+        _, statistics = normality_norm(values, None, None, dim=dims, eps=layer.eps, steps=layer.steps)
+        found.setdefault(layer, []).append(statistics.lmbda.double().mean())
+
+    _watch(net, [module for module in net.modules() if layers.estimates(module)], hook, images)
+    return {
+        layer: 1 + float(layer.strength) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
+        for layer, means in found.items()
+    }
+
+
+def layer_values(net: nn.Module, watched: Sequence[nn.Module], images: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
+    """Return inputs of layers, (C, S) each: a random choice of positions, and each batch's extremes."""
+    found: dict[nn.Module, list[Tensor]] = {}
+    generator = torch.Generator().manual_seed(0)
+    share = max(1, _SAMPLES // max(1, len(images)))
+
+    def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        values = args[0].movedim(1, 0).flatten(1)
+        chosen = torch.randint(values.shape[1], (share,), generator=generator).to(values.device)
+        extremes = torch.stack(values.aminmax(dim=1), 1)
+        found.setdefault(layer, []).append(torch.cat([values[:, chosen], extremes], 1))
+
+    _watch(net, watched, hook, images)
+    return {layer: torch.cat(parts, 1) for layer, parts in found.items()}
+
+
+@torch.no_grad()
+def answers(net: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that a network gives for each batch, one after the other."""
+    place = next((p.device for p in net.parameters()), torch.device("cpu"))
+    return [leaf for batch in inputs for leaf in tree_leaves(net(batch.to(place))) if isinstance(leaf, Tensor)]
+
+
+def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Return the largest difference as a share of the largest expected value."""
+    gap = max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True))
+    scale = max(float(a.abs().max()) for a in expected)
+    return gap / scale if scale and math.isfinite(gap) else math.inf
+
+
+def _of_degree(fitter: Fitter, degree: int) -> Fit:
+    affine = fitter.fit(1)
+    return affine if affine.rms_error <= AFFINE else fitter.fit(degree)
+
+
+def _within(fitter: Fitter, level: float, known: list[Fit]) -> Fit | None:
+    """Return the fit of the lowest degree whose rms error is within `level`; `known` are those of lower degrees."""
+    for degree in range(1, MAX_DEGREE + 1):
+        if len(known) < degree:
+            known.append(fitter.fit(degree))
+        if known[degree - 1].rms_error <= level:
+            return known[degree - 1]
+    return None
+
+
+def _replacer(found: ChannelMap, fit: Fit, ndim: int) -> Callable[..., Tensor]:
+    """Return a forward hook that answers with the approximation of a layer."""
+    if fit.degree == 1:
+        scale, shift = fit.affine()
+        form: nn.Module = constant_norm(found.scale * scale, found.shift * scale + shift, ndim)
+    else:
+        scale, shift, parts = polynomial_parts(found, fit, ndim)
+        form = nn.Sequential(constant_norm(scale, shift, ndim), *parts)
+    return lambda _layer, args, _out: form(args[0])
+
+
+@torch.no_grad()
+def _watch(net: nn.Module, watched: Sequence[nn.Module], hook: Any, images: Sequence[Tensor]) -> None:
+    place = next((p.device for p in net.parameters()), torch.device("cpu"))
+    with ExitStack() as stack:
+        for layer in watched:
+            stack.callback(layer.register_forward_pre_hook(hook).remove)
+        for batch in images:
+            net(batch.to(place))
