@@ -162,7 +162,7 @@ def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, I
     if fraction == 0:
         return data, None
     if isinstance(data.images, IterableDataset):
-        raise UsageError("a stream cannot be divided; give --val-split the name of a part, or 0")
+        raise UsageError("a stream cannot be divided; unpack it into a folder or tar")
     count = len(data.images)
     held = round(count * fraction)
     if not 0 < held < count:
@@ -270,9 +270,15 @@ class Batches:
 
     Raises:
         RetrofitError: If there are too few images for one batch.
+        UsageError: If the images are a stream.
     """
 
     def __init__(self, images: Any, transform: Callable[..., Any], recipe: Recipe, rank: int, world: int) -> None:
+        if isinstance(images, IterableDataset):
+            raise UsageError(
+                f"{recipe.dataset} is a stream, whose order an interrupted run could not go on with; unpack it into "
+                "a folder or tar, or use hfds/"
+            )
         count, batch_size = len(images), min(recipe.batch_size, len(images) // world)
         if recipe.mixup or recipe.cutmix:
             batch_size -= batch_size % 2

@@ -51,7 +51,7 @@ class Recipe(BaseModel):
         None, description="Folder or .tar of images, one folder a class; or the name of a dataset that needs no folder."
     )
     dataset: str = Field(
-        "", description='timm\'s dataset name (torch/cifar10, hfds/..., wds/...), or "digits", built in.'
+        "", description='timm\'s dataset name (torch/cifar10, hfds/..., tfds/...), or "digits", built in.'
     )
     train_split: str = Field("train", description="Part of the data to train on.")
     val_split: Annotated[str | Fraction, BeforeValidator(_parts)] = Field(

@@ -96,9 +96,17 @@ def validation_share(
         network: Its preprocessing is used.
         teacher: Labels the images, if given: the accuracy is then the agreement with it.
         accelerator: Knows the processes.
+
+    Raises:
+        RetrofitError: If there are fewer images than processes.
     """
     if images is None:
         return None
+    if len(images.images) < accelerator.num_processes:
+        raise RetrofitError(
+            f"{len(images.images)} images to validate on are too few for {accelerator.num_processes} processes; give "
+            "more, or a larger --val-split"
+        )
     part = Part(images.images, range(accelerator.process_index, len(images.images), accelerator.num_processes))
     if teacher is None:
         return replace(images, images=part)

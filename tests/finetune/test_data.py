@@ -151,6 +151,16 @@ def test_refusals(pictures: Path, settings: dict[str, Any], error: type[Exceptio
         batches(recipe(pictures, **settings), 0, world)
 
 
+def test_a_stream_is_refused(pictures: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+    settings = recipe(pictures, dataset="wds/pictures")
+    with pytest.raises(UsageError, match="wds/pictures is a stream"):
+        Batches(Stream(), training_transform(settings, PREPROCESS), settings, 0, 1)
+
+
 def test_a_flat_folder_has_no_classes_to_learn(tmp_path: Path, pictures: Path) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
