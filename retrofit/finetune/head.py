@@ -14,10 +14,11 @@ from retrofit.models import Network
 
 
 def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ...]]:
-    """Return the network with a new, random classifier for `classes` classes; everything else is kept.
+    """Return the network with a new classifier for `classes` classes; everything else is kept.
 
     The library builds it again with that many outputs and the conversion is repeated, so that its artifact can be
-    loaded.
+    loaded. The new classifier starts at zero: a random one would first send noise into the trained layers, and the
+    features of a network trained at another scale can make its first loss several times that of guessing.
 
     Args:
         network: A network of a library or an artifact.
@@ -45,6 +46,10 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     for name, tensor in new.items():
         if name not in fresh:
             tensor.data = old[name].data
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.weight" in fresh:
+            for parameter in module.parameters(recurse=False):
+                nn.init.zeros_(parameter)
     model.train(network.model.training)
     attached = {"preprocess": network.preprocess, "labels": None, "weights": network.weights}
     vars(model).update({f"_retrofit_{name}": value for name, value in attached.items()})

@@ -64,7 +64,7 @@ def fit_network(
         note: Hears what was changed.
 
     Returns:
-        The network, and the names of the tensors that are new and random.
+        The network, and the names of the tensors that are new.
 
     Raises:
         RetrofitError: If the classifier would have to be replaced and cannot be, or has to teach.
@@ -80,7 +80,7 @@ def fit_network(
                 "train without labels: --task-loss-weight 0"
             )
         network, fresh = with_classes(network, wanted)
-        note(f"new classifier: {wanted} outputs in place of {present}, random")
+        note(f"new classifier: {wanted} outputs in place of {present}, zero")
     if images.names is not None and len(images.names) == wanted:
         network = replace(network, labels=list(images.names))
     return network, fresh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,8 @@ def test_refusals(pictures: Path, settings: dict[str, Any], error: type[Exceptio
 
 def test_a_stream_is_refused(pictures: Path) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
-        def __len__(self) -> int:
-            return 4
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
 
     settings = recipe(pictures, dataset="wds/pictures")
     with pytest.raises(UsageError, match="wds/pictures is a stream"):

@@ -196,8 +196,11 @@ def test_the_head_is_replaced_where_classes_differ(train: Train, tmp_path: Path)
     network.model, _ = retrofit.convert(network.model, "bnn")
     listener = Listener()
     train("run", network, epochs=1, watcher=listener)
-    assert "new classifier: 3 outputs in place of 1000, random" in listener.notes
+    assert "new classifier: 3 outputs in place of 1000, zero" in listener.notes
     assert retrofit.load(tmp_path / "run" / "last.safetensors").fc.out_features == 3
+    start = weights(tmp_path / "run" / "state", "start")
+    assert not start["fc.weight"].any()
+    assert start["conv1.0.weight"].any()
 
 
 @pytest.mark.parametrize("to", ["ln-pn", "gn"])
