@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
+from retrofit.workers import heed_no_signals
 
 if TYPE_CHECKING:
     from retrofit.data import ImageData
@@ -99,6 +100,7 @@ def evaluate(
         pin_memory=device.type == "cuda",
         device=device,
         persistent_workers=False,
+        worker_seeding=heed_no_signals,
     )
     total = len(data.images) if hasattr(data.images, "__len__") else None
     images = correct1 = correct5 = outputs = not_finite = done = 0

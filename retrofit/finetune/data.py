@@ -24,6 +24,7 @@ from retrofit.data import ImageData, open_images
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.library import Preprocess
+from retrofit.workers import heed_no_signals
 
 _HELD_OUT = 0.1  # where the data has no part to validate on and the recipe names no fraction
 _EVAL_NAMES = ("val", "valid", "validation", "eval", "evaluation")
@@ -291,6 +292,7 @@ class Batches:
             self._images,
             batch_sampler=self._order,
             num_workers=recipe.workers,
+            worker_init_fn=heed_no_signals,
             persistent_workers=recipe.workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # the loader draws from it, and not from the one that the network draws from

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,16 @@ def test_the_pictures_do_not_depend_on_workers_start_or_what_was_drawn_before(pi
     for (images, targets), (same, too) in zip(one[2:], other, strict=True):
         assert torch.equal(images, same)
         assert torch.equal(targets, too)
+
+
+def test_a_signal_to_the_whole_group_leaves_the_decoders_at_work(pictures: Path) -> None:
+    epoch = batches(recipe(pictures, val_split=0.0, workers=1)).epoch(0)
+    next(epoch)
+    for worker in multiprocessing.active_children():
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    assert len(list(epoch)) == 5
 
 
 def test_two_processes_augment_as_one_does(pictures: Path) -> None:

@@ -1,0 +1,23 @@
+"""What the processes that decode images have in common."""
+
+from __future__ import annotations
+
+import signal
+
+import torch
+
+
+def heed_no_signals(_worker: object) -> int:
+    """Let signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) be the main process's alone.
+
+    It decides what happens to the work, and ends its workers itself; they also end when it is gone. For a DataLoader's
+    `worker_init_fn`, or timm's `worker_seeding`.
+
+    Returns:
+        The worker's seed, as torch chose it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    return int(info.seed % 2**32)
