@@ -224,13 +224,14 @@ def test_torchrun(run: Run, pictures: Path, network: str, environment: dict[str,
         "--data-dir",
         str(pictures),
     ]
-    quick = [*QUICK, "-b", "2", "--no-aug", "--sync-norm"]
+    same = [*QUICK, "--no-aug", "--opt", "sgd"]  # AdamW's first steps make rounding errors of small gradients large
+    quick = [*same, "-b", "2", "--sync-norm"]
     command = [sys.executable, "-m", "torch.distributed.run", *words, *quick]
     done = subprocess.run(
         [*command, "-o", "two"], env=environment, capture_output=True, text=True, check=False, preexec_fn=heed_signals
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("epoch 2:") == 1  # the first process speaks for all
-    assert run("finetune", network, "--data-dir", pictures, *QUICK, "--no-aug", "-o", "one").exit_code == 0
+    assert run("finetune", network, "--data-dir", pictures, *same, "-o", "one").exit_code == 0
     for name, tensor in weights("one").items():
-        torch.testing.assert_close(weights("two")[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(weights("two")[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
