@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from PIL import Image
@@ -166,6 +166,52 @@ def _mapped(classes: Sequence[str], place: dict[str, int], class_map: str | os.P
     return [place[name] for name in classes]
 
 
+class SampledBatches(Sequence[tuple[Tensor, Tensor]]):
+    """Some images of a set, spread evenly over it, as batches that are read when they are asked for.
+
+    Each is (pixels, targets): (N, C, H, W), as a model takes them, and (N,).
+
+    Args:
+        data: What `open_images` found; its transform is set.
+        preprocess: The model's.
+        images: How many at most.
+        batch_size: Images in a batch.
+    """
+
+    def __init__(self, data: ImageData, preprocess: Preprocess, images: int, batch_size: int = 32) -> None:
+        """Read nothing yet."""
+        self._images = data.images
+        self._images.transform = create_transform(**preprocess.to_dict())
+        self._batch_size = batch_size
+        self._count = min(images, len(data.images))
+
+    def __len__(self) -> int:
+        return -(-self._count // self._batch_size)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[Tensor, Tensor]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """Read one batch, or several.
+
+        Raises:
+            RetrofitError: If an image cannot be read.
+        """
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        found = [self._read(i) for i in range(self._count)[index * self._batch_size :][: self._batch_size]]
+        return torch.stack([pixels for pixels, _ in found]), torch.tensor([target for _, target in found])
+
+    def _read(self, number: int) -> tuple[Tensor, int]:
+        pixels, target = self._images[number * len(self._images) // self._count]
+        if target < 0:
+            raise RetrofitError(f"cannot read {self._images.unreadable(target)}; remove it")
+        return pixels, target
+
+
 def sample_batches(
     data_dir: str | os.PathLike[str], preprocess: Preprocess, images: int = 128, batch_size: int = 32
 ) -> list[Tensor]:
@@ -183,13 +229,5 @@ def sample_batches(
     Raises:
         RetrofitError: If there is no image, or one cannot be read.
     """
-    found = open_images(data_dir, channels=preprocess.input_size[0]).images
-    found.transform = create_transform(**preprocess.to_dict())
-    count = min(images, len(found))
-    pixels = []
-    for number in range(count):
-        image, target = found[number * len(found) // count]
-        if target < 0:
-            raise RetrofitError(f"cannot read {found.unreadable(target)} in {data_dir}; remove it")
-        pixels.append(image)
-    return list(torch.stack(pixels).split(batch_size))
+    data = open_images(data_dir, channels=preprocess.input_size[0])
+    return [pixels for pixels, _ in SampledBatches(data, preprocess, images, batch_size)]

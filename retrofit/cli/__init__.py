@@ -26,6 +26,8 @@ COMMANDS = {
     "export": "Write a network as ONNX, folded and checked against PyTorch.",
     "finetune": "Train a converted network while its strength goes from 0 to 1.",
     "recipes": "List, show or copy the recipes for finetune.",
+    "bench": "Measure time and memory of a network against its source or another one.",
+    "diagnose": "Measure what the papers measure on a network or two, and draw it.",
 }
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from retrofit.cli.console import emit, names, progress_bar, say
+from retrofit.cli.device import device_of, precision_of
 from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-
 
 HELP = """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
 
@@ -72,8 +69,8 @@ def command(
 
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to evaluate on; give --data-dir DIR or --dataset NAME")
-    place = _device(device)
-    precision = _precision(place, amp, amp_dtype)
+    place = device_of(device)
+    precision = precision_of(place, amp, amp_dtype)
     network = open_network(model, **options)
     data = open_images(
         data_dir,
@@ -123,39 +120,3 @@ def command(
                 "skipped": list(result.skipped),
             }
         )
-
-
-def _device(name: str | None) -> torch.device:
-    """Return the device to run on.
-
-    Raises:
-        UsageError: If there is no such device.
-    """
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError, ...
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UsageError(f"cannot use --device {name} ({reason}); leave it out or use cpu") from error
-    return device
-
-
-def _precision(device: torch.device, amp: bool, name: str | None) -> torch.dtype | None:
-    """Return the data type of mixed precision; None for none.
-
-    Raises:
-        UsageError: If a data type is given without --amp.
-    """
-    import torch
-
-    if name is not None and not amp:
-        raise UsageError("--amp-dtype chooses the data type of mixed precision; give --amp too")
-    if not amp:
-        return None
-    return (
-        torch.bfloat16 if (name or ("bfloat16" if device.type == "cpu" else "float16")) == "bfloat16" else torch.float16
-    )

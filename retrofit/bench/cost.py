@@ -1,0 +1,175 @@
+"""Time and peak memory of networks, measured in turns so that whatever else the machine does hits all of them alike."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from retrofit.bench.memory import peak_memory
+from retrofit.errors import RetrofitError
+
+Mode = Literal["eval", "train"]
+MODES: tuple[Mode, ...] = ("eval", "train")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How networks are run.
+
+    Attributes:
+        batch_size: Images in a batch.
+        rounds: Timed turns of each network in each mode, after two that are not.
+        device: Where.
+        amp: Data type of mixed precision; None for none.
+        channels_last: Whether in the channels-last memory format.
+        compile: Whether through torch.compile.
+    """
+
+    batch_size: int = 16
+    rounds: int = 15
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    amp: torch.dtype | None = None
+    channels_last: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of several figures, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Spread:
+        """Summarise at least two figures."""
+        low, _, high = quantiles(figures, n=4, method="inclusive")
+        return cls(median(figures), low, high)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one network costs in one mode.
+
+    Attributes:
+        network: Its name.
+        mode: "eval": a forward pass without gradients; "train": forward, backward and a step of SGD with momentum.
+        seconds: Time of one batch.
+        bytes: Peak memory beyond parameters, images and the optimizer's state.
+        time_ratio: Time over that of the last network in the same turn, the reference; None for the reference.
+        memory_ratio: Peak memory over the reference's.
+    """
+
+    network: str
+    mode: Mode
+    seconds: Spread
+    bytes: int
+    time_ratio: Spread | None
+    memory_ratio: float | None
+
+
+def measure(
+    networks: Mapping[str, tuple[nn.Module, tuple[int, int, int]]],
+    setting: Setting,
+    modes: Sequence[Mode] = MODES,
+    progress: Progress | None = None,
+) -> list[Cost]:
+    """Measure networks against the last of them.
+
+    Args:
+        networks: Network and input size (C, H, W) by name. Copies are run, so that nothing of theirs moves.
+        setting: How they are run.
+        modes: What is measured.
+        progress: Called as progress(turns done, in all).
+
+    Raises:
+        RetrofitError: If a network gives no class scores, which training needs.
+    """
+    found: list[Cost] = []
+    for number, mode in enumerate(modes):
+        steps = {name: _step(name, network, size, mode, setting) for name, (network, size) in networks.items()}
+        memory = {}
+        for name, step in steps.items():
+            step()
+            step()
+            memory[name] = peak_memory(step, setting.device)
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for turn in range(setting.rounds):
+            for name, step in steps.items():
+                times[name].append(_timed(step, setting.device))
+            if progress is not None:
+                progress(number * setting.rounds + turn + 1, len(modes) * setting.rounds)
+        reference = list(networks)[-1]
+        for name in networks:
+            ratios = [a / b for a, b in zip(times[name], times[reference], strict=True)]
+            alone = name == reference
+            found.append(
+                Cost(
+                    name,
+                    mode,
+                    Spread.of(times[name]),
+                    memory[name],
+                    None if alone else Spread.of(ratios),
+                    None if alone else memory[name] / max(memory[reference], 1),
+                )
+            )
+    return found
+
+
+def _step(
+    name: str, network: nn.Module, size: tuple[int, int, int], mode: Mode, setting: Setting
+) -> Callable[[], object]:
+    """Return what runs one batch of seeded images through a copy of the network."""
+    layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
+    model = copy.deepcopy(network).to(setting.device).to(memory_format=layout).train(mode == "train")
+    pixels = torch.randn(setting.batch_size, *size, generator=torch.Generator().manual_seed(0))
+    pixels = pixels.to(setting.device).contiguous(memory_format=layout)
+    with torch.inference_mode():
+        scores = copy.deepcopy(model).eval()(pixels[:2])
+    run: Callable[[Tensor], Any] = torch.compile(model) if setting.compile else model
+    if mode == "eval":
+
+        def forward() -> object:
+            with torch.inference_mode(), _precision(setting):
+                return run(pixels)
+
+        return forward
+    if not isinstance(scores, Tensor) or scores.ndim != 2:
+        raise RetrofitError(f"{name} gives no class scores to train on; measure it with --mode eval")
+    targets = torch.arange(setting.batch_size, device=setting.device) % scores.shape[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def train() -> None:
+        with _precision(setting):
+            out = run(pixels)
+            loss = F.cross_entropy((out if isinstance(out, Tensor) else out[0]).float(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def _timed(step: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _precision(setting: Setting) -> AbstractContextManager[Any]:
+    return nullcontext() if setting.amp is None else torch.autocast(setting.device.type, dtype=setting.amp)

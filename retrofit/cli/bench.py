@@ -1,0 +1,123 @@
+"""`retrofit bench`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrofit.cli.console import emit, progress_bar, say, show_table
+from retrofit.cli.device import device_of, precision_of
+from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
+from retrofit.errors import UsageError
+
+if TYPE_CHECKING:
+    from retrofit.bench import Cost, Spread
+    from retrofit.models import Network
+
+HELP = """Measure what MODEL costs: time and peak memory of evaluation and of a training step.
+
+An artifact is measured against the network that it was converted from, unless --against names another one. The
+networks take turns; ratios are medians over the turns, with their quartiles.
+
+\b
+$ retrofit bench resnet18-bnn.safetensors
+$ retrofit bench resnet18-bnn.safetensors --against resnet18-gn-pn.safetensors --mode train
+"""
+
+
+@click.command("bench", help=HELP)
+@model_argument
+@click.option("--against", metavar="MODEL", help="The reference (default: an artifact's source network).")
+@click.option("--mode", type=click.Choice(["both", "eval", "train"]), default="both", help="Default: both.")
+@click.option("-b", "--batch-size", type=click.IntRange(min=2), default=16, metavar="N", help="Default: 16.")
+@click.option("--rounds", type=click.IntRange(min=3), default=15, metavar="N", help="Turns of each network (15).")
+@click.option("--device", metavar="NAME", help="Default: cuda if there is one, else cpu.")
+@click.option("--amp", is_flag=True, help="Mixed precision.")
+@click.option("--amp-dtype", type=click.Choice(["float16", "bfloat16"]), help="Default: float16 (cpu: bfloat16).")
+@click.option("--channels-last", is_flag=True, help="Use the channels-last memory format.")
+@click.option("--compile", is_flag=True, help="Run through torch.compile.")
+@weights_options
+@architecture_options
+@json_option
+def command(
+    model: str,
+    against: str | None,
+    mode: str,
+    batch_size: int,
+    rounds: int,
+    device: str | None,
+    amp: bool,
+    amp_dtype: str | None,
+    channels_last: bool,
+    compile: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run `retrofit bench`."""
+    from retrofit.bench import Setting, measure
+    from retrofit.bench.cost import MODES
+    from retrofit.cli.network import open_network
+
+    place = device_of(device)
+    precision = precision_of(place, amp, amp_dtype)
+    network = open_network(model, **options)
+    name, reference = _reference(model, network, against)
+    networks = {
+        model: (network.model, network.preprocess.input_size),
+        name: (reference.model, reference.preprocess.input_size),
+    }
+    if len(networks) == 1:
+        raise UsageError(f"{model} would be measured against itself; name another network with --against")
+    setting = Setting(batch_size, rounds, place, precision, channels_last, compile)
+    with progress_bar("measuring") as move:
+        found = measure(networks, setting, MODES if mode == "both" else (mode,), move)  # type: ignore[arg-type]
+    _show(found)
+    say(f"{rounds} turns each, batch {batch_size}, {_machine(place)}")
+    if as_json:
+        emit({"schema": 1, "machine": _machine(place), "batch_size": batch_size, "rounds": rounds,
+              "costs": [_values(cost) for cost in found]})  # fmt: skip
+
+
+def _reference(model: str, network: Network, against: str | None) -> tuple[str, Network]:
+    """Return the name to show, and the network to measure against."""
+    from dataclasses import replace
+
+    from retrofit.cli.network import open_network
+    from retrofit.library import build
+
+    if against is not None:
+        return against, open_network(against)
+    if network.artifact is None:
+        raise UsageError(f"{model} is no artifact, whose source would be the reference; give --against MODEL")
+    return network.source.name, replace(network, model=build(network.source), artifact=None)
+
+
+def _show(found: list[Cost]) -> None:
+    rows = []
+    for cost in found:
+        ratio = "1" if cost.time_ratio is None else _ratio(cost.time_ratio)
+        memory = "1" if cost.memory_ratio is None else f"{cost.memory_ratio:.2f}"
+        time = f"{cost.seconds.median * 1e3:.1f} ({cost.seconds.low * 1e3:.1f} to {cost.seconds.high * 1e3:.1f})"
+        rows.append((cost.mode, cost.network, time, ratio, f"{cost.bytes / 1e6:.1f}", memory))
+    show_table(("mode", "network", "ms a batch", "time ratio", "peak MB", "memory ratio"), rows)
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+
+
+def _values(cost: Cost) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(cost)
+
+
+def _machine(place: Any) -> str:
+    import platform
+
+    import torch
+
+    if place.type == "cuda":
+        return f"{torch.cuda.get_device_name(place)}, torch {torch.__version__}"
+    return f"{torch.get_num_threads()} threads of a {platform.machine()} CPU, torch {torch.__version__}"

@@ -1,0 +1,87 @@
+"""How close to normal a layer's features are: Q-Q plots, joint normality, and dependence between channels.
+
+Statistics are those of scipy, pingouin and scikit-learn; what is here chooses channels and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Values = NDArray[np.float64]
+
+_CURVE = 64  # points kept of a Q-Q plot
+
+
+@dataclass(frozen=True)
+class QQ:
+    """One Q-Q plot: a channel of one batch against the normal distribution.
+
+    Attributes:
+        r2: Coefficient of determination of the line of best fit.
+        theoretical: Normal quantiles, thinned out for drawing.
+        ordered: The sample's ordered values there, standardised.
+    """
+
+    r2: float
+    theoretical: Values
+    ordered: Values
+
+
+def qq(sample: Values) -> QQ | None:
+    """Compare a sample with the normal distribution.
+
+    Returns:
+        The plot; None for a constant sample, which has no line.
+    """
+    from scipy.stats import probplot
+
+    spread = sample.std()
+    if not np.isfinite(spread) or spread <= 1e-12 * max(1.0, np.abs(sample).max()):
+        return None
+    (theoretical, ordered), (_, _, r) = probplot((sample - sample.mean()) / spread)
+    places = np.unique(np.linspace(0, len(ordered) - 1, _CURVE).round().astype(int))
+    return QQ(float(r) ** 2, theoretical[places], ordered[places])
+
+
+def henze_zirkler(pair: Values) -> float:
+    """Return the Henze-Zirkler statistic of (n, 2) values: the larger, the further from jointly normal."""
+    import pingouin
+
+    return float(pingouin.multivariate_normality(pair).hz)
+
+
+def dependence(pair: Values, bins: int = 10) -> float:
+    """Return the adjusted mutual information of (n, 2) values, each cut into equally filled bins; 0 if independent."""
+    from sklearn.metrics import adjusted_mutual_info_score
+
+    cut = [np.searchsorted(np.quantile(v, np.linspace(0, 1, bins + 1)[1:-1]), v) for v in pair.T]
+    return float(adjusted_mutual_info_score(*cut))
+
+
+def choose(channels: int, wanted: int, generator: torch.Generator) -> Tensor:
+    """Return the indices of at most `wanted` channels, without repetition, in order."""
+    return torch.randperm(channels, generator=generator)[:wanted].sort().values
+
+
+def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator) -> Values:
+    """Return at most `values` values of each of some channels, at the same images and positions.
+
+    Args:
+        y: Features of shape (N, C, positions).
+        channels: Indices of the channels.
+        values: How many of a channel's N * positions values.
+        generator: Chooses them.
+
+    Returns:
+        Array of shape (values, channels).
+    """
+    total = y.shape[0] * y.shape[2]
+    places = torch.randperm(total, generator=generator)[:values]
+    flat = y[:, channels].movedim(1, 2).reshape(total, len(channels))
+    chosen: Values = flat[places].double().cpu().numpy()
+    return chosen

@@ -1,0 +1,40 @@
+"""How close to linear an activation acts on what it gets (Labatie et al. 2021, eqs. 8 and 9).
+
+The measure of a channel is the share of the activation's output that a straight line in its input explains, constant
+included: 1 where the channel never reaches the bend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class LinearityMeter:
+    """Gathers, for each channel, the moments of an activation's input and output; its size is that of the channels."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._count = 0
+        self._sums: Tensor | None = None
+
+    def update(self, x: Tensor, z: Tensor) -> None:
+        """Add the activation's input and output, each of shape (N, C, positions)."""
+        sums = torch.stack([v.sum((0, 2), dtype=torch.float64) for v in (x, z, x * x, z * z, x * z)])
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._count += x.shape[0] * x.shape[2]
+
+    def result(self) -> float:
+        """Return the measure averaged over channels; one whose output does not vary counts as linear.
+
+        Raises:
+            ValueError: If nothing was measured.
+        """
+        if self._sums is None:
+            raise ValueError("no images were measured")
+        a, b, aa, bb, ab = self._sums / self._count
+        var_a, var_b = (aa - a * a).clamp_min(0), (bb - b * b).clamp_min(0)
+        tiny = torch.finfo(var_a.dtype).tiny
+        constant = var_b <= 1e-12 * bb
+        share = (ab - a * b).square() / (var_a * var_b).clamp_min(tiny)
+        return float(torch.where(constant, 1.0, share).clamp_max(1).mean())

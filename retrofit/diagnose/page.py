@@ -1,0 +1,88 @@
+"""One HTML page that opens from disk: figures, a table, and what to read from them."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from retrofit.diagnose.measure import Diagnosis, Layer
+from retrofit.diagnose.plots import Plot
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --soft: #59636e; --line: #d8dee4; --panel: #f6f8fa }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9198a1; --line: #30363d; --panel: #151b23 } }
+* { box-sizing: border-box }
+body { margin: 0 auto; max-width: 1180px; padding: 1rem; color: var(--ink); background: var(--paper);
+  font: 16px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.5rem; margin: .5rem 0 0 } h2 { font-size: 1.1rem; margin: 0 0 .25rem }
+p { margin: .25rem 0 .75rem } .soft { color: var(--soft) }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1.5rem }
+figure { margin: 0 } figure img { width: 100%; height: auto; display: block }
+figcaption { color: var(--soft); font-size: .875rem; margin-top: .25rem }
+ul { padding-left: 1.2rem } .wide { overflow-x: auto; margin: 1rem 0 }
+table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; width: 100% }
+th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left }
+thead th { background: var(--panel); vertical-align: bottom }
+"""
+
+_COLUMNS = ("layer", "class", "R²", "R² before", "P1", "P2", "P3", "P4", "balance", "linearity", "HZ", "AMI")
+
+
+def page(networks: Mapping[str, Diagnosis], plots: Sequence[Plot], sentences: Sequence[str], title: str) -> str:
+    """Return the page.
+
+    Args:
+        networks: One or two diagnoses by the name to show.
+        plots: Figures.
+        sentences: What the figures say in words.
+        title: Heading.
+    """
+    images = ", ".join(f"{name}: {diagnosis.images} images" for name, diagnosis in networks.items())
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f'<h1>{escape(title)}</h1><p class="soft">{escape(images)}</p>',
+        "<ul>",
+        *(f"<li>{escape(sentence)}</li>" for sentence in sentences),
+        '</ul><div class="figures">',
+        *map(_figure, plots),
+        "</div>",
+        *(_table(name, diagnosis) for name, diagnosis in networks.items()),
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _figure(plot: Plot) -> str:
+    light, dark = _uri(plot.png("light")), _uri(plot.png("dark"))
+    return (
+        f"<figure><h2>{escape(plot.title)}</h2><picture>"
+        f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{escape(plot.title)}"></picture><figcaption>{escape(plot.text)}</figcaption></figure>'
+    )
+
+
+def _uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _table(name: str, diagnosis: Diagnosis) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _row(layer)) + "</tr>" for layer in diagnosis.layers
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<h2>{escape(name)}</h2><div class="wide">{table}</div>'
+
+
+def _row(layer: Layer) -> list[str]:
+    power = layer.power
+    figures: list[Any] = [layer.r2, layer.r2_before, power.p1, power.p2, power.p3, power.p4, power.balance]
+    figures += [layer.linearity, layer.henze_zirkler, layer.dependence]
+    return [layer.name or "(root)", layer.kind, *("" if v is None else f"{v:.3f}" for v in figures)]

@@ -1,0 +1,271 @@
+"""The figures of a diagnosis: one network, or two beside each other."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from retrofit.diagnose.measure import INJECTED, Diagnosis, Layer
+
+Theme = Literal["light", "dark"]
+Networks = Mapping[str, Diagnosis]
+
+_INK = {"light": "#1f2328", "dark": "#e6edf3"}
+_PAPER = {"light": "#ffffff", "dark": "#0d1117"}
+_GRID = {"light": "#d8dee4", "dark": "#30363d"}
+_COLOURS = ("#0969da", "#d1570a")
+_SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
+_SHARE_NAMES = ("P1 data set", "P2 between images, mean", "P3 within images", "P4 between images, spread")
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure with what to read from it.
+
+    Attributes:
+        name: File name without ending.
+        title: For people.
+        text: What it shows and how to read it.
+        draw: Fills a figure.
+    """
+
+    name: str
+    title: str
+    text: str
+    draw: Callable[[Figure], None]
+
+    def png(self, theme: Theme) -> bytes:
+        """Return the figure as PNG."""
+        figure = Figure(figsize=(7.2, 4.2), dpi=150, facecolor=_PAPER[theme], layout="constrained")
+        self.draw(figure)
+        _paint(figure, theme)
+        stream = io.BytesIO()
+        figure.savefig(stream, format="png", facecolor=_PAPER[theme], metadata={"Software": None})
+        return stream.getvalue()
+
+
+def plots(networks: Networks) -> list[Plot]:
+    """Return the figures that these networks have something to show in.
+
+    Args:
+        networks: One or two diagnoses by the name to show.
+    """
+    found = [
+        Plot(
+            "gaussianity",
+            "Gaussianity by layer",
+            "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is normal. "
+            "Dotted: the same layers before their power transform (Eftekhari & Papyan 2025, figure 6).",
+            lambda figure: _gaussianity(figure, networks),
+        ),
+        Plot(
+            "qq",
+            "Q-Q plots",
+            "The channel with the median R² at four depths. Points on the line are normal; bends at the ends are tails "
+            "heavier or lighter than normal ones (figure 5).",
+            lambda figure: _qq(figure, networks),
+        ),
+        Plot(
+            "power",
+            "Where the power lies",
+            "Shares of each layer's power. P1 growing with depth is collapse: channels that are nearly constant over "
+            "the data set, on which the activation acts almost linearly (Labatie et al. 2021, figure 2).",
+            lambda figure: _power(figure, networks),
+        ),
+        Plot(
+            "channels",
+            "Channel balance, and linearity of the activation",
+            "Left: 1 where all channels have equal power, near 0 where a few have all of it. Right: the share of the "
+            "activation's output that a straight line explains; near 1 the nonlinearity is not used.",
+            lambda figure: _channels(figure, networks),
+        ),
+        Plot(
+            "independence",
+            "Joint normality and dependence of channel pairs",
+            "Left: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Right: mean adjusted mutual "
+            "information, 0 is independent (appendix A.4).",
+            lambda figure: _independence(figure, networks),
+        ),
+        Plot(
+            "noise",
+            "Noise through the layers",
+            f"Relative error left at each layer when Gaussian noise of {INJECTED:g} of a channel's spread is added at "
+            "an earlier one, where each line starts. Falling lines: the network attenuates noise (appendix A.1).",
+            lambda figure: _noise(figure, networks),
+        ),
+    ]
+    if any(layer.lmbda for diagnosis in networks.values() for layer in diagnosis.layers):
+        found.append(
+            Plot(
+                "lambda",
+                "The transform's parameter",
+                "Lambda over each layer's channels as used in evaluation: median, 25 to 75% (dark), 5 to 95% (light). "
+                "At 1 the transform is the identity; below 1 it pulls in a right tail, above 1 a left one.",
+                lambda figure: _lambda(figure, networks),
+            )
+        )
+    if any(diagnosis.input_noise for diagnosis in networks.values()):
+        found.append(
+            Plot(
+                "input-noise",
+                "Noise on the images",
+                "Top-1 accuracy (agreement with the clean answer, where there are no labels) under Gaussian noise on "
+                "the normalized image (table 4).",
+                lambda figure: _input_noise(figure, networks),
+            )
+        )
+    return found
+
+
+def _lines(axes: Axes, networks: Networks, value: Callable[[Layer], float | None], **style: Any) -> None:
+    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+        points = [(i, v) for i, layer in enumerate(diagnosis.layers) if (v := value(layer)) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
+    axes.set_xlabel("normalization layer")
+
+
+def _gaussianity(figure: Figure, networks: Networks) -> None:
+    axes = figure.subplots()
+    _lines(axes, networks, lambda layer: layer.r2, marker="o", markersize=3)
+    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+        before = [(i, layer.r2_before) for i, layer in enumerate(diagnosis.layers) if layer.r2_before is not None]
+        if before:
+            label = f"{name}, before the transform"
+            axes.plot(*zip(*before, strict=True), color=colour, linestyle=":", label=label)
+    axes.set_ylabel("mean R² of the Q-Q plots")
+    axes.set_ylim(top=1)
+    axes.legend()
+
+
+def _qq(figure: Figure, networks: Networks) -> None:
+    grid = figure.subplots(len(networks), 4, squeeze=False, sharex=True, sharey=True)
+    for row, (name, diagnosis), colour in zip(grid, networks.items(), _COLOURS, strict=False):
+        drawn = [layer for layer in diagnosis.layers if layer.plot is not None]
+        for column, axes in enumerate(row):
+            if not drawn:
+                break
+            layer = drawn[round(column * (len(drawn) - 1) / 3)]
+            assert layer.plot is not None
+            axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
+            axes.plot(layer.plot.theoretical, layer.plot.ordered, ".", markersize=3, color=colour)
+            axes.set_title(f"{_short(layer.name)}\nR² {layer.plot.r2:.3f}", fontsize=8)
+            axes.set_xlim(-3.5, 3.5)
+            axes.set_ylim(-5, 5)
+        row[0].set_ylabel(name, fontsize=8)
+    figure.supxlabel("normal quantiles", fontsize=9)
+
+
+def _power(figure: Figure, networks: Networks) -> None:
+    row = figure.subplots(1, len(networks), squeeze=False, sharey=True)[0]
+    for axes, (name, diagnosis) in zip(row, networks.items(), strict=True):
+        shares = [[getattr(layer.power, key) for layer in diagnosis.layers] for key in ("p1", "p2", "p3", "p4")]
+        axes.stackplot(range(len(diagnosis.layers)), shares, colors=_SHARES, labels=_SHARE_NAMES)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("normalization layer")
+        axes.set_ylim(0, 1)
+        axes.margins(x=0)
+    row[0].set_ylabel("share of the layer's power")
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+
+
+def _channels(figure: Figure, networks: Networks) -> None:
+    balance, linearity = figure.subplots(1, 2)
+    _lines(balance, networks, lambda layer: layer.power.balance)
+    balance.set_title("channel balance", fontsize=9)
+    balance.set_ylim(0, 1.02)
+    _lines(linearity, networks, lambda layer: layer.linearity)
+    linearity.set_title("linearity of the activation", fontsize=9)
+    linearity.set_ylim(0, 1.02)
+    balance.legend()
+
+
+def _independence(figure: Figure, networks: Networks) -> None:
+    joint, dependence = figure.subplots(1, 2)
+    _lines(joint, networks, lambda layer: layer.henze_zirkler)
+    joint.set_title("Henze-Zirkler statistic", fontsize=9)
+    _lines(dependence, networks, lambda layer: layer.dependence)
+    dependence.set_title("adjusted mutual information", fontsize=9)
+    joint.legend()
+
+
+def _noise(figure: Figure, networks: Networks) -> None:
+    axes = figure.subplots()
+    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+        places = {layer.name: i for i, layer in enumerate(diagnosis.layers)}
+        for number, followed in enumerate(diagnosis.noise):
+            points = sorted((places[n], e) for n, e in zip(followed.layers, followed.errors, strict=True))
+            label = None if number else name
+            axes.plot(*zip(*points, strict=True), color=colour, alpha=1 - 0.18 * number, label=label)
+    axes.set_xlabel("normalization layer")
+    axes.set_ylabel("relative error")
+    axes.set_yscale("log")
+    axes.legend()
+
+
+def _lambda(figure: Figure, networks: Networks) -> None:
+    axes = figure.subplots()
+    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+        points = [(i, layer.lmbda) for i, layer in enumerate(diagnosis.layers) if layer.lmbda]
+        if points:
+            x = [i for i, _ in points]
+            _, low, first, middle, third, high, _ = zip(*(values for _, values in points), strict=True)
+            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(x, first, third, color=colour, alpha=0.35, linewidth=0)
+            axes.plot(x, middle, color=colour, label=name)
+    axes.axhline(1, linewidth=1, color="#8b949e")
+    axes.set_xlabel("normalization layer")
+    axes.set_ylabel("lambda")
+    axes.legend()
+
+
+def _input_noise(figure: Figure, networks: Networks) -> None:
+    axes = figure.subplots()
+    labelled = all(d.input_noise and d.input_noise[0].top1 is not None for d in networks.values())
+    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+        values = [
+            entry.agreement if entry.top1 is None or not labelled else entry.top1 for entry in diagnosis.input_noise
+        ]
+        axes.plot([entry.level for entry in diagnosis.input_noise], values, "o-", color=colour, label=name)
+    axes.set_xlabel("standard deviation of the noise")
+    axes.set_ylabel("top-1, %" if labelled else "same answer as without noise, %")
+    axes.set_ylim(0, 102)
+    axes.legend()
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 20 else "…" + name[-19:]
+
+
+def _paint(figure: Figure, theme: Theme) -> None:
+    """Give every part of a figure the theme's colours."""
+    ink, grid = _INK[theme], _GRID[theme]
+    legends = list(figure.legends)
+    for axes in figure.axes:
+        axes.set_facecolor(_PAPER[theme])
+        axes.tick_params(colors=ink, labelsize=8)
+        axes.grid(color=grid, linewidth=0.6)
+        axes.set_axisbelow(True)
+        for spine in axes.spines.values():
+            spine.set_color(grid)
+        texts: Sequence[Any] = (axes.xaxis.label, axes.yaxis.label, axes.title)
+        for text in texts:
+            text.set_color(ink)
+        legend = axes.get_legend()
+        if legend is not None:
+            legends.append(legend)
+    for legend in legends:
+        legend.get_frame().set(facecolor=_PAPER[theme], edgecolor=grid)
+        for text in legend.get_texts():
+            text.set_color(ink)
+            text.set_fontsize(8)
+    for text in figure.texts:
+        text.set_color(ink)
+    if figure._supxlabel is not None:  # type: ignore[attr-defined]
+        figure._supxlabel.set_color(ink)  # type: ignore[attr-defined]

@@ -1,0 +1,105 @@
+"""A normalization layer on its own: what it makes of an input before the transform, after it, and after its affine.
+
+A probe computes from the layer's parameters without its hooks, its dropout or its fused activation; the layer itself
+is not touched, and no running statistic moves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm
+from retrofit.surgery.census import find_norms
+
+_FUSED_CHILDREN = ("drop", "act")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+class Probe:
+    """One normalization layer.
+
+    Args:
+        name: Dotted name.
+        layer: The layer; its tensors are read when they are needed, so that a probe stays valid while they change.
+    """
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        """Take the layer apart."""
+        self.name = name
+        self.layer = layer
+        self.kind = type(layer).__name__
+        bare: Any = copy.copy(layer)
+        bare._modules = {
+            key: nn.Identity() if key in _FUSED_CHILDREN else child for key, child in layer._modules.items()
+        }
+        for hooks in _HOOKS:
+            setattr(bare, hooks, OrderedDict())
+        bare.training = False
+        self._bare = bare
+
+    @property
+    def transforms(self) -> bool:
+        """Whether the layer applies the power transform."""
+        return isinstance(self.layer, NormalityMixin)
+
+    @property
+    def lmbda(self) -> Tensor | None:
+        """The transform's parameter in evaluation, (C,); None where it is estimated from the input or there is none."""
+        running = getattr(self.layer, "running_lambda", None)
+        if not isinstance(running, Tensor) or not isinstance(self.layer, NormalityMixin):
+            return None
+        return 1 + self.layer.strength * (running - 1)
+
+    def standardised(self, x: Tensor) -> Tensor:
+        """Return `x` normalized, before transform and affine, as (N, C, positions)."""
+        neutral = self._neutral()
+        if self.transforms:
+            neutral["strength"] = torch.zeros_like(self.layer.strength)  # type: ignore[arg-type]
+        return self.by_channel(functional_call(self._bare, neutral, (x,)))
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return what the affine gets, the transform included, as (N, C, positions)."""
+        return self.by_channel(functional_call(self._bare, self._neutral(), (x,)))
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return what follows the affine, in `x`'s shape."""
+        out: Tensor = self._bare(x)
+        return out
+
+    def channel_axis(self, y: Tensor) -> int:
+        """Return which dimension of an output holds the channels."""
+        if y.ndim > 2 and isinstance(self.layer, nn.LayerNorm) and "2d" not in self.kind:
+            return y.ndim - len(self.layer.normalized_shape)
+        return 1
+
+    def by_channel(self, y: Tensor) -> Tensor:
+        """View an output as (N, C, positions), float32."""
+        y = y.movedim(self.channel_axis(y), 1)
+        return y.reshape(*y.shape[:2], -1).float()
+
+    def _neutral(self) -> dict[str, Tensor]:
+        """The affine parameters that leave the normalized values as they are."""
+        neutral: dict[str, Tensor] = {}
+        weight, bias = (getattr(self.layer, key, None) for key in ("weight", "bias"))
+        if isinstance(weight, Tensor):
+            gain = getattr(self.layer, "gain", None) if isinstance(self.layer, MigratedGroupNorm) else None
+            neutral["weight"] = torch.ones_like(weight) if gain is None else gain.to(weight)
+        if isinstance(bias, Tensor):
+            neutral["bias"] = torch.zeros_like(bias)
+        return neutral
+
+
+def probes(model: nn.Module) -> list[Probe]:
+    """Return a probe for every normalization layer that standardises, each module once, in the model's order."""
+    found: dict[nn.Module, Probe] = {}
+    for norm in find_norms(model):
+        measurable = norm.family is not None or norm.status == "kept"
+        if measurable and norm.module not in found and not isinstance(norm.module, ProxyNorm):
+            found[norm.module] = Probe(norm.name, norm.module)
+    return list(found.values())

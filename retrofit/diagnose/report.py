@@ -1,0 +1,63 @@
+"""Write a diagnosis: PNG figures, results.json and index.html in one folder, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from retrofit.diagnose.measure import Diagnosis
+from retrofit.diagnose.page import page
+from retrofit.diagnose.plots import plots
+from retrofit.diagnose.summary import sentences
+from retrofit.errors import RetrofitError
+
+_OURS = "results.json"  # marks a folder as a report of ours, which may be replaced
+
+
+def check_folder(folder: Path, force: bool) -> None:
+    """Make sure that a report may be written to `folder`.
+
+    Raises:
+        RetrofitError: If something is there that must not be replaced, or the place cannot be written to.
+    """
+    if folder.is_symlink() or folder.exists():
+        if not force:
+            raise RetrofitError(f"{folder} exists; choose another with -o, or pass --force to replace it")
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / _OURS).is_file()):
+            raise RetrofitError(f"{folder} is not a report that diagnose wrote and is kept; choose another with -o")
+    parent = folder.absolute().parent
+    if not parent.is_dir():
+        raise RetrofitError(f"there is no folder {parent}; create it or choose another with -o")
+    if not os.access(parent, os.W_OK):
+        raise RetrofitError(f"cannot write to {parent}; choose another folder with -o")
+
+
+def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], folder: Path) -> None:
+    """Write the report; a folder that is there is replaced once the new one is whole.
+
+    Args:
+        networks: One or two diagnoses by the name to show.
+        facts: What else results.json shall hold.
+        folder: Where to.
+    """
+    drawn = plots(networks)
+    title = "Diagnosis of " + " and ".join(networks)
+    staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
+    try:
+        staged.chmod(0o755)
+        for plot in drawn:
+            (staged / f"{plot.name}.png").write_bytes(plot.png("light"))
+        results = {**facts, "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()}}
+        (staged / _OURS).write_text(json.dumps(results, indent=1) + "\n")
+        (staged / "index.html").write_text(page(networks, drawn, sentences(networks), title), encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        staged.rename(folder)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise

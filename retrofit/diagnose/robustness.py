@@ -1,0 +1,132 @@
+"""What noise does to a network (Eftekhari & Papyan 2025, appendix A.1): from layer to layer, and to its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.diagnose.probe import Probe
+
+
+@dataclass(frozen=True)
+class Attenuation:
+    """What is left, layer by layer, of noise added at one layer.
+
+    Attributes:
+        source: The layer whose output got the noise.
+        layers: It and the layers after it whose output varies, in the order in which they are called.
+        errors: Relative error of each one's output: |noisy - clean| / |clean - its mean over images and positions|.
+    """
+
+    source: str
+    layers: tuple[str, ...]
+    errors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class InputNoise:
+    """Answers under noise on the images.
+
+    Attributes:
+        level: Standard deviation of the noise, in units of the normalized image.
+        top1: Percent right; None without labels.
+        agreement: Percent of answers that are those without noise.
+    """
+
+    level: float
+    top1: float | None
+    agreement: float
+
+
+def attenuation(
+    model: nn.Module, probes: Sequence[Probe], source: Probe, pixels: Tensor, level: float, generator: torch.Generator
+) -> Attenuation:
+    """Add Gaussian noise to one layer's output and follow it.
+
+    The batch goes through twice as one, its second half with noise; so nothing of the clean run is stored.
+
+    Args:
+        model: The network, in evaluation mode.
+        probes: Its layers.
+        source: The layer that gets the noise: `level` times the standard deviation of each of its channels.
+        pixels: Images (N, C, H, W).
+        level: Size of the noise.
+        generator: Draws it.
+    """
+    errors: dict[str, float] = {}
+
+    def perturb(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        clean, _ = out.chunk(2)
+        shape = [1] * clean.ndim
+        shape[source.channel_axis(clean)] = -1
+        spread = source.by_channel(clean).std((0, 2), correction=0).to(clean).view(shape)
+        drawn = torch.randn(clean.shape, generator=generator).to(clean)
+        return torch.cat([clean, clean + level * spread * drawn])
+
+    def compare(probe: Probe) -> Any:
+        def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
+            if probe.name not in errors and (errors or probe is source):
+                clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
+                scale = (clean - clean.mean((0, 2), keepdim=True)).norm()
+                if scale > 0:
+                    errors[probe.name] = float((noisy - clean).norm() / scale)
+
+        return hook
+
+    handles = [source.layer.register_forward_hook(perturb)]
+    handles += [probe.layer.register_forward_hook(compare(probe)) for probe in probes]
+    try:
+        with torch.inference_mode():
+            model(torch.cat([pixels, pixels]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Attenuation(source.name, tuple(errors), tuple(errors.values()))
+
+
+def input_noise(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | None]], levels: Sequence[float], seed: int
+) -> list[InputNoise]:
+    """Measure a classifier's answers on images with Gaussian noise, the same noise for every network.
+
+    Args:
+        model: The network, in evaluation mode.
+        batches: Images (N, C, H, W) and their labels (N,), or None for the labels.
+        levels: Standard deviations.
+        seed: Draws the noise.
+    """
+    images, right, same = 0, [0] * len(levels), [0] * len(levels)
+    labelled = True
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode():
+        for pixels, labels in batches:
+            answers = model(pixels).argmax(1)
+            drawn = torch.randn(pixels.shape, generator=generator).to(pixels)
+            images += len(pixels)
+            labelled &= labels is not None
+            for place, level in enumerate(levels):
+                noisy = model(pixels + level * drawn).argmax(1) if level else answers
+                same[place] += int((noisy == answers).sum())
+                if labels is not None:
+                    right[place] += int((noisy == labels.to(noisy)).sum())
+    return [
+        InputNoise(level, 100 * r / images if labelled else None, 100 * s / images)
+        for level, r, s in zip(levels, right, same, strict=True)
+    ]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode, and every module's flag back afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

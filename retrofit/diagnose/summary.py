@@ -1,0 +1,61 @@
+"""What a diagnosis says, in a few sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import fmean
+
+from retrofit.diagnose.measure import Diagnosis, Layer
+
+_COLLAPSED = 0.5
+_LINEAR = 0.95
+
+
+def sentences(networks: Mapping[str, Diagnosis]) -> list[str]:
+    """Put the main figures of one or two diagnoses into words.
+
+    Args:
+        networks: Diagnoses by the name to show.
+    """
+    return [f"{name}: {text}" for name, diagnosis in networks.items() for text in _about(diagnosis)]
+
+
+def _about(diagnosis: Diagnosis) -> list[str]:
+    layers = diagnosis.layers
+    texts = []
+    r2 = _mean(layers, lambda layer: layer.r2)
+    if r2 is not None:
+        worst = min((layer for layer in layers if layer.r2 is not None), key=lambda layer: layer.r2 or 0.0)
+        before = _mean(layers, lambda layer: layer.r2_before)
+        gained = "" if before is None else f" ({before:.3f} before the transform)"
+        texts.append(f"mean R² to normal {r2:.3f}{gained}; furthest from normal: {worst.name} ({worst.r2:.3f})")
+    collapsed = [layer.name for layer in layers if layer.power.p1 > _COLLAPSED]
+    deepest = layers[-1]
+    texts.append(
+        f"{len(collapsed)} of {len(layers)} layers have most of their power in a constant (P1 above {_COLLAPSED:g})"
+        f"{': ' + collapsed[0] + ' is the first' if collapsed else ''}; P1 of the last layer {deepest.power.p1:.2f}"
+    )
+    linear = [layer for layer in layers if layer.linearity is not None]
+    if linear:
+        count = sum(1 for layer in linear if (layer.linearity or 0.0) > _LINEAR)
+        texts.append(f"{count} of {len(linear)} activations act almost linearly (above {_LINEAR:g})")
+    if diagnosis.noise:
+        first = diagnosis.noise[0]
+        ratio = first.errors[-1] / max(first.errors[0], 1e-30)
+        texts.append(
+            f"noise added at {first.source} arrives at {first.layers[-1]} as {ratio:.2f} of its relative size there"
+        )
+    if diagnosis.input_noise:
+        clean, noisy = diagnosis.input_noise[0], diagnosis.input_noise[-2]
+        if clean.top1 is not None and noisy.top1 is not None:
+            texts.append(f"top-1 {clean.top1:.1f}%; {noisy.top1:.1f}% with noise of {noisy.level:g} on the images")
+        else:
+            texts.append(
+                f"{noisy.agreement:.1f}% of the answers stay the same with noise of {noisy.level:g} on the images"
+            )
+    return texts
+
+
+def _mean(layers: tuple[Layer, ...], value: Callable[[Layer], float | None]) -> float | None:
+    values = [v for layer in layers if (v := value(layer)) is not None]
+    return fmean(values) if values else None

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from retrofit.bench import Setting, Spread, measure, peak_memory
+from retrofit.errors import RetrofitError
+
+CPU = torch.device("cpu")
+
+
+def small(width: int = 4) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3)
+    )
+
+
+def test_peak_memory_is_what_was_alive_at_once() -> None:
+    x = torch.ones(1000, 1000)
+    assert peak_memory(lambda: ((x + 1) * 2).sum(), CPU) == pytest.approx(2 * x.nbytes, rel=0.01)
+    assert peak_memory(lambda: x.add_(1), CPU) < 0.01 * x.nbytes
+
+
+def test_training_keeps_what_backward_needs() -> None:
+    layers = nn.Sequential(*(nn.Sigmoid() for _ in range(4)))
+    x = torch.randn(500, 500, requires_grad=True)
+    with torch.no_grad():
+        alone = peak_memory(lambda: layers(x), CPU)
+    assert alone == pytest.approx(2 * x.nbytes, rel=0.01)
+    assert peak_memory(lambda: layers(x).sum(), CPU) == pytest.approx(4 * x.nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_networks_take_turns(mode: str) -> None:
+    network, turns = small(), []
+    before = copy.deepcopy(network.state_dict())
+    setting = Setting(batch_size=2, rounds=3)
+    networks = {"wide": (small(64), (3, 16, 16)), "plain": (network, (3, 16, 16))}
+    wide, plain = measure(networks, setting, (mode,), lambda done, total: turns.append((done, total)))  # type: ignore[arg-type]
+    assert (wide.network, plain.network, plain.mode) == ("wide", "plain", mode)
+    assert plain.time_ratio is plain.memory_ratio is None
+    assert wide.time_ratio is not None
+    assert wide.time_ratio.low <= wide.time_ratio.median <= wide.time_ratio.high
+    assert wide.memory_ratio == wide.bytes / plain.bytes
+    assert wide.bytes > 4 * plain.bytes
+    assert turns == [(1, 3), (2, 3), (3, 3)]
+    for key, value in network.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_training_needs_class_scores() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 2, 1))
+    with pytest.raises(RetrofitError, match="no class scores"):
+        measure({"dense": (network, (3, 8, 8))}, Setting(batch_size=2, rounds=3))
+
+
+def test_spread() -> None:
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0)

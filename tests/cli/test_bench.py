@@ -1,0 +1,52 @@
+"""`retrofit bench`: the ratios, the JSON, and the refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.conftest import Run, complaint
+
+FEW = ["-b", "2", "--rounds", "3"]
+
+
+def test_an_artifact_is_measured_against_its_source(run: Run) -> None:
+    assert run("convert", "test_resnet", "--to", "bnn").exit_code == 0
+    result = run("bench", "test_resnet-bnn.safetensors", *FEW, "--json")
+    assert result.exit_code == 0, result.stderr
+    costs = json.loads(result.stdout)["costs"]
+    assert [(cost["network"], cost["mode"]) for cost in costs] == [
+        ("test_resnet-bnn.safetensors", "eval"),
+        ("test_resnet", "eval"),
+        ("test_resnet-bnn.safetensors", "train"),
+        ("test_resnet", "train"),
+    ]
+    for converted, source in (costs[:2], costs[2:]):
+        assert converted["time_ratio"]["median"] > 0
+        assert converted["memory_ratio"] == converted["bytes"] / source["bytes"]
+        assert source["time_ratio"] is None
+    assert "time ratio" in result.stderr
+
+
+def test_against_another(run: Run) -> None:
+    words = ["test_resnet", "--against", "test_resnet2"]
+    assert "test_resnet2" in complaint(run("bench", *words))
+    result = run("bench", "test_resnet", "--against", "test_efficientnet", "--mode", "eval", *FEW, "--json")
+    assert [cost["mode"] for cost in json.loads(result.stdout)["costs"]] == ["eval", "eval"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["test_resnet"], "--against"),
+        (["test_resnet", "--against", "test_resnet"], "against itself"),
+        (["test_resnet", "--against", "test_vit", "--amp-dtype", "bfloat16"], "--amp"),
+        (["test_resnet", "--device", "abacus"], "abacus"),
+        (["test_resnet", "--rounds", "1"], "rounds"),
+    ],
+)
+def test_refusals(run: Run, words: list[str], message: str) -> None:
+    result = run("bench", *words)
+    assert result.exit_code == 2
+    assert message in complaint(result)

@@ -1,0 +1,50 @@
+"""`retrofit diagnose`: the report, the JSON, and the refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, complaint
+from tests.pictures import write_folder
+
+SMALL = ["--images", "4", "-b", "2", "--channels", "2"]
+
+
+@pytest.fixture
+def pictures(here: Path) -> Path:
+    return write_folder(here / "pictures", each=2)
+
+
+def test_two_networks(run: Run, pictures: Path) -> None:
+    assert run("convert", "test_resnet", "--to", "bnn", "--num-classes", "3").exit_code == 0
+    words = ["test_resnet", "--num-classes", "3", "--against", "test_resnet-bnn.safetensors", "--data-dir", pictures]
+    result = run("diagnose", *words, *SMALL, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert list(found["networks"]) == ["test_resnet", "test_resnet-bnn"]
+    assert found["networks"]["test_resnet"]["images"] == 4
+    assert found["networks"]["test_resnet"]["input_noise"][0]["top1"] is not None  # as many classes as outputs
+    assert found["output"] == "test_resnet-diagnosis"
+    assert "wrote test_resnet-diagnosis/index.html" in result.stderr
+    saved = json.loads(Path("test_resnet-diagnosis/results.json").read_text())
+    assert saved["networks"] == found["networks"]
+    assert "--force" in complaint(run("diagnose", *words, *SMALL))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([], 2, "--data-dir"),
+        (["--data-dir", "absent"], 1, "no data at absent"),
+        (["--data-dir", "pictures", "-o", "no/where"], 1, "no folder"),
+        (["--data-dir", "pictures", "--against", "resnet99"], 2, "resnet99"),
+    ],
+)
+def test_refusals(run: Run, pictures: Path, words: list[str], code: int, message: str) -> None:
+    result = run("diagnose", "test_resnet", *words)
+    assert result.exit_code == code
+    assert message in complaint(result)
+    assert [path.name for path in Path().iterdir()] == ["pictures"]

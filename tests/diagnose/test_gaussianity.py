@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from retrofit.diagnose import gaussianity
+
+
+def test_normal_quantiles_lie_on_the_line() -> None:
+    exact = stats.norm.ppf((np.arange(2000) + 0.5) / 2000) * 3 + 7
+    plot = gaussianity.qq(exact)
+    assert plot is not None
+    assert plot.r2 == pytest.approx(1, abs=1e-4)
+    assert len(plot.theoretical) == len(plot.ordered) <= 64
+
+
+@pytest.mark.parametrize(("law", "low", "high"), [("norm", 0.99, 1), ("expon", 0.6, 0.9), ("uniform", 0.9, 0.97)])
+def test_r2_by_distribution(law: str, low: float, high: float) -> None:
+    plot = gaussianity.qq(getattr(stats, law).rvs(size=2000, random_state=0))
+    assert plot is not None
+    assert low <= plot.r2 <= high
+
+
+@pytest.mark.parametrize("values", [np.zeros(50), np.full(50, 1e6), np.array([0.0, np.inf] * 5)])
+def test_what_has_no_line(values: gaussianity.Values) -> None:
+    with np.errstate(invalid="ignore"):
+        assert gaussianity.qq(values) is None
+
+
+def test_henze_zirkler_tells_normal_pairs_from_others() -> None:
+    rng = np.random.default_rng(0)
+    normal = rng.multivariate_normal([1, 2], [[1, 0.6], [0.6, 2]], 400)
+    uniform = rng.uniform(size=(400, 2))
+    folded = np.stack([normal[:, 0], np.abs(normal[:, 1])], 1)
+    reject = stats.lognorm(s=1).ppf(0.5)  # the statistic is of order 1 where the pair is normal
+    assert gaussianity.henze_zirkler(normal) < reject
+    assert gaussianity.henze_zirkler(uniform) > reject
+    assert gaussianity.henze_zirkler(folded) > reject
+
+
+def test_dependence_is_zero_for_independent_channels_and_one_for_equal_ones() -> None:
+    pair = np.random.default_rng(1).normal(size=(1000, 2))
+    assert gaussianity.dependence(pair) == pytest.approx(0, abs=0.02)
+    assert gaussianity.dependence(pair[:, [0, 0]]) == pytest.approx(1)
+
+
+def test_values_of_a_sample_belong_together() -> None:
+    y = torch.arange(2 * 3 * 4.0).view(2, 3, 4)
+    generator = torch.Generator().manual_seed(0)
+    channels = gaussianity.choose(3, 2, generator)
+    values = gaussianity.sample(y, channels, 5, generator)
+    assert values.shape == (5, 2)
+    assert set(np.diff(values, axis=1).ravel()) == {4.0 * float(channels[1] - channels[0])}
