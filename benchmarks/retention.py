@@ -36,6 +36,7 @@ def plain_swap(model: nn.Module) -> nn.Module:
         if isinstance(module, MigratedGroupNorm):
             module.running_mean.zero_()
             module.running_var.fill_(1 - module.source_eps)
+            module.gain.fill_(1)
             module.eps = 1e-5
     return model
 

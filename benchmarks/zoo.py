@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import re
 import sys
 import time
 import warnings
@@ -46,6 +47,12 @@ def build(name: str) -> Any:
         return build(source)
 
 
+def without_names(reason: str) -> str:
+    """Leave out which module it is, so that equal reasons count together."""
+    reason = re.sub(r"not directly after \S+:", "not directly after its norm:", reason)
+    return re.sub(r"((?:fed by|its norm,|a gate:) \w+) [\w.]+", r"\1", reason)
+
+
 def survey(name: str, to: str) -> dict[str, Any]:
     """One row of the table."""
     import torch
@@ -73,7 +80,7 @@ def survey(name: str, to: str) -> dict[str, Any]:
         why = Counter(
             f"{x.source}: {x.reason or 'not of a family that is converted'}" for x in made.layers if not x.target
         )
-        why += Counter(f"{x.source} left: {x.reason}" for x in made.edits if x.status == "left")
+        why += Counter(f"{x.source} left: {without_names(x.reason)}" for x in made.edits if x.status == "left")
         row["reasons"] = "; ".join(f"{n} {reason}" for reason, n in why.most_common())
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]

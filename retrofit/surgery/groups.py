@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.layers.migrated import group_gain
 
-GROUP_TOLERANCE = 0.3
+GROUP_TOLERANCE = 0.08
 """Largest relative change of a layer's output that `most_groups` accepts."""
 MOST_GROUPS = 32
 
