@@ -1,0 +1,85 @@
+"""Views of a tensor in the order of its memory, with as few dimensions as its normalized sets allow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is seen by the kernels: permuted into memory order, neighbouring dimensions of a kind merged.
+
+    Attributes:
+        order: The permutation.
+        full: Shape after it; `kept` and `full_affine` the same for one number a set and for the affine parameters.
+        shape: Shape after merging.
+        affine: Shape of the affine parameters after merging; 1 where they broadcast.
+        dims: Dimensions of `shape` that the normalized set spans.
+    """
+
+    order: tuple[int, ...]
+    full: tuple[int, ...]
+    kept: tuple[int, ...]
+    full_affine: tuple[int, ...]
+    shape: tuple[int, ...]
+    affine: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, dim: tuple[int, ...], *affine: torch.Size | None) -> Layout:
+        """Return the layout of `x` with sets over `dim` and affine parameters of shapes that broadcast to it."""
+        order = tuple(sorted(range(x.ndim), key=x.stride, reverse=True))
+        if not x.permute(order).is_contiguous():
+            order = tuple(range(x.ndim))
+        full = tuple(x.shape[d] for d in order)
+        kinds = [(d in dim, any(shape is not None and shape[d] != 1 for shape in affine)) for d in order]
+        runs = [list(run) for _, run in groupby(((k, n) for k, n in zip(kinds, full, strict=True) if n != 1), _kind)]
+        shape = [math.prod(n for _, n in run) for run in runs]
+        merged = [_kind(run[0]) for run in runs]
+        if dim and not any(in_set for in_set, _ in merged):  # every set is a single value
+            shape.append(1)
+            merged.append((True, False))
+        return cls(
+            order,
+            full,
+            tuple(1 if in_set else n for n, (in_set, _) in zip(full, kinds, strict=True)),
+            tuple(n if has else 1 for n, (_, has) in zip(full, kinds, strict=True)),
+            tuple(shape),
+            tuple(n if has else 1 for n, (_, has) in zip(shape, merged, strict=True)),
+            tuple(d for d, (in_set, _) in enumerate(merged) if in_set),
+        )
+
+    def view(self, x: Tensor) -> Tensor:
+        """View `x` in this layout; copies what lies otherwise in memory."""
+        return x.permute(self.order).reshape(self.shape).contiguous()
+
+    def view_affine(self, parameter: Tensor) -> Tensor:
+        """View an affine parameter so that it broadcasts to `view`'s result."""
+        return parameter.permute(self.order).reshape(self.affine)
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Return a result of `shape` in the tensor's own shape and memory format."""
+        return self._undo(x, self.full)
+
+    def undo_set(self, s: Tensor) -> Tensor:
+        """Return one number a set, kept broadcastable, in the tensor's own number of dimensions."""
+        return self._undo(s, self.kept)
+
+    def undo_affine(self, parameter: Tensor) -> Tensor:
+        """Undo `view_affine`."""
+        return self._undo(parameter, self.full_affine)
+
+    def _undo(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        inverse = [0] * len(self.order)
+        for place, d in enumerate(self.order):
+            inverse[d] = place
+        return x.reshape(sizes).permute(inverse)
+
+
+def _kind(entry: tuple[tuple[bool, bool], int]) -> tuple[bool, bool]:
+    return entry[0]
