@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import math
 import os
 import shutil
 import subprocess
 import tempfile
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.formulas import FIELDS
+from retrofit.layers.kernels.layout import Geometry, geometry
 
 _log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -34,13 +34,7 @@ _SINGLE_THREADED = 2**14  # elements below which waking other threads costs more
 
 
 class _Geometry(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            *("outer", "outer_stride", "inner", "inner_stride", "runs", "run_stride", "length"),
-            *("affine_inner", "affine_run", "affine_lane", "affine_size"),
-        )
-    )
+    _fields_ = tuple((name, ctypes.c_int64) for name in Geometry._fields[1:])
 
 
 class _Options(ctypes.Structure):
@@ -84,7 +78,7 @@ def backward(
     affine: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `eager.backward`."""
-    plan = _planned(tuple(x.shape), dims, affine, _library().width()) if x.dtype in _TYPES else None
+    plan = _planned(x, dims, affine)
     if plan is None:
         return eager.backward(x, grad, weight, t, stats, dims, factor, seed, affine)
     grad_x = torch.empty_like(x)
@@ -117,47 +111,15 @@ def available() -> bool:
 
 
 _TYPES = (torch.float32, torch.bfloat16)
-_Plan = tuple[bool, _Geometry]
 
 
-def _plan(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | None) -> _Plan | None:
-    if x.dtype not in _TYPES:
-        return None
+def _plan(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | None) -> Geometry | None:
     affine = next((tuple(p.shape) for p in parameters if p is not None), (1,) * x.ndim)
-    return _planned(tuple(x.shape), dims, affine, _library().width())
+    return _planned(x, dims, affine)
 
 
-@lru_cache(maxsize=1024)
-def _planned(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int) -> _Plan | None:
-    """Return whether sets are columns, and the geometry of compiled.cpp; None where it has no words for these sets."""
-    stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    at = [math.prod(affine[d + 1 :]) if affine[d] != 1 else 0 for d in range(len(shape))]
-    last = len(shape) - 1
-    columns = last not in dims
-    runs = [d for d in dims if d != last]
-    others = [d for d in range(last) if d not in dims]
-    inner = others.pop() if others and not columns else None
-    if (
-        len(runs) > 1
-        or len(others) > 1
-        or any(at[d] for d in others)
-        or (columns and any(at[d] for d in runs) and at[last])
-    ):
-        return None
-    geometry = _Geometry(
-        outer=shape[others[0]] if others else 1,
-        outer_stride=stride[others[0]] if others else 0,
-        inner=math.ceil(shape[last] / width) if columns else 1 if inner is None else shape[inner],
-        inner_stride=width if columns else 0 if inner is None else stride[inner],
-        runs=shape[runs[0]] if runs else 1,
-        run_stride=stride[runs[0]] if runs else 0,
-        length=shape[last],
-        affine_inner=width * at[last] if columns else 0 if inner is None else at[inner],
-        affine_run=at[runs[0]] if runs else 0,
-        affine_lane=at[last],
-        affine_size=math.prod(affine),
-    )
-    return columns, geometry
+def _planned(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
+    return geometry(tuple(x.shape), dims, affine, _library().width()) if x.dtype in _TYPES else None
 
 
 def _options(x: Tensor, t: float, eps: float, factor: Tensor | None, seed: Tensor | None) -> _Options:
@@ -170,11 +132,11 @@ def _floats(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach().to(torch.float32).contiguous()
 
 
-def _call(name: str, x: Tensor, plan: _Plan, options: _Options, *tensors: Tensor | None) -> None:
-    columns, geometry = plan
+def _call(name: str, x: Tensor, plan: Geometry, options: _Options, *tensors: Tensor | None) -> None:
+    place = ctypes.byref(_Geometry(*plan[1:]))
     pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
     half = x.dtype == torch.bfloat16
-    getattr(_library(), name)(int(half), int(columns), ctypes.byref(geometry), ctypes.byref(options), *pointers)
+    getattr(_library(), name)(int(half), int(plan.columns), place, ctypes.byref(options), *pointers)
 
 
 @cache

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +81,64 @@ class Layout:
         for place, d in enumerate(self.order):
             inverse[d] = place
         return x.reshape(sizes).permute(inverse)
+
+
+class Geometry(NamedTuple):
+    """Where the normalized sets of a contiguous tensor lie, in elements.
+
+    Set (o, i) starts at o * outer_stride + i * inner_stride and has `runs` stretches of `length` elements, `run_stride`
+    apart. If `columns`, i counts blocks of `width` neighbouring sets instead, each of which has one element a run, and
+    `length` is their number. The index into the affine parameters, `affine_size` of them, starts at i * affine_inner
+    and moves by `affine_run` a run and by `affine_lane` an element of a stretch, or a neighbouring set.
+    """
+
+    columns: bool
+    outer: int
+    outer_stride: int
+    inner: int
+    inner_stride: int
+    runs: int
+    run_stride: int
+    length: int
+    affine_inner: int
+    affine_run: int
+    affine_lane: int
+    affine_size: int
+
+    @property
+    def sets(self) -> int:
+        """Number of sets."""
+        return self.outer * (self.length if self.columns else self.inner)
+
+
+@lru_cache(maxsize=1024)
+def geometry(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int) -> Geometry | None:
+    """Return the geometry of sets over `dims`, or None where it has no words for them: they lie too irregularly."""
+    stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    at = [math.prod(affine[d + 1 :]) if affine[d] != 1 else 0 for d in range(len(shape))]
+    last = len(shape) - 1
+    columns = last not in dims
+    runs = [d for d in dims if d != last]
+    others = [d for d in range(last) if d not in dims]
+    inner = others.pop() if others and not columns else None
+    if len(runs) > 1 or len(others) > 1 or any(at[d] for d in others):
+        return None
+    if columns and at[last] and any(at[d] for d in runs):
+        return None
+    return Geometry(
+        columns,
+        outer=shape[others[0]] if others else 1,
+        outer_stride=stride[others[0]] if others else 0,
+        inner=math.ceil(shape[last] / width) if columns else 1 if inner is None else shape[inner],
+        inner_stride=width if columns else 0 if inner is None else stride[inner],
+        runs=shape[runs[0]] if runs else 1,
+        run_stride=stride[runs[0]] if runs else 0,
+        length=shape[last],
+        affine_inner=width * at[last] if columns else 0 if inner is None else at[inner],
+        affine_run=at[runs[0]] if runs else 0,
+        affine_lane=at[last],
+        affine_size=math.prod(affine),
+    )
 
 
 def _kind(entry: tuple[tuple[bool, bool], int]) -> tuple[bool, bool]:
