@@ -180,7 +180,7 @@ def _forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is all of them at once."""
+    """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is all at once."""
     i, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
     start = tl.program_id(1) * share
     stop = tl.minimum(start + share, elements)
@@ -485,7 +485,7 @@ def _affine_gradients(
     The normalized set of the element at an offset is (offset // set_outer) * set_count + offset // set_inner %
     set_count, of `normalized` many.
     """
-    i, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
+    _, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
     start = tl.program_id(1) * share
     stop = tl.minimum(start + share, elements)
     rows = tl.arange(0, ROWS)
@@ -521,7 +521,7 @@ def _apply(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    i, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
+    _, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
     start = tl.program_id(1) * share
     stop = tl.minimum(start + share, elements)
     mean = _values(Constants, column, there)[None, :]

@@ -1,9 +1,10 @@
 """Every kernel choice against the paper's algorithm in float64, left to autograd, and against each other."""
 
-import copy
+import os
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ class Sets:
     channels_last: bool = False
 
     def input(self, dtype: torch.dtype) -> Tensor:
+        """Skewed and away from zero, so that lambda is far from 1."""
         generator = torch.Generator().manual_seed(2)
         x = (torch.randn(self.shape, generator=generator, dtype=torch.float64).mul(0.6).exp() + 2).to(dtype)
-        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+        x = x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+        return x.to(device())
 
 
 SETS = {
@@ -51,7 +54,11 @@ SETS = {
 }
 ALL = pytest.mark.parametrize("sets", SETS.values(), ids=SETS.keys())
 COMPILER = pytest.mark.skipif(not compiled.available(), reason="needs a C++ compiler")
-KERNELS = pytest.mark.parametrize("kernels", ["eager", pytest.param("compile", marks=COMPILER)])
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"  # as test_triton.py sets it
+TRITON = pytest.mark.skipif(not (INTERPRETER or torch.cuda.is_available()), reason="needs CUDA or Triton's interpreter")
+KERNELS = pytest.mark.parametrize(
+    "kernels", ["eager", pytest.param("compile", marks=COMPILER), pytest.param("triton", marks=TRITON)]
+)
 
 
 def run(
@@ -71,14 +78,19 @@ def run(
     return {"out": out.detach(), **grads}, found
 
 
+def device() -> str:
+    """Triton's kernels run on the GPU, or in their interpreter on the CPU."""
+    return "cuda" if os.environ.get(VARIABLE) == "triton" and not INTERPRETER else "cpu"
+
+
 def affine_of(sets: Sets, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    weight, bias = torch.randn((2, *sets.affine), generator=generator, dtype=torch.float64).to(dtype)
+    weight, bias = torch.randn((2, *sets.affine), generator=generator, dtype=torch.float64).to(device(), dtype)
     return weight.clone().requires_grad_(), bias.clone().requires_grad_()
 
 
 def upstream(sets: Sets, dtype: torch.dtype) -> Tensor:
-    return torch.randn(sets.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(dtype)
+    return torch.randn(sets.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(device(), dtype)
 
 
 def expected(sets: Sets, dtype: torch.dtype, affine: bool = True, strength: float = 0.8) -> dict[str, Tensor]:
@@ -140,7 +152,7 @@ class TestOracle:
     def test_noise_is_brought_back_in_the_backward(self, sets: Sets) -> None:
         """With gamma 1 and beta 0 the output is what gamma multiplies, so its gradient is sum(g * out)."""
         x = sets.input(torch.float32)
-        weight = torch.ones(sets.affine, requires_grad=True)
+        weight = torch.ones(sets.affine, device=x.device, requires_grad=True)
         out, _ = normality_norm(x, weight, None, dim=sets.dim, eps=EPS, noise=0.5)
         g = torch.randn_like(out)
         out.backward(g)
@@ -151,11 +163,11 @@ class TestOracle:
         shape = tuple(1 if d in sets.dim else n for d, n in enumerate(sets.shape))
         if sets.affine != shape:
             pytest.skip("no layer has given statistics for these sets")
-        given = torch.linspace(1, 3, 1 * weight.numel()).view(shape), torch.linspace(0.5, 2, weight.numel()).view(shape)
-        lmbda = torch.linspace(-0.9, 2.9, weight.numel()).view(shape)
+        ends = (1, 3), (0.5, 2), (-0.9, 2.9)  # mean, variance, lambda
+        given = [torch.linspace(*pair, weight.numel(), device=x.device).view(shape) for pair in ends]
         with torch.no_grad():
-            got = apply_statistics(x, *given, lmbda, weight, bias, EPS)
-        mean, var, lam, w, b = (s.detach().double() for s in (*given, lmbda, weight, bias))
+            got = apply_statistics(x, *given, weight, bias, EPS)
+        mean, var, lam, w, b = (s.detach().double() for s in (*given, weight, bias))
         wanted = oracle.power_transform((x.double() - mean) / (var + EPS).sqrt(), lam) * w + b
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
         assert got.stride() == x.stride()
@@ -236,14 +248,32 @@ def test_without_a_compiler_eager_kernels_run(monkeypatch: pytest.MonkeyPatch) -
 
 
 @COMPILER
-def test_a_broken_compiler_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_a_broken_compiler_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", sys.executable)  # answers --version and fails at everything else
     compiled._library.cache_clear()
     compiled.available.cache_clear()
     try:
         assert not compiled.available()
-        assert not list((copy.copy(tmp_path) / "retrofit").iterdir())  # type: ignore[operator]
+        assert not list((tmp_path / "retrofit").iterdir())
     finally:
         compiled._library.cache_clear()
         compiled.available.cache_clear()
+
+
+@pytest.mark.skipif(not INTERPRETER, reason="test_triton.py runs it")
+@pytest.mark.parametrize("programs", [1, 4], ids=["one program a set", "shared sets"])
+@pytest.mark.parametrize("name", ["batch", "batch channels last", "layer short", "layer channels first", "group flat"])
+def test_interpreted_briefly(name: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrofit.layers.kernels import fused
+
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setattr(fused, "_programs", lambda device: 100 * (programs - 1) + 1)
+    monkeypatch.setattr(fused, "_TILE", 1024 // programs**3)
+    monkeypatch.setattr(fused, "_ROUNDS", 1)
+    got, _ = run(SETS[name], torch.float32)
+    assert_near(got, expected(SETS[name], torch.float32), out=1e-5, grad=1e-4)
+    noisy, _ = run(SETS[name], torch.float32, noise=0.5)
+    monkeypatch.setenv(VARIABLE, "eager")
+    for key, wanted in run(SETS[name], torch.float32, noise=0.5)[0].items():
+        torch.testing.assert_close(noisy[key], wanted, rtol=1e-4, atol=1e-4)
