@@ -61,7 +61,9 @@ def apply_statistics(
         dims = tuple(d for d, n in enumerate(mean.shape) if n == 1)
         layout = Layout.of(x, dims, mean.shape)
         stacked = torch.stack([layout.view_affine(c.to(dtype)) for c in constants])
-        return layout.undo(kernels.run("apply", layout.view(x), layout.dims, stacked))
+        out = layout.empty_like(x)
+        kernels.run("apply", layout.view(out), layout.view(x), layout.dims, stacked)
+        return out
     h = (x.to(dtype) - mean.to(dtype)) * torch.rsqrt(var.to(dtype) + eps)
     return affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
 
@@ -130,9 +132,9 @@ class _NormalityNorm(torch.autograd.Function):
             statistics = stats[:4]
         else:
             gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
-            arguments = ctx.layout.view(x), gamma, beta, t, ctx.layout.dims, eps, noise * t, seed
-            out, stats = kernels.run("forward", *arguments)
-            out = ctx.layout.undo(out)
+            view, out = ctx.layout.view, ctx.layout.empty_like(x)
+            arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, noise * t, seed
+            stats = kernels.run("forward", view(out), *arguments)
             statistics = torch.stack([ctx.layout.undo_set(s) for s in stats[:4]])
         ctx.save_for_backward(x, weight, bias, t, seed, stats)
         ctx.mark_non_differentiable(statistics)
@@ -147,11 +149,10 @@ class _NormalityNorm(torch.autograd.Function):
             grad = grads[0].to(y.dtype)
             grad_weight, grad_bias = grad * y, grad
         else:
-            view = ctx.layout.view
+            view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
             gamma = None if weight is None else ctx.layout.view_affine(weight)
             arguments = t, stats, ctx.layout.dims, ctx.noise * t, seed, ctx.layout.affine
-            grad_x, *grads_affine = kernels.run("backward", view(x), view(grads[0]), gamma, *arguments)
-            grad_x = ctx.layout.undo(grad_x)
+            grads_affine = kernels.run("backward", view(grad_x), view(x), view(grads[0]), gamma, *arguments)
             grad_weight, grad_bias = (ctx.layout.undo_affine(g) for g in grads_affine)
         return (
             grad_x,

@@ -43,8 +43,8 @@ def fits(x: Tensor) -> bool:
     )
 
 
-def run(function: str, x: Tensor, *args: Any) -> Any:
-    """Call `forward`, `backward` or `apply` of the kernels chosen for `x`, which is the first of its arguments.
+def run(function: str, out: Tensor, *args: Any) -> Any:
+    """Call `forward`, `backward` or `apply` of the kernels chosen for `out`, the first argument, which they fill.
 
     Raises:
         ValueError: If RETROFIT_KERNELS names no kernels.
@@ -53,7 +53,7 @@ def run(function: str, x: Tensor, *args: Any) -> Any:
     name = os.environ.get(VARIABLE, "")
     if name and name not in NAMES:
         raise ValueError(f"{VARIABLE}={name} names no kernels; choose one of {', '.join(NAMES)}, or unset it")
-    return getattr(_choose(name, x), function)(x, *args)
+    return getattr(_choose(name, out), function)(out, *args)
 
 
 def _choose(name: str, x: Tensor) -> ModuleType:

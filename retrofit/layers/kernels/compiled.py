@@ -46,6 +46,7 @@ class _Options(ctypes.Structure):
 
 
 def forward(
+    out: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -54,19 +55,19 @@ def forward(
     eps: float,
     factor: Tensor,
     seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `eager.forward`."""
     plan = _plan(x, dims, weight, bias)
     if plan is None:
-        return eager.forward(x, weight, bias, t, dims, eps, factor, seed)
-    out = torch.empty_like(x)
+        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed)
     stats = torch.empty((FIELDS, *(1 if d in dims else n for d, n in enumerate(x.shape))), dtype=torch.float32)
     options = _options(x, t.item(), eps, factor, seed)
     _call("forward", x, plan, options, out, x, _floats(weight), _floats(bias), stats)
-    return out, stats
+    return stats
 
 
 def backward(
+    grad_x: Tensor,
     x: Tensor,
     grad: Tensor,
     weight: Tensor | None,
@@ -76,27 +77,25 @@ def backward(
     factor: Tensor,
     seed: Tensor | None,
     affine: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See `eager.backward`."""
     plan = _planned(x, dims, affine)
     if plan is None:
-        return eager.backward(x, grad, weight, t, stats, dims, factor, seed, affine)
-    grad_x = torch.empty_like(x)
+        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine)
     options = _options(x, t.item(), 0.0, factor, seed)
     shares = torch.zeros(options.threads, 2, *affine)
     _call("backward", x, plan, options, grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats)
     grad_weight, grad_bias = shares.sum(0)
-    return grad_x, grad_weight, grad_bias
+    return grad_weight, grad_bias
 
 
-def apply(x: Tensor, dims: tuple[int, ...], constants: Tensor) -> Tensor:
+def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
     plan = _plan(x, dims, constants[0])
     if plan is None:
-        return eager.apply(x, dims, constants)
-    out = torch.empty_like(x)
+        eager.apply(out, x, dims, constants)
+        return
     _call("apply", x, plan, _options(x, 0.0, 0.0, None, None), out, x, constants)
-    return out
 
 
 @cache

@@ -21,6 +21,7 @@ _BLOCK = 2**18  # elements: large enough for a call's overhead, small enough for
 
 
 def forward(
+    out: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -29,10 +30,11 @@ def forward(
     eps: float,
     factor: Tensor,
     seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Normalize `x`, which is in a layout's view, over the sets that span `dims`.
+) -> Tensor:
+    """Normalize over the sets that span `dims`; tensors are in a layout's view.
 
     Args:
+        out: Room for the result.
         x: The input.
         weight: gamma, of as many dimensions, or None.
         bias: beta, the same.
@@ -43,19 +45,20 @@ def forward(
         seed: The noise's, or None for no noise.
 
     Returns:
-        The result, and `formulas.forward`'s numbers of each set.
+        `formulas.forward`'s numbers of each set.
     """
-    out, stats = torch.empty_like(x), []
+    stats = []
     for block in _blocks(x, dims):
         part, found = formulas.forward(
             block(x), block.of(weight), block.of(bias), t, eps, block.noise(x, factor, seed), reductions(dims)
         )
         block(out).copy_(part)
         stats.append(found)
-    return out, torch.cat(stats, block.axis + 1)
+    return torch.cat(stats, block.axis + 1)
 
 
 def backward(
+    grad_x: Tensor,
     x: Tensor,
     grad: Tensor,
     weight: Tensor | None,
@@ -65,9 +68,8 @@ def backward(
     factor: Tensor,
     seed: Tensor | None,
     affine: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `x` and of the affine parameters, those of shape `affine`, in float32 at least."""
-    grad_x = torch.empty_like(x)
+) -> tuple[Tensor, Tensor]:
+    """Fill `grad_x`; return the affine parameters' gradients, of shape `affine` and in float32 at least."""
     grad_weight, grad_bias = torch.zeros((2, *affine), dtype=stats.dtype, device=x.device)
     for block in _blocks(x, dims):
         part, y = formulas.backward(
@@ -84,15 +86,13 @@ def backward(
         for whole, share in ((grad_weight, g * y), (grad_bias, g)):
             target = block.of(whole)
             target += share.sum_to_size(target.shape)
-    return grad_x, grad_weight, grad_bias
+    return grad_weight, grad_bias
 
 
-def apply(x: Tensor, dims: tuple[int, ...], constants: Tensor) -> Tensor:
-    """Apply five numbers a set, stacked: mean, 1 / std, lambda - 1, gamma and beta."""
-    out = torch.empty_like(x)
+def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
+    """Fill `out` with `formulas.apply` of five numbers a set, stacked: mean, 1 / std, lambda - 1, gamma and beta."""
     for block in _blocks(x, ()):
         block(out).copy_(formulas.apply(block(x), torch.stack([block.of(c) for c in constants])))
-    return out
 
 
 class _Block:

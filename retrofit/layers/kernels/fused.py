@@ -570,6 +570,7 @@ def _programs(device: torch.device) -> int:
 
 
 def forward(
+    out: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -578,13 +579,13 @@ def forward(
     eps: float,
     factor: Tensor,
     seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `eager.forward`."""
     affine = next((tuple(p.shape) for p in (weight, bias) if p is not None), (1,) * x.ndim)
     place = geometry(tuple(x.shape), dims, affine, _COLUMNS)
     if place is None or x.dtype == torch.float64:
-        return eager.forward(x, weight, bias, t, dims, eps, factor, seed)
-    launch, out, noise = _Launch(x, place), torch.empty_like(x), seed is not None
+        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed)
+    launch, noise = _Launch(x, place), seed is not None
     kept = (1 if d in dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
     seed, parts = _moved(seed, x), launch.parts(11)
@@ -593,10 +594,11 @@ def forward(
         _forward[launch.grid](
             *pointers, *launch.place, *launch.affine, *launch.size, eps, stage, noise, launch.rows, launch.columns
         )
-    return out, stats
+    return stats
 
 
 def backward(
+    grad_x: Tensor,
     x: Tensor,
     grad: Tensor,
     weight: Tensor | None,
@@ -606,12 +608,12 @@ def backward(
     factor: Tensor,
     seed: Tensor | None,
     affine: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See `eager.backward`."""
     place = geometry(tuple(x.shape), dims, affine, _COLUMNS)
     if place is None or x.dtype == torch.float64:
-        return eager.backward(x, grad, weight, t, stats, dims, factor, seed, affine)
-    launch, grad_x, noise = _Launch(x, place), torch.empty_like(x), seed is not None
+        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine)
+    launch, noise = _Launch(x, place), seed is not None
     seed, factor, parts = _moved(seed, x), _moved(factor, x), launch.parts(7)
     pointers = grad_x, x, grad, _flat(weight), stats, parts, t, factor, seed
     for stage in launch.stages(1):
@@ -621,7 +623,7 @@ def backward(
     if all(affine[d] == 1 for d in dims):  # one parameter a set, or several sets
         sums = parts[5:].sum(1).view(2, *stats.shape[1:])
         grad_weight, grad_bias = (s.sum_to_size(affine) for s in sums)
-        return grad_x, grad_weight, grad_bias
+        return grad_weight, grad_bias
 
     runs = [
         (axis, math.prod(n for _, n in run))
@@ -640,17 +642,17 @@ def backward(
         shares, x, grad, stats, t, factor, seed, *launch.place, *launch.size, *found, noise, launch.rows, launch.columns
     )
     grad_weight, grad_bias = shares.sum(1).view(2, *affine)
-    return grad_x, grad_weight, grad_bias
+    return grad_weight, grad_bias
 
 
-def apply(x: Tensor, dims: tuple[int, ...], constants: Tensor) -> Tensor:
+def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
     place = geometry(tuple(x.shape), dims, tuple(constants.shape[1:]), _COLUMNS)
     if place is None or x.dtype == torch.float64:
-        return eager.apply(x, dims, constants)
-    launch, out = _Launch(x, place), torch.empty_like(x)
+        eager.apply(out, x, dims, constants)
+        return
+    launch = _Launch(x, place)
     _apply[launch.grid](out, x, constants, *launch.place, *launch.size, launch.rows, launch.columns)
-    return out
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:

@@ -64,9 +64,12 @@ class Layout:
         """View an affine parameter so that it broadcasts to `view`'s result."""
         return parameter.permute(self.order).reshape(self.affine)
 
-    def undo(self, x: Tensor) -> Tensor:
-        """Return a result of `shape` in the tensor's own shape and memory format."""
-        return self._undo(x, self.full)
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Return room for a result in the tensor's own shape and memory format, of which `view` is a view."""
+        stride = [0] * len(self.order)
+        for place, d in enumerate(self.order):
+            stride[d] = math.prod(self.full[place + 1 :])
+        return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
 
     def undo_set(self, s: Tensor) -> Tensor:
         """Return one number a set, kept broadcastable, in the tensor's own number of dimensions."""
