@@ -14,6 +14,7 @@ import csv
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,12 +115,13 @@ def synchronize(x: Tensor) -> None:
 
 
 def measure(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Times of each contender, round by round; the first two rounds only warm up."""
+    """Times of each contender, round by round; the first only warms up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for n in range(rounds + 2):
+    for n in range(rounds + 1):
         for name, run in runs.items():
             seconds = run()
-            if n >= 2:
+            print(f"round {n}: {name} {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
+            if n >= 1:
                 times[name].append(seconds)
     return times
 

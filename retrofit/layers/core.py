@@ -55,17 +55,35 @@ def apply_statistics(
     given = (mean, var, lmbda, weight, bias)
     wanted = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, *given))
     if not wanted and kernels.fits(x):
-        ones = torch.ones_like(mean, dtype=dtype)
-        gamma, beta = ones if weight is None else weight, ones - 1 if bias is None else bias
-        constants = (mean, torch.rsqrt(var.to(dtype) + eps), lmbda.to(dtype) - 1, gamma, beta)
-        dims = tuple(d for d, n in enumerate(mean.shape) if n == 1)
-        layout = Layout.of(x, dims, mean.shape)
-        stacked = torch.stack([layout.view_affine(c.to(dtype)) for c in constants])
-        out = layout.empty_like(x)
-        kernels.run("apply", layout.view(out), layout.view(x), layout.dims, stacked)
-        return out
+        return apply_constants(x, prepare(mean, var, lmbda, weight, bias, eps, dtype))
     h = (x.to(dtype) - mean.to(dtype)) * torch.rsqrt(var.to(dtype) + eps)
     return affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
+
+
+def prepare(
+    mean: Tensor,
+    var: Tensor,
+    lmbda: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what `apply_constants` needs of each set, stacked: mean, 1 / std, lambda - 1, gamma and beta."""
+    ones = torch.ones_like(mean, dtype=dtype)
+    rstd, change = torch.rsqrt(var.to(dtype) + eps), lmbda.to(dtype) - 1
+    gamma, beta = ones if weight is None else weight, 0 * ones if bias is None else bias
+    return torch.stack([c.to(dtype) for c in (mean, rstd, change, gamma, beta)])
+
+
+def apply_constants(x: Tensor, constants: Tensor) -> Tensor:
+    """Apply the constants of `prepare` to `x`; autograd sees nothing of it."""
+    shape = constants.shape[1:]
+    layout = Layout.of(x, tuple(d for d, n in enumerate(shape) if n == 1), shape)
+    out = layout.empty_like(x)
+    given = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
+    kernels.run("apply", layout.view(out), layout.view(x), layout.dims, given)
+    return out
 
 
 def normality_norm(
