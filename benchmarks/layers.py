@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from retrofit.layers import BatchNormalNorm2d, GroupNormalNorm, LayerNormalNorm, ProxyNorm
 
+WARM_UP = 3  # rounds: memory that was never touched before is slow
 SHAPES = {  # network: (kind, shape at the batch size given by --batch)
     "resnet50": [
         ("batch", (64, 112, 112)),
@@ -115,13 +116,13 @@ def synchronize(x: Tensor) -> None:
 
 
 def measure(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Times of each contender, round by round; the first only warms up."""
+    """Times of each contender, round by round; the first few only warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for n in range(rounds + 1):
+    for n in range(rounds + WARM_UP):
         for name, run in runs.items():
             seconds = run()
             print(f"round {n}: {name} {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
-            if n >= 1:
+            if n >= WARM_UP:
                 times[name].append(seconds)
     return times
 

@@ -11,7 +11,6 @@ most to the resident memory before it (CPU), or to the memory allocated (CUDA).
 from __future__ import annotations
 
 import argparse
-import copy
 import csv
 import multiprocessing
 import os
@@ -133,19 +132,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--contenders", default="")
-    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--measure", choices=["time", "memory", "both"], default="both")
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     fast = "triton" if args.device == "cuda" else "compile"
     names = ["source", *(args.contenders.split(",") if args.contenders else [fast, "eager", "plain"])]
-    times = measure({name: stepper(copy.copy(args), name) for name in names}, args.repeats)
-    memory = {} if args.no_memory or args.mode == "eval" else {name: peak_of(args, name) for name in names}
+    times, memory = {}, {}
+    if args.measure != "memory":
+        times = measure({name: stepper(args, name) for name in names}, args.repeats)
+    if args.measure != "time":
+        memory = {name: peak_of(args, name) for name in names}
     rows = []
     for name in names:
-        middle, low, high = ratio(times, name, "source")
-        row = [args.model, args.mode, args.batch, name, f"{1e3 * statistics.median(times[name]):.0f}"]
-        row += [f"{value:.2f}" for value in (middle, low, high)]
+        row: list[object] = [args.model, args.mode, args.batch, name]
+        if times:
+            ratios = (f"{value:.2f}" for value in ratio(times, name, "source"))
+            row += [f"{1e3 * statistics.median(times[name]):.0f}", *ratios]
+        else:
+            row += [""] * 4
         row += [f"{memory[name] / 2**20:.0f}", f"{memory[name] / memory['source']:.2f}"] if memory else ["", ""]
         rows.append(row)
         print(*row, sep="\t", flush=True)
