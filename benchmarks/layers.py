@@ -142,6 +142,13 @@ def machine(device: str) -> str:
     return f"{name}, torch {torch.__version__.split('+')[0]}"
 
 
+def append(path: Path, head: list[str], rows: list[list[object]]) -> None:
+    """Append rows to a CSV file that starts with `head`."""
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([head, *rows] if fresh else rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -154,7 +161,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     args = parser.parse_args()
     fast = "triton" if args.device == "cuda" else "compile"
-    rows = []
+    rows: list[list[object]] = []
     for network, layers in SHAPES.items():
         for kind, size in layers:
             if args.only not in network:
@@ -179,14 +186,10 @@ def main() -> None:
                 row = [network, kind, "x".join(map(str, shape)), args.dtype, args.noise, name]
                 rows.append([*row, f"{milliseconds:.2f}", f"{middle:.2f}", f"{low:.2f}", f"{high:.2f}"])
                 print(*rows[-1], sep="\t", flush=True)
-    if args.out:
-        fresh = not args.out.exists()
-        with args.out.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if fresh:
+            if args.out:
                 head = ["network", "kind", "shape", "dtype", "noise", "kernels"]
-                writer.writerow([*head, "ms forward+backward", "ratio to torch", "quartile", "quartile", "machine"])
-            writer.writerows([*row, machine(args.device)] for row in rows)
+                head += ["ms forward+backward", "ratio to torch", "quartile", "quartile", "machine"]
+                append(args.out, head, [[*row, machine(args.device)] for row in rows[-len(runs) :]])
 
 
 if __name__ == "__main__":

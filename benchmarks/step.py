@@ -11,7 +11,6 @@ most to the resident memory before it (CPU), or to the memory allocated (CUDA).
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 import os
 import statistics
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import timm
 import torch
-from layers import Plain, machine, measure, ratio
+from layers import Plain, append, machine, measure, ratio
 from torch import nn
 
 import retrofit
@@ -143,7 +142,7 @@ def main() -> None:
         times = measure({name: stepper(args, name) for name in names}, args.repeats)
     if args.measure != "time":
         memory = {name: peak_of(args, name) for name in names}
-    rows = []
+    rows: list[list[object]] = []
     for name in names:
         row: list[object] = [args.model, args.mode, args.batch, name]
         if times:
@@ -155,13 +154,9 @@ def main() -> None:
         rows.append(row)
         print(*row, sep="\t", flush=True)
     if args.out:
-        fresh = not args.out.exists()
-        with args.out.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if fresh:
-                head = ["model", "mode", "batch", "kernels", "ms", "ratio to source", "quartile", "quartile"]
-                writer.writerow([*head, "peak MiB", "peak ratio", "machine"])
-            writer.writerows([*row, machine(args.device)] for row in rows)
+        head = ["model", "mode", "batch", "kernels", "ms", "ratio to source", "quartile", "quartile"]
+        head += ["peak MiB", "peak ratio", "machine"]
+        append(args.out, head, [[*row, machine(args.device)] for row in rows])
 
 
 if __name__ == "__main__":
