@@ -7,9 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
+from retrofit.layers import kernels
 from retrofit.layers.base import NormalityMixin
+from retrofit.layers.core import apply_constants, compute_dtype, prepare
 from retrofit.layers.functional import batch_normal_norm
 
 
@@ -24,6 +27,7 @@ class RunningNormality(NormalityMixin, _NormBase):
     """
 
     running_lambda: Tensor | None
+    _kept: tuple[Any, ...] | None = None
 
     def __init__(
         self,
@@ -67,6 +71,45 @@ class RunningNormality(NormalityMixin, _NormBase):
         """The constructor's arguments."""
         return super().extra_repr() + self._options_repr()
 
+    def train(self, mode: bool = True) -> RunningNormality:
+        """Set the mode, and forget what was prepared: a write through `.data` counts no version and goes unseen."""
+        self._kept = None
+        super().train(mode)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": None}
+
+    def _by_running_statistics(self, x: Tensor) -> Tensor:
+        """Evaluate; where no gradient is asked for, by constants that are prepared once and kept until one changes."""
+        tracked = self._tracked(True)
+        sources = [s for s in (*tracked, self.weight, self.bias, self.strength) if s is not None]
+        wanted = torch.is_grad_enabled() and any(source.requires_grad for source in (x, *sources))
+        if wanted or not kernels.fits(x) or any(source.is_inference() for source in sources):
+            return batch_normal_norm(x, *tracked, self.weight, self.bias, False, 0.0, self.eps, strength=self.strength)
+        dtype = compute_dtype(x)
+        # Moving or casting a module replaces its buffers, so `strength` changes its id even where parameters do not.
+        key = x.ndim, dtype, self.eps, [(id(source), source._version) for source in sources]
+        if self._kept is None or self._kept[0] != key:
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = key, sources, self._prepare(x.ndim, dtype)  # holding the sources keeps their ids theirs
+        constants: Tensor | None = self._kept[2]
+        if constants is None:
+            return functional.batch_norm(x, *tracked[:2], self.weight, self.bias, False, 0.0, self.eps)
+        return apply_constants(x, constants)
+
+    def _prepare(self, ndim: int, dtype: torch.dtype) -> Tensor | None:
+        """Constants of `core.prepare`; None where every lambda is 1, for which torch's own layer answers."""
+        if self.running_mean is None or self.running_var is None or self.running_lambda is None:
+            raise ValueError("running statistics are needed outside training")
+        lmbda = 1 + self.strength * (self.running_lambda - 1)
+        if bool((lmbda == 1).all()):
+            return None
+        given = self.running_mean, self.running_var, lmbda, self.weight, self.bias
+        shape = (1, -1) + (1,) * (ndim - 2)
+        mean, var, lmbda, weight, bias = (None if s is None else s.view(shape) for s in given)
+        return prepare(mean, var, lmbda, weight, bias, self.eps, dtype)
+
     def _tracked(self, used: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (self.running_mean, self.running_var, self.running_lambda) if used else (None, None, None)
 
@@ -83,19 +126,20 @@ class _BatchNormalNorm(RunningNormality):
                 self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 momentum = 1.0 / self.num_batches_tracked
-        use_batch = self.training or self.running_mean is None
+        if not (self.training or self.running_mean is None):
+            return self._by_running_statistics(x)
         return batch_normal_norm(
             x,
             *self._tracked(not self.training or self.track_running_stats),
             self.weight,
             self.bias,
-            use_batch,
+            True,
             momentum,
             self.eps,
             strength=self.strength,
             noise=self._active_noise,
             steps=self.steps,
-            group=self._group() if use_batch else None,
+            group=self._group(),
         )
 
     def _group(self) -> dist.ProcessGroup | None:

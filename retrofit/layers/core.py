@@ -11,11 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from retrofit.layers import distributed
-from retrofit.layers.estimate import NewtonStep, first_step, newton_lmbda, step_bounds, step_derivative
-from retrofit.layers.transform import lmbda_derivative, power_and_log, transformed, yeo_johnson
+from retrofit.layers import distributed, kernels
+from retrofit.layers.estimate import newton_lmbda
+from retrofit.layers.kernels import formulas
+from retrofit.layers.kernels.formulas import Noise, Reductions, affine, compute_dtype, reductions
+from retrofit.layers.kernels.layout import Layout
+from retrofit.layers.kernels.noise import draw_seed, normal
+from retrofit.layers.transform import yeo_johnson
+
+__all__ = ["Statistics", "apply_statistics", "compute_dtype", "normality_norm"]
 
 
 class Statistics(NamedTuple):
@@ -27,11 +34,6 @@ class Statistics(NamedTuple):
     size: Tensor | int
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Float64 stays; everything else is computed in float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def apply_statistics(
     x: Tensor, mean: Tensor, var: Tensor, lmbda: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
@@ -39,7 +41,7 @@ def apply_statistics(
 
     Args:
         x: Input of any shape.
-        mean: Mean, broadcastable to `x`, as are all that follow.
+        mean: Mean, broadcastable to `x` and of as many dimensions, as are all that follow.
         var: Biased variance.
         lmbda: Transform parameter; 1 is the identity.
         weight: gamma, or None.
@@ -50,8 +52,38 @@ def apply_statistics(
         The result in `x`'s shape and dtype; computed in float32 (float64 for float64 input).
     """
     dtype = compute_dtype(x)
+    given = (mean, var, lmbda, weight, bias)
+    wanted = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, *given))
+    if not wanted and kernels.fits(x):
+        return apply_constants(x, prepare(mean, var, lmbda, weight, bias, eps, dtype))
     h = (x.to(dtype) - mean.to(dtype)) * torch.rsqrt(var.to(dtype) + eps)
-    return _affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
+    return affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
+
+
+def prepare(
+    mean: Tensor,
+    var: Tensor,
+    lmbda: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what `apply_constants` needs of each set, stacked: mean, 1 / std, lambda - 1, gamma and beta."""
+    ones = torch.ones_like(mean, dtype=dtype)
+    rstd, change = torch.rsqrt(var.to(dtype) + eps), lmbda.to(dtype) - 1
+    gamma, beta = ones if weight is None else weight, 0 * ones if bias is None else bias
+    return torch.stack([c.to(dtype) for c in (mean, rstd, change, gamma, beta)])
+
+
+def apply_constants(x: Tensor, constants: Tensor) -> Tensor:
+    """Apply the constants of `prepare` to `x`; autograd sees nothing of it."""
+    shape = constants.shape[1:]
+    layout = Layout.of(x, tuple(d for d, n in enumerate(shape) if n == 1), shape)
+    out = layout.empty_like(x)
+    given = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
+    kernels.run("apply", layout.view(out), layout.view(x), layout.dims, given)
+    return out
 
 
 def normality_norm(
@@ -85,12 +117,17 @@ def normality_norm(
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
     if steps > 1:
         return _iterated(x, weight, bias, dim, eps, t, noise, steps, group)
-    out, mean, var, lmbda, count = _NormalityNorm.apply(x, weight, bias, t, dim, eps, noise, group)
-    return out, Statistics(mean, var, lmbda, count)
+    weight, bias = (None if p is None else p.view((1,) * (x.ndim - p.ndim) + p.shape) for p in (weight, bias))
+    out, (mean, var, _, step) = _NormalityNorm.apply(x, weight, bias, t, dim, eps, noise, group)
+    return out, Statistics(mean, var, 1 + step, distributed.set_size(x, dim, group))
 
 
 class _NormalityNorm(torch.autograd.Function):
-    """Algorithm 1 with one Newton step, and its closed-form backward."""
+    """Algorithm 1 with one Newton step, and its closed-form backward.
+
+    Plain tensors go through `kernels`; tensors that a compiler traces, and sets that ranks share, through the same
+    formulas as a whole.
+    """
 
     @staticmethod
     def forward(
@@ -103,68 +140,57 @@ class _NormalityNorm(torch.autograd.Function):
         eps: float,
         noise: float,
         group: ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | int]:
-        values = x.to(compute_dtype(x))
-        mean, var = _mean_and_variance(values, dim, group)
-        rstd = torch.rsqrt(var + eps)
-        h = (values - mean) * rstd
-        newton = _estimate(h, dim, group)
-        s, p, log = power_and_log(h, 1 + t * newton.step)
-        y = transformed(s, p, log)
-        seed: Tensor | int | None = None
-        if noise:
-            z, seed = _draw(y)
-            y = torch.addcmul(y, z, noise * t * _spread(y, dim, group))
-        out = _affine(y, weight, bias).to(x.dtype)
-
-        ctx.save_for_backward(
-            x, weight, t, mean, rstd, *vars(newton).values(), seed if isinstance(seed, Tensor) else None
-        )
-        ctx.seed = seed if isinstance(seed, int) else None
-        ctx.dim, ctx.noise, ctx.group = dim, noise, group
-        ctx.bias_shape = None if bias is None else bias.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        lmbda = 1 + newton.step
-        count = distributed.set_size(values, dim, group)
-        ctx.mark_non_differentiable(mean, var, lmbda)
-        if isinstance(count, Tensor):
-            ctx.mark_non_differentiable(count)
-        return out, mean, var, lmbda, count
+    ) -> tuple[Tensor, Tensor]:
+        shapes = [None if p is None else p.shape for p in (weight, bias)]
+        ctx.layout = Layout.of(x, dim, *shapes) if group is None and kernels.fits(x) else None
+        ctx.dim, ctx.group, ctx.noise = dim, group, noise
+        seed = draw_seed(x.device if ctx.layout is None else None) if noise else None
+        if ctx.layout is None:
+            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(ctx, x, t, seed), _over(ctx))
+            statistics = stats[:4]
+        else:
+            gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
+            view, out = ctx.layout.view, ctx.layout.empty_like(x)
+            arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, noise * t, seed
+            stats = kernels.run("forward", view(out), *arguments)
+            statistics = torch.stack([ctx.layout.undo_set(s) for s in stats[:4]])
+        ctx.save_for_backward(x, weight, bias, t, seed, stats)
+        ctx.mark_non_differentiable(statistics)
+        return out, statistics
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, t, mean, rstd, *fields, drawn = ctx.saved_tensors
-        newton = NewtonStep(*fields)
-        values = x.to(compute_dtype(x))
-        grad = grads[0].to(values.dtype)
-        h = (values - mean) * rstd
-        s, p, log = power_and_log(h, 1 + t * newton.step)
+        x, weight, bias, t, seed, stats = ctx.saved_tensors
+        if ctx.layout is None:
+            grad_x, y = formulas.backward(grads[0], x, weight, t, stats, _noise(ctx, x, t, seed), _over(ctx))
+            grad = grads[0].to(y.dtype)
+            grad_weight, grad_bias = grad * y, grad
+        else:
+            view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
+            gamma = None if weight is None else ctx.layout.view_affine(weight)
+            arguments = t, stats, ctx.layout.dims, ctx.noise * t, seed, ctx.layout.affine
+            grads_affine = kernels.run("backward", view(grad_x), view(x), view(grads[0]), gamma, *arguments)
+            grad_weight, grad_bias = (ctx.layout.undo_affine(g) for g in grads_affine)
+        return (
+            grad_x,
+            None if weight is None else grad_weight.sum_to_size(weight.shape).to(weight.dtype),
+            None if bias is None else grad_bias.sum_to_size(bias.shape).to(bias.dtype),
+            *(None,) * 5,
+        )
 
-        grad_weight = grad_bias = None
-        g = grad
-        if weight is not None:
-            if ctx.needs_input_grad[1]:
-                y = transformed(s, p, log)
-                if ctx.noise:
-                    z = drawn if drawn is not None else _redraw(y, ctx.seed)
-                    y = torch.addcmul(y, z, ctx.noise * t * _spread(y, ctx.dim, ctx.group))
-                grad_weight = (grad * y).sum_to_size(weight.shape).to(weight.dtype)
-            g = grad * weight.to(values.dtype)
-        if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad.sum_to_size(ctx.bias_shape).to(ctx.bias_dtype)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            direct = g * torch.exp((p - 1) * log)
-            shift = step_derivative(h, h.abs(), log, newton)  # times the count
-            # d psi / d h is linear in the mean gradient of lambda, so one reduction serves all three projections.
-            to_lmbda, d0, dh, s0, sh = distributed.means(
-                [g * lmbda_derivative(p, log), direct, direct * h, shift, shift * h], ctx.dim, ctx.group
-            )
-            to_lmbda = t * to_lmbda
-            pull = torch.addcmul(direct, to_lmbda, shift)
-            grad_x = rstd * (pull - (d0 + to_lmbda * s0) - h * (dh + to_lmbda * sh))
-            grad_x = grad_x.to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+def _over(ctx: Any) -> Reductions:
+    if ctx.group is None:
+        return reductions(ctx.dim)
+    return Reductions(
+        means=lambda tensors: distributed.means(tensors, ctx.dim, ctx.group),
+        extremes=lambda h: distributed.extremes(h, ctx.dim, ctx.group),
+    )
+
+
+def _noise(ctx: Any, x: Tensor, t: Tensor, seed: Tensor | None) -> Noise | None:
+    return None if seed is None else Noise(ctx.noise * t, lambda: normal(x.shape, seed))
 
 
 def _iterated(
@@ -187,46 +213,7 @@ def _iterated(
     lmbda = newton_lmbda(h, dim, steps)
     y = yeo_johnson(h, 1 + t * (lmbda - 1))
     if noise:
-        y = y + torch.randn_like(y) * (noise * t * _spread(y.detach(), dim, None))
+        spread = (y - y.mean(dim, True)).abs().mean(dim, True).detach()
+        y = y + torch.randn_like(y) * (noise * t * spread)
     count = x.numel() // max(mean.numel(), 1)
-    return _affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), count)
-
-
-def _mean_and_variance(x: Tensor, dim: tuple[int, ...], group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance, the mean corrected once so that a large constant set has neither offset nor spread."""
-    (mean,) = distributed.means([x], dim, group)
-    centred = x - mean
-    offset, power = distributed.means([centred, centred * centred], dim, group)
-    return mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)
-
-
-def _estimate(h: Tensor, dim: tuple[int, ...], group: ProcessGroup | None) -> NewtonStep:
-    low, high = distributed.extremes(h, dim, group)
-    return first_step(h, lambda tensors: distributed.means(tensors, dim, group), step_bounds(low, high))
-
-
-def _spread(y: Tensor, dim: tuple[int, ...], group: ProcessGroup | None) -> Tensor:
-    """The scale s = mean|y - mean(y)| of the noise (section 4.2)."""
-    (centre,) = distributed.means([y], dim, group)
-    (spread,) = distributed.means([(y - centre).abs()], dim, group)
-    return spread
-
-
-def _draw(y: Tensor) -> tuple[Tensor, Tensor | int]:
-    """Standard normal values like `y`, and what brings them back: a seed, or under a compiler the values themselves."""
-    if torch.compiler.is_compiling():
-        z = torch.randn_like(y)
-        return z, z
-    seed = int(torch.randint(2**62, ()).item())
-    return _redraw(y, seed), seed
-
-
-def _redraw(y: Tensor, seed: int) -> Tensor:
-    return torch.empty_like(y).normal_(generator=torch.Generator(y.device).manual_seed(seed))
-
-
-def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if weight is None:
-        return y if bias is None else y + bias.to(y.dtype)
-    scaled = y * weight.to(y.dtype)
-    return scaled if bias is None else scaled + bias.to(y.dtype)
+    return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), count)

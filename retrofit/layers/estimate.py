@@ -9,7 +9,7 @@ has L'' = 0.58) neither bound acts, and the estimate is the paper's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,20 +42,35 @@ class NewtonStep:
     m3: Tensor
     m45: Tensor
 
+    def gradient(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the step's derivatives with respect to m1, m2, m3, m45 and v; zero where a bound holds the step."""
+        ratio = self.m2 / self.v
+        bend = (self.m45 - self.m3 * self.m3) / self.v
+        slope = -self.free / self.curvature
+        curve = self.free * self.curved * self.slope / self.curvature**2
+        return (
+            -slope,
+            (slope - 4 * curve * ratio) / self.v,
+            -2 * curve * self.m3 / self.v,
+            curve / self.v,
+            (-slope * ratio - curve * bend + 4 * curve * ratio**2) / self.v,
+        )
 
-def first_step(h: Tensor, reduce: Reduce, bound: tuple[Tensor, Tensor]) -> NewtonStep:
+
+def first_step(h: Tensor, reduce: Reduce, bound: tuple[Tensor, Tensor], log: Tensor | None = None) -> NewtonStep:
     """Take the Newton step from lambda = 1 in closed form (paper's appendix D, for any variance).
 
     Args:
         h: Standardised values: mean zero over each set, variance at most one.
         reduce: Takes the means over each set.
         bound: `step_bounds` of the same sets.
+        log: log(1 + |h|), if it is at hand.
 
     Returns:
         The step and its moments, one a set, in `h`'s dtype.
     """
     a = h.abs()
-    log = torch.log1p(a)
+    log = torch.log1p(a) if log is None else log
     grown = (1 + a) * log
     d = grown - a  # d psi / d lambda at 1
     e = grown * log - 2 * d  # |d^2 psi / d lambda^2| at 1
@@ -90,24 +105,19 @@ def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return -room / torch.log1p((-low).clamp_min(_TINY)), room / torch.log1p(high.clamp_min(_TINY))
 
 
-def step_derivative(h: Tensor, a: Tensor, log: Tensor, newton: NewtonStep) -> Tensor:
+def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, gradient: Sequence[Tensor]) -> Tensor:
     """Return N * d step / d h_i for every element of the sets, h's own dependence on the input aside.
 
-    Closed form of the derivative of `first_step`; zero where a bound holds the step.
+    Closed form of the derivative of `first_step`; `gradient` is `NewtonStep.gradient()`, `a` is |h|, `log` log(1 + a)
+    and `inverse` 1 / (1 + a).
     """
-    n = newton
-    ratio = n.m2 / n.v
-    # d step = c_slope * d slope + c_curve * d curvature
-    c_slope = -n.free / n.curvature
-    c_curve = n.free * n.curved * n.slope / n.curvature**2
-    c_m2 = c_slope / n.v - 4 * c_curve * ratio / n.v
-    c_v = 2 * (-c_slope * ratio - c_curve * (n.m45 - n.m3 * n.m3) / n.v + 4 * c_curve * ratio**2) / n.v
-    c_45 = c_curve / n.v
-    grown = (1 + a) * log
+    c1, c2, c3, c45, cv = gradient
+    both = a * log
+    grown = log + both
     d = grown - a
-    inner = torch.addcmul(grown * log - 2 * d, log, a * log + 2 * d)  # |dm4 + dm5|
-    odd = c_45 * inner - 2 * c_45 * n.m3 * log
-    return c_m2 * torch.addcmul(d, a, log) + c_v * h - c_slope / (1 + a) + torch.where(h < 0, -odd, odd)
+    inner = grown * log - 2 * d + log * (both + 2 * d)  # |dm4 + dm5|
+    odd = c45 * inner + c3 * log
+    return c1 * inverse + c2 * (d + both) + 2 * cv * h + torch.where(h < 0, -odd, odd)
 
 
 def newton_lmbda(h: Tensor, dim: tuple[int, ...], steps: int = 1) -> Tensor:

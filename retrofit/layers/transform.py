@@ -43,16 +43,15 @@ def transformed(s: Tensor, p: Tensor, log: Tensor) -> Tensor:
     return s * torch.where(zero, log, torch.expm1(p * log) / torch.where(zero, 1.0, p))
 
 
-def lmbda_derivative(p: Tensor, log: Tensor) -> Tensor:
-    """Return d psi / d lmbda = l^2 * (exp(u) * (u - 1) + 1) / u^2 with u = p * l, by series where that cancels."""
-    u = p * log
+def lmbda_derivative(u: Tensor, log: Tensor, growth: Tensor) -> Tensor:
+    """Return d psi / d lmbda = l^2 * (exp(u) * (u - 1) + 1) / u^2, u = p * l, growth = expm1(u); by series near 0."""
     small = u.abs() < _SERIES_RADIUS
     v = torch.where(small, u, 0.0)
     series = torch.full_like(v, 1 / (math.factorial(_SERIES_TERMS) * (_SERIES_TERMS + 2)))
     for k in reversed(range(_SERIES_TERMS)):
         series = series * v + 1 / (math.factorial(k) * (k + 2))
     w = torch.where(small, 1.0, u)
-    return log * log * torch.where(small, series, (torch.exp(w) * (w - 1) + 1) / (w * w))
+    return log * log * torch.where(small, series, ((growth + 1) * w - growth) / (w * w))
 
 
 class _YeoJohnson(torch.autograd.Function):
@@ -69,5 +68,8 @@ class _YeoJohnson(torch.autograd.Function):
         h, lmbda = ctx.saved_tensors
         _, p, log = power_and_log(h, lmbda)
         grad_h = (grad * torch.exp((p - 1) * log)).sum_to_size(h.shape) if ctx.needs_input_grad[0] else None
-        grad_lmbda = (grad * lmbda_derivative(p, log)).sum_to_size(lmbda.shape) if ctx.needs_input_grad[1] else None
+        grad_lmbda = None
+        if ctx.needs_input_grad[1]:
+            u = p * log
+            grad_lmbda = (grad * lmbda_derivative(u, log, torch.expm1(u))).sum_to_size(lmbda.shape)
         return grad_h, grad_lmbda

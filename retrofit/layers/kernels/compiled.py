@@ -1,0 +1,190 @@
+"""The formulas in C++ (compiled.cpp), built by the machine's own compiler the first time they are wanted.
+
+The library is built for the instruction set that torch found, kept in the user's cache folder under a name that hashes
+all it was made from, and run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose
+sets lie regularly enough; `forward`, `backward` and `apply` hand anything else to `eager`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.layers.kernels import eager
+from retrofit.layers.kernels.formulas import FIELDS
+from retrofit.layers.kernels.layout import Geometry, geometry
+
+_log = logging.getLogger(__name__)
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
+_INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
+_SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
+
+
+class _Geometry(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in Geometry._fields[1:])
+
+
+class _Options(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("t", "eps", "factor")),
+        *((name, ctypes.c_uint32) for name in ("seed0", "seed1")),
+        *((name, ctypes.c_int) for name in ("noise", "threads")),
+    )
+
+
+def forward(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    t: Tensor,
+    dims: tuple[int, ...],
+    eps: float,
+    factor: Tensor,
+    seed: Tensor | None,
+) -> Tensor:
+    """See `eager.forward`."""
+    if x.dtype == torch.float16:  # rare on a CPU
+        wide = torch.empty_like(x, dtype=torch.float32)
+        stats = forward(wide, x.float(), weight, bias, t, dims, eps, factor, seed)
+        out.copy_(wide)
+        return stats
+    plan = _plan(x, dims, weight, bias)
+    if plan is None:
+        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed)
+    stats = torch.empty((FIELDS, *(1 if d in dims else n for d, n in enumerate(x.shape))), dtype=torch.float32)
+    options = _options(x, t.item(), eps, factor, seed)
+    _call("forward", x, plan, options, out, x, _floats(weight), _floats(bias), stats)
+    return stats
+
+
+def backward(
+    grad_x: Tensor,
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    t: Tensor,
+    stats: Tensor,
+    dims: tuple[int, ...],
+    factor: Tensor,
+    seed: Tensor | None,
+    affine: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """See `eager.backward`."""
+    if x.dtype == torch.float16:
+        wide = torch.empty_like(x, dtype=torch.float32)
+        grads = backward(wide, x.float(), grad.float(), weight, t, stats, dims, factor, seed, affine)
+        grad_x.copy_(wide)
+        return grads
+    plan = _planned(x, dims, affine)
+    if plan is None:
+        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine)
+    options = _options(x, t.item(), 0.0, factor, seed)
+    shares = torch.zeros(options.threads, 2, *affine)
+    _call("backward", x, plan, options, grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats)
+    grad_weight, grad_bias = shares.sum(0)
+    return grad_weight, grad_bias
+
+
+def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
+    """See `eager.apply`."""
+    if x.dtype == torch.float16:
+        wide = torch.empty_like(x, dtype=torch.float32)
+        apply(wide, x.float(), dims, constants)
+        out.copy_(wide)
+        return
+    plan = _plan(x, dims, constants[0])
+    if plan is None:
+        eager.apply(out, x, dims, constants)
+        return
+    _call("apply", x, plan, _options(x, 0.0, 0.0, None, None), out, x, constants)
+
+
+@cache
+def available() -> bool:
+    """Whether the library is there or can be built."""
+    try:
+        _library()
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        _log.debug("no compiled kernels", exc_info=True)
+        return False
+    return True
+
+
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+def _plan(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | None) -> Geometry | None:
+    affine = next((tuple(p.shape) for p in parameters if p is not None), (1,) * x.ndim)
+    return _planned(x, dims, affine)
+
+
+def _planned(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
+    return geometry(tuple(x.shape), dims, affine, _library().width()) if x.dtype in _TYPES else None
+
+
+def _options(x: Tensor, t: float, eps: float, factor: Tensor | None, seed: Tensor | None) -> _Options:
+    words = (0, 0) if seed is None else (word % 2**32 for word in seed.tolist())
+    threads = torch.get_num_threads() if x.numel() >= _SINGLE_THREADED else 1
+    return _Options(t, eps, 0.0 if factor is None else factor.item(), *words, seed is not None, threads)
+
+
+def _floats(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach().to(torch.float32).contiguous()
+
+
+def _call(name: str, x: Tensor, plan: Geometry, options: _Options, *tensors: Tensor | None) -> None:
+    place = ctypes.byref(_Geometry(*plan[1:]))
+    pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
+    half = x.dtype == torch.bfloat16
+    getattr(_library(), name)(int(half), int(plan.columns), place, ctypes.byref(options), *pointers)
+
+
+@cache
+def _library() -> Any:
+    """Load the library, built if this machine has none yet.
+
+    Raises:
+        RuntimeError: If there is no compiler, or it fails.
+    """
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))), None)
+    if compiler is None:
+        raise RuntimeError("no C++ compiler was found")
+    instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-DWIDTH=4",))
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    made_from = (_SOURCE.read_bytes(), version, repr((compiler, _FLAGS, instructions)).encode())
+    name = f"kernels-{hashlib.sha256(b''.join(made_from)).hexdigest()[:16]}.so"
+    folder = _folder()
+    if not (folder / name).exists():
+        with tempfile.TemporaryDirectory(dir=folder) as aside:
+            built = Path(aside) / name
+            command = [compiler, *_FLAGS, *instructions, str(_SOURCE), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"the C++ compiler failed: {done.stderr.strip()[:2000]}")
+            built.replace(folder / name)
+    return ctypes.CDLL(str(folder / name))
+
+
+def _folder() -> Path:
+    """The user's cache folder, or one for this process where that cannot be written to."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrofit"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="retrofit-"))

@@ -1,0 +1,132 @@
+"""Algorithm 1 of Eftekhari & Papyan (2025) on a whole tensor, and the closed form of its backward.
+
+The one definition that eager torch runs and that a compiler traces; compiled.cpp and the Triton kernels mirror it.
+Nothing here is seen by autograd. Everything is computed in float32 (float64 for float64 input).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retrofit.layers.estimate import first_step, step_bounds, step_derivative
+from retrofit.layers.transform import lmbda_derivative
+
+FIELDS = 10
+"""Numbers kept of each set: mean, variance, 1 / std, step, the step's gradient (5), the noise's scale."""
+_NEAR_ZERO = 1e-20  # stands for p = 0: expm1(p * l) / p is then l, to the bit
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Float64 stays; everything else is computed in float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Noise:
+    """`factor` is xi * t, a 0-dim tensor; `normal` gives standard normal numbers of the input's shape."""
+
+    factor: Tensor
+    normal: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """How to reduce over the normalized sets, results kept broadcastable."""
+
+    means: Callable[[list[Tensor]], list[Tensor]]
+    extremes: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def reductions(dims: tuple[int, ...]) -> Reductions:
+    """Reduce over `dims` of tensors that hold whole sets."""
+    return Reductions(
+        means=lambda tensors: [tensor.mean(dims, True) for tensor in tensors],
+        extremes=lambda x: (x.amin(dims, True), x.amax(dims, True)),
+    )
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    t: Tensor,
+    eps: float,
+    noise: Noise | None,
+    over: Reductions,
+) -> tuple[Tensor, Tensor]:
+    """Return the result in `x`'s dtype and `FIELDS` numbers a set, stacked; `weight` and `bias` broadcast to `x`."""
+    values = x.to(compute_dtype(x))
+    mean, var = mean_and_variance(values, over)
+    rstd = torch.rsqrt(var + eps)
+    h = (values - mean) * rstd
+    log = torch.log1p(h.abs())
+    newton = first_step(h, over.means, step_bounds(*over.extremes(h)), log)
+    y, _, _ = transform(h, log, t * newton.step)
+    spread = torch.zeros_like(mean)
+    if noise is not None:
+        (centre,) = over.means([y])
+        (spread,) = over.means([(y - centre).abs()])
+        y = y + noise.normal() * (noise.factor * spread)
+    stats = torch.stack([mean, var, rstd, newton.step, *newton.gradient(), spread])
+    return affine(y, weight, bias).to(x.dtype), stats
+
+
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, t: Tensor, stats: Tensor, noise: Noise | None, over: Reductions
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient with respect to `x`, in its dtype, and y with its noise, which gamma multiplied."""
+    values, grad = x.to(compute_dtype(x)), grad.to(compute_dtype(x))
+    mean, _, rstd, step, *gradient, spread = stats.unbind()
+    h = (values - mean) * rstd
+    a = h.abs()
+    log = torch.log1p(a)
+    y, u, growth = transform(h, log, t * step)
+    g = grad if weight is None else grad * weight.to(values.dtype)
+    inverse = 1 / (1 + a)
+    direct = g * ((growth + 1) * inverse)  # psi' = exp(u) / (1 + a)
+    shift = step_derivative(h, a, log, inverse, gradient)  # times the count
+    # d psi / d h is linear in the mean gradient of lambda, so one reduction serves all three projections.
+    to_lmbda, d0, dh, s0, sh = over.means([g * lmbda_derivative(u, log, growth), direct, direct * h, shift, shift * h])
+    to_lmbda = t * to_lmbda
+    pull = direct + to_lmbda * shift
+    grad_x = rstd * (pull - (d0 + to_lmbda * s0) - h * (dh + to_lmbda * sh))
+    if noise is not None:
+        y = y + noise.normal() * (noise.factor * spread)
+    return grad_x.to(x.dtype), y
+
+
+def apply(x: Tensor, constants: Tensor) -> Tensor:
+    """Return the affine of the transform of `x` by five numbers a set: mean, 1 / std, lambda - 1, gamma and beta."""
+    mean, rstd, change, gamma, beta = constants.unbind()
+    h = (x.to(constants.dtype) - mean) * rstd
+    y, _, _ = transform(h, torch.log1p(h.abs()), change)
+    return (y * gamma + beta).to(x.dtype)
+
+
+def mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance, the mean corrected once so that a large constant set has neither offset nor spread."""
+    (mean,) = over.means([x])
+    centred = x - mean
+    offset, power = over.means([centred, centred * centred])
+    return mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)
+
+
+def transform(h: Tensor, log: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return psi(h; 1 + change), u = p * l and expm1(u), of which psi is s / p times; `log` is log(1 + |h|)."""
+    positive, negative = (torch.where(p == 0, _NEAR_ZERO, p) for p in (1 + change, 1 - change))
+    below = h < 0
+    u = log * torch.where(below, negative, positive)
+    growth = torch.expm1(u)
+    return growth * torch.where(below, -1 / negative, 1 / positive), u, growth
+
+
+def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return y * weight + bias, either of which may be None, in `y`'s dtype."""
+    if weight is None:
+        return y if bias is None else y + bias.to(y.dtype)
+    scaled = y * weight.to(y.dtype)
+    return scaled if bias is None else scaled + bias.to(y.dtype)

@@ -1,0 +1,286 @@
+"""Every kernel choice against the paper's algorithm in float64, left to autograd, and against each other."""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from retrofit.layers.core import Statistics, apply_statistics, normality_norm
+from retrofit.layers.kernels import VARIABLE, compiled
+from tests.oracles import normality as oracle
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Sets:
+    """A tensor, the dimensions of its normalized sets, and the shape of its affine parameters."""
+
+    shape: tuple[int, ...]
+    dim: tuple[int, ...]
+    affine: tuple[int, ...]
+    channels_last: bool = False
+
+    def input(self, dtype: torch.dtype) -> Tensor:
+        """Skewed and away from zero, so that lambda is far from 1."""
+        generator = torch.Generator().manual_seed(2)
+        x = (torch.randn(self.shape, generator=generator, dtype=torch.float64).mul(0.6).exp() + 2).to(dtype)
+        x = x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+        return x.to(device())
+
+
+SETS = {
+    "batch": Sets((4, 6, 5, 7), (0, 2, 3), (1, 6, 1, 1)),
+    "batch large": Sets((3, 5, 65, 33), (0, 2, 3), (1, 5, 1, 1)),
+    "batch channels last": Sets((4, 6, 5, 7), (0, 2, 3), (1, 6, 1, 1), True),
+    "batch channels last wide": Sets((4, 21, 5, 7), (0, 2, 3), (1, 21, 1, 1), True),
+    "batch flat": Sets((33, 10), (0,), (1, 10)),
+    "batch one channel": Sets((5, 1, 3, 3), (0, 2, 3), (1, 1, 1, 1)),
+    "batch 3d": Sets((2, 6, 3, 4, 2), (0, 2, 3, 4), (1, 6, 1, 1, 1)),
+    "layer": Sets((3, 5, 44), (2,), (1, 1, 44)),
+    "layer two dims": Sets((3, 4, 6), (1, 2), (1, 4, 6)),
+    "layer short": Sets((7, 3), (1,), (1, 3)),
+    "layer channels first": Sets((3, 24, 3, 5), (1,), (1, 24, 1, 1)),
+    "layer channels last": Sets((3, 24, 3, 5), (1,), (1, 24, 1, 1), True),
+    "group": Sets((4, 2, 3, 9, 7), (2, 3, 4), (1, 2, 3, 1, 1)),
+    "group flat": Sets((4, 2, 16), (2,), (1, 2, 16)),
+    "instance": Sets((4, 6, 9, 7), (2, 3), (1, 6, 1, 1)),
+    "instance channels last": Sets((4, 10, 9, 7), (2, 3), (1, 10, 1, 1), True),
+}
+ALL = pytest.mark.parametrize("sets", SETS.values(), ids=SETS.keys())
+COMPILER = pytest.mark.skipif(not compiled.available(), reason="needs a C++ compiler")
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"  # as test_triton.py sets it
+TRITON = pytest.mark.skipif(not (INTERPRETER or torch.cuda.is_available()), reason="needs CUDA or Triton's interpreter")
+KERNELS = pytest.mark.parametrize(
+    "kernels", ["eager", pytest.param("compile", marks=COMPILER), pytest.param("triton", marks=TRITON)]
+)
+
+
+def run(
+    sets: Sets, dtype: torch.dtype, affine: bool = True, noise: float = 0.0, strength: float = 0.8
+) -> tuple[dict[str, Tensor], Statistics]:
+    """Forward and backward; what came of it by name."""
+    x = sets.input(dtype).requires_grad_()
+    weight, bias = (
+        affine_of(sets, torch.float64 if dtype == torch.float64 else torch.float32) if affine else (None, None)
+    )
+    torch.manual_seed(5)
+    out, found = normality_norm(x, weight, bias, dim=sets.dim, eps=EPS, strength=strength, noise=noise)
+    out.backward(upstream(sets, dtype))
+    grads = {"x": x.grad}
+    if weight is not None and bias is not None:
+        grads |= {"weight": weight.grad, "bias": bias.grad}
+    return {"out": out.detach(), **grads}, found
+
+
+def device() -> str:
+    """Triton's kernels run on the GPU, or in their interpreter on the CPU."""
+    return "cuda" if os.environ.get(VARIABLE) == "triton" and not INTERPRETER else "cpu"
+
+
+def affine_of(sets: Sets, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn((2, *sets.affine), generator=generator, dtype=torch.float64).to(device(), dtype)
+    return weight.clone().requires_grad_(), bias.clone().requires_grad_()
+
+
+def upstream(sets: Sets, dtype: torch.dtype) -> Tensor:
+    return torch.randn(sets.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(device(), dtype)
+
+
+def expected(sets: Sets, dtype: torch.dtype, affine: bool = True, strength: float = 0.8) -> dict[str, Tensor]:
+    """The oracle's answer for the very numbers that `run` sees in `dtype`."""
+    x = sets.input(dtype).double().requires_grad_()
+    weight, bias = affine_of(sets, torch.float32) if affine else (None, None)
+    if weight is not None and bias is not None:
+        weight, bias = (p.detach().double().requires_grad_() for p in (weight, bias))
+    out = oracle.normality_norm(x, weight, bias, sets.dim, EPS, strength)
+    out.backward(upstream(sets, dtype).double())
+    grads = {"x": x.grad}
+    if weight is not None and bias is not None:
+        grads |= {"weight": weight.grad, "bias": bias.grad}
+    return {"out": out.detach(), **grads}
+
+
+def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], out: float, grad: float) -> None:
+    """Compare relative to each tensor's largest entry."""
+    for name, reference in wanted.items():
+        scale = reference.abs().max().clamp_min(1.0).item() if name == "out" else reference.abs().max().item()
+        difference = (got[name].double() - reference).abs().max().item()
+        assert difference <= (out if name == "out" else grad) * scale, f"{name}: {difference / scale:.1e}"
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
+
+
+@ALL
+@KERNELS
+@pytest.mark.usefixtures("choose")
+class TestOracle:
+    @pytest.mark.parametrize("affine", [True, False])
+    def test_float32(self, sets: Sets, affine: bool) -> None:
+        got, _ = run(sets, torch.float32, affine)
+        assert_near(got, expected(sets, torch.float32, affine), out=1e-5, grad=1e-4)
+
+    def test_bfloat16(self, sets: Sets) -> None:
+        got, _ = run(sets, torch.bfloat16)
+        assert got["out"].dtype == got["x"].dtype == torch.bfloat16
+        assert_near(got, expected(sets, torch.bfloat16), out=1e-2, grad=1e-2)
+
+    def test_float16_and_float64(self, sets: Sets) -> None:
+        got, _ = run(sets, torch.float16)
+        assert_near(got, expected(sets, torch.float16), out=2e-3, grad=2e-3)
+        got, _ = run(sets, torch.float64)
+        assert got["out"].dtype == torch.float64
+
+    def test_statistics(self, sets: Sets) -> None:
+        x = sets.input(torch.float32).double()
+        _, found = run(sets, torch.float32)
+        mean = x.mean(sets.dim, keepdim=True)
+        var = ((x - mean) ** 2).mean(sets.dim, keepdim=True)
+        lmbda = oracle.newton_estimate((x - mean) / (var + EPS).sqrt(), sets.dim)
+        for got, wanted in zip(found[:3], (mean, var, lmbda), strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+
+    def test_noise_is_brought_back_in_the_backward(self, sets: Sets) -> None:
+        """With gamma 1 and beta 0 the output is what gamma multiplies, so its gradient is sum(g * out)."""
+        x = sets.input(torch.float32)
+        weight = torch.ones(sets.affine, device=x.device, requires_grad=True)
+        out, _ = normality_norm(x, weight, None, dim=sets.dim, eps=EPS, noise=0.5)
+        g = torch.randn_like(out)
+        out.backward(g)
+        torch.testing.assert_close(weight.grad, (g * out.detach()).sum_to_size(sets.affine), rtol=1e-4, atol=1e-4)
+
+    def test_given_statistics(self, sets: Sets) -> None:
+        x, (weight, bias) = sets.input(torch.float32), affine_of(sets, torch.float32)
+        shape = tuple(1 if d in sets.dim else n for d, n in enumerate(sets.shape))
+        if sets.affine != shape:
+            pytest.skip("no layer has given statistics for these sets")
+        ends = (1, 3), (0.5, 2), (-0.9, 2.9)  # mean, variance, lambda
+        given = [torch.linspace(*pair, weight.numel(), device=x.device).view(shape) for pair in ends]
+        with torch.no_grad():
+            got = apply_statistics(x, *given, weight, bias, EPS)
+        mean, var, lam, w, b = (s.detach().double() for s in (*given, weight, bias))
+        wanted = oracle.power_transform((x.double() - mean) / (var + EPS).sqrt(), lam) * w + b
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert got.stride() == x.stride()
+
+
+@ALL
+@COMPILER
+def test_the_noise_is_the_same_whichever_kernels_run(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for kernels in ("eager", "compile"):
+        monkeypatch.setenv(VARIABLE, kernels)
+        results.append(run(sets, torch.float32, noise=0.5)[0])
+    for name, wanted in results[0].items():
+        torch.testing.assert_close(results[1][name], wanted, rtol=1e-4, atol=1e-4)
+
+
+@COMPILER
+@pytest.mark.parametrize("name", ["batch", "layer", "group", "instance"])
+def test_results_repeat_to_the_bit_with_any_number_of_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "compile")
+    monkeypatch.setattr(compiled, "_SINGLE_THREADED", 0)
+    torch.set_num_threads(2)
+    first, second = (run(SETS[name], torch.float32, noise=0.3)[0] for _ in range(2))
+    for key, value in first.items():
+        assert torch.equal(value, second[key])
+
+
+@COMPILER
+def test_compiled_kernels_take_every_form_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the forms above is handed to eager kernels in silence."""
+    monkeypatch.setenv(VARIABLE, "compile")
+
+    def fail(*args: object) -> None:
+        raise AssertionError("eager kernels were called")
+
+    monkeypatch.setattr(compiled.eager, "forward", fail)
+    monkeypatch.setattr(compiled.eager, "backward", fail)
+    for sets in SETS.values():
+        run(sets, torch.float32)
+        run(sets, torch.bfloat16, affine=False)
+
+
+@COMPILER
+def test_extreme_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "compile")
+    x = torch.randn(64, 4)
+    x[0] = torch.tensor([1e4, -1e4, 1e18, 0.0])
+    out, found = normality_norm(x, None, None, dim=(0,), eps=EPS)
+    assert out.isfinite().all()
+    assert found.lmbda.isfinite().all()
+    x[0, 0], x[0, 1] = torch.nan, torch.inf
+    out, _ = normality_norm(x, None, None, dim=(0,), eps=EPS)
+    assert out[:, :2].isnan().all()
+    assert out[:, 2:].isfinite().all()
+
+
+def test_a_wrong_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(ValueError, match="eager, compile, triton"):
+        normality_norm(torch.randn(8, 4), None, None, dim=(0,), eps=EPS)
+
+
+def test_without_a_compiler_eager_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.layers.kernels.WARM_UP", 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    compiled._library.cache_clear()
+    compiled.available.cache_clear()
+    try:
+        x = torch.randn(8, 4)
+        monkeypatch.delenv(VARIABLE, raising=False)
+        normality_norm(x, None, None, dim=(0,), eps=EPS)
+        monkeypatch.setenv(VARIABLE, "compile")
+        with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
+            normality_norm(x, None, None, dim=(0,), eps=EPS)
+    finally:
+        compiled._library.cache_clear()
+        compiled.available.cache_clear()
+
+
+@COMPILER
+def test_a_broken_compiler_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", sys.executable)  # answers --version and fails at everything else
+    compiled._library.cache_clear()
+    compiled.available.cache_clear()
+    try:
+        assert not compiled.available()
+        assert not list((tmp_path / "retrofit").iterdir())
+    finally:
+        compiled._library.cache_clear()
+        compiled.available.cache_clear()
+
+
+TINY = {  # the interpreter takes about a second a program
+    "batch": Sets((3, 2, 3, 3), (0, 2, 3), (1, 2, 1, 1)),
+    "columns": Sets((9, 5), (0,), (1, 5)),
+    "layer": Sets((2, 9), (1,), (1, 9)),
+    "group": Sets((1, 2, 3, 3, 3), (2, 3, 4), (1, 2, 3, 1, 1)),
+}
+
+
+@pytest.mark.skipif(not INTERPRETER, reason="test_triton.py runs it")
+@pytest.mark.parametrize(("name", "shared"), [*((name, False) for name in TINY), ("batch", True), ("columns", True)])
+def test_interpreted_briefly(name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise, outputs and gradients, with one program a set and with sets that several share."""
+    from retrofit.layers.kernels import fused
+
+    if shared:
+        monkeypatch.setattr(fused, "_programs", lambda device: 100)
+        monkeypatch.setattr(fused, "_TILE", 4 * (fused._COLUMNS if name == "columns" else 1))
+        monkeypatch.setattr(fused, "_ROUNDS", 1)
+    monkeypatch.setenv(VARIABLE, "triton")
+    got, _ = run(TINY[name], torch.float32, noise=0.5)
+    monkeypatch.setenv(VARIABLE, "eager")
+    for key, wanted in run(TINY[name], torch.float32, noise=0.5)[0].items():
+        torch.testing.assert_close(got[key], wanted, rtol=1e-4, atol=1e-5)

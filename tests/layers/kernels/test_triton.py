@@ -1,0 +1,67 @@
+"""The Triton kernels without a GPU: in Triton's interpreter, and through its compiler to machine code."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+
+def interpret(selection: str) -> None:
+    """Run a selection of test_agree.py in a process of its own: functions are interpreted or not when first read."""
+    file = Path(__file__).with_name("test_agree.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-k", selection]
+    done = subprocess.run(
+        [*command, str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=file.parents[3],
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+def test_interpreted_kernels_match_the_oracle() -> None:
+    interpret("interpreted_briefly")
+
+
+@pytest.mark.slow
+def test_every_form_and_type_interpreted() -> None:
+    interpret("triton")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("tile", [(1024, 1), (64, 16)], ids=["stretches", "columns"])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_kernels_compile_for_a_gpu_that_is_not_here(tile: tuple[int, int], dtype: str) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from retrofit.layers.kernels import fused
+
+    def build(kernel: Any, **constants: Any) -> None:
+        constants |= {"ROWS": tile[0], "COLUMNS": tile[1]}
+        kinds = {"X": dtype, "Out": dtype, "Grad": dtype, "GradX": dtype, "Seed": "*i32", "eps": "fp32"}
+        signature = {
+            name: "constexpr" if name in constants else kinds.get(name, "*fp32" if name[0].isupper() else "i64")
+            for name in kernel.arg_names
+        }
+        built = triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
+        assert "cubin" in built.asm
+
+    for stage in (-1, 0, 1, 2, 3, 4):
+        build(fused._forward, STAGE=stage, NOISE=True)
+    build(fused._forward, STAGE=-1, NOISE=False, Weight=None, Bias=None, Factor=None, Seed=None)
+    for stage in (-1, 0, 1):
+        build(fused._backward, STAGE=stage, NOISE=True)
+    build(fused._affine_gradients, NOISE=True)
+    build(fused._apply)

@@ -1,0 +1,116 @@
+"""The kernels where networks use them: in place activations, checkpointing, compilers, exporters, kept constants."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from retrofit.layers import BatchNormalNorm2d, GroupNormalNorm, LayerNormalNorm, core
+from retrofit.layers.kernels import VARIABLE, compiled
+
+COMPILER = pytest.mark.skipif(not compiled.available(), reason="needs a C++ compiler")
+pytestmark = pytest.mark.parametrize("kernels", ["eager", pytest.param("compile", marks=COMPILER)])
+
+
+@pytest.fixture(autouse=True)
+def _choose(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
+
+
+def network(noise: float = 0.3) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        BatchNormalNorm2d(6, noise=noise),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(6, 6, 3),
+        GroupNormalNorm(2, 6, noise=noise),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(6 * 16, 10),
+        LayerNormalNorm(10, noise=noise),
+        nn.ReLU(inplace=True),
+    )
+
+
+def gradients(model: nn.Module, x: Tensor, run: object = None) -> list[Tensor]:
+    torch.manual_seed(1)
+    (model(x) if run is None else run(x)).square().sum().backward()  # type: ignore[operator]
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def test_activations_in_place_and_channels_last() -> None:
+    model, x = network(), torch.randn(4, 3, 8, 8)
+    plain = gradients(model, x)
+    assert len(plain) == len(list(model.parameters()))
+    assert all(g.isfinite().all() for g in plain)
+    quiet = network(0.0)
+    first = gradients(quiet, x)
+    second = gradients(quiet.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpointing_draws_the_same_noise() -> None:
+    model, x = network(), torch.randn(4, 3, 8, 8, requires_grad=True)
+    expected = gradients(model, x)
+    got = gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=False))
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_whole_model_compiles_and_exports() -> None:
+    model, x = network(0.0), torch.randn(4, 3, 8, 8)
+    reference = copy.deepcopy(model)
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(model, x, whole), gradients(reference, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    model.eval()
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+
+
+def test_autocast() -> None:
+    model, x = network(), torch.randn(4, 3, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    out.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_running_constants_are_prepared_once_and_follow_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = BatchNormalNorm2d(6, noise=0.0), torch.randn(4, 6, 5, 5)
+    layer.running_lambda.fill_(0.7)
+    layer.eval()
+    calls = []
+    prepare = core.prepare
+    monkeypatch.setattr("retrofit.layers.batch.prepare", lambda *args: calls.append(1) or prepare(*args))
+
+    def check() -> None:
+        with torch.no_grad():
+            got = layer(x)
+        assert not got.requires_grad
+        torch.testing.assert_close(got, layer(x).detach(), rtol=1e-5, atol=1e-5)  # with gradients nothing is kept
+
+    check()
+    check()
+    assert len(calls) == 1
+    for change in (
+        lambda: layer.running_mean.add_(1),
+        lambda: layer.set_strength(0.5),
+        lambda: layer.weight.detach().mul_(2),
+        lambda: setattr(layer, "bias", nn.Parameter(torch.ones(6))),
+        lambda: layer.load_state_dict(BatchNormalNorm2d(6).state_dict()),
+        lambda: layer.running_lambda.fill_(1.2),
+    ):
+        change()
+        check()
+    clone = copy.deepcopy(layer)
+    clone.running_lambda.fill_(0.4)
+    assert clone._kept is None
+    with torch.no_grad():
+        assert not torch.equal(clone(x), layer(x))
