@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import torch
 
 
-def heed_no_signals(_worker: object) -> int:
+def heed_no_signals(_worker: object) -> Any:
     """Let signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) be the main process's alone.
 
     It decides what happens to the work, and ends its workers itself; they also end when it is gone. For a DataLoader's
     `worker_init_fn`, or timm's `worker_seeding`.
 
     Returns:
-        The worker's seed, as torch chose it.
+        The worker's seed, an int, as torch chose it; timm asks for it.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     info = torch.utils.data.get_worker_info()
     assert info is not None
-    return int(info.seed % 2**32)
+    return info.seed % 2**32
