@@ -7,6 +7,7 @@ an unreadable image is marked, and a missing class is an error.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ class SampledBatches(Sequence[tuple[Tensor, Tensor]]):
         self._count = min(images, len(data.images))
 
     def __len__(self) -> int:
-        return -(-self._count // self._batch_size)
+        return math.ceil(self._count / self._batch_size)
 
     @overload
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
