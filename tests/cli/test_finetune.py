@@ -105,6 +105,7 @@ def test_a_tar_with_a_class_map_gives_labels(run: Run, pictures: Path, network: 
     assert vars(retrofit.load("out/last.safetensors"))["_retrofit_labels"] == ["cat", "bee", "ant"]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_and_resume_goes_on(run: Run, pictures: Path, network: str) -> None:
     words = [network, "--data-dir", pictures, *QUICK, "--epochs", "4"]
     assert run("finetune", *words, "-o", "whole").exit_code == 0
@@ -131,6 +132,7 @@ def test_sigterm_saves_and_ends_and_resume_goes_on(run: Run, pictures: Path, net
     assert_same("whole", "broken")
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_resumed_it_ends_the_same(
     run: Run, pictures: Path, network: str, environment: dict[str, str]
 ) -> None:

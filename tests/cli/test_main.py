@@ -27,8 +27,7 @@ def test_help_of_a_command_shows_commands_with_their_output(run: Run, name: str)
     result = run(name, "--help")
     assert result.exit_code == 0
     examples = [line for line in result.stdout.splitlines() if line.strip().startswith("$ retrofit ")]
-    assert len(examples) >= 2
-    assert all(f"$ retrofit {name} " in line for line in examples)
+    assert sum(f"$ retrofit {name} " in line for line in examples) >= 2
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -64,7 +63,6 @@ def test_help_of_a_command_needs_no_torch(words: list[str]) -> None:
         (["convert", "resnet18", "--to", "bnn", "--groups", "many"], "neither a number nor auto"),
         (["convert", "resnet18", "--to", "bnn", "--model-kwargs", "depth"], "key=value"),
         (["convert", "resnet18", "--to", "bnn", "--match", "shape"], "--match"),
-        (["evaluate", "resnet18"], "Missing option '--data-dir'"),
         (["evaluate", "resnet18", "--data-dir", ".", "-b", "0"], "--batch-size"),
         (["inspect", "resnet18", "--jsn"], "No such option"),
     ],

@@ -147,6 +147,7 @@ def test_compiles_whole_and_strength_recompiles_nothing(case: Case) -> None:
                 torch.testing.assert_close(compiled(x), reference(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @ALL
 def test_compiled_training_step(case: Case) -> None:
     ours, _ = pair(case, strength=0.7)

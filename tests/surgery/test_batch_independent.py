@@ -194,8 +194,9 @@ def test_strength_one_is_group_norm_of_the_standardised_input(to: str) -> None:
     retrofit.set_strength(model, 1.0)
     x = torch.randn(4, 3, 9, 9, dtype=torch.float64)
     standardised = F.batch_norm(conv(x), bn.running_mean, bn.running_var, None, None, False, 0.0, bn.eps)
-    eps = (bn.eps / (bn.running_var + bn.eps)).mean().item()
-    expected = F.silu(F.group_norm(standardised, 1, bn.weight, bn.bias, eps))
+    gain = model[1].gain  # how much each channel counts in the moments
+    eps = (gain.square() * bn.eps / (bn.running_var + bn.eps)).mean().item()
+    expected = F.silu(F.group_norm(standardised * gain.view(-1, 1, 1), 1, bn.weight / gain, bn.bias, eps))
     torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-9)  # restored, so PN changes nothing yet
 
 
@@ -222,7 +223,7 @@ def test_auto_groups_follow_the_data() -> None:
     """Channels that share their moments keep their output with few groups; unlike ones as well with many."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm2d(16)).eval()
-    alike = torch.randn(64, 16, 12, 12)
+    alike = torch.randn(64, 16, 40, 40)
     settled = plan(model, "gn", groups="auto", calibrate=[alike[:32], alike[32:]]).layers[0]
     assert settled.options["num_groups"] == 16
     rough = alike * torch.rand(64, 16, 1, 1) * 3

@@ -2,8 +2,8 @@
 
 `eager`, `compiled` and `fused` (Triton) are modules with the same three functions, `forward`, `backward` and `apply`,
 on tensors in a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of them: eager, compile or triton.
-Unset, CUDA tensors go through Triton, and CPU tensors through C++ once a process has put enough elements through eager
-kernels that compiling is worth its time; without a compiler they stay eager, and nothing is said.
+Unset, CUDA tensors go through Triton and large CPU tensors through C++; small ones, and all where there is no compiler,
+stay eager, and nothing is said. The choice depends on the tensor alone, so that a run that is resumed repeats its bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,8 @@ from retrofit.layers.kernels import compiled, eager
 
 VARIABLE = "RETROFIT_KERNELS"
 NAMES = ("eager", "compile", "triton")
-WARM_UP = 2**25
-"""Elements after which some ten seconds of compiling, once a machine, have been worth it."""
-
-
-class _Experience:
-    """Elements this process has put through eager kernels."""
-
-    seen = 0
+LARGE = 2**17
+"""Elements from which compiled kernels are worth the call, and some ten seconds of building them once a machine."""
 
 
 def fits(x: Tensor) -> bool:
@@ -65,10 +59,8 @@ def _choose(name: str, x: Tensor) -> ModuleType:
         if not compiled.available():
             raise RuntimeError(f"{VARIABLE}=compile, but no C++ compiler works here; install g++ or unset it")
         return compiled
-    _Experience.seen += x.numel()
-    if x.is_cuda or _Experience.seen < WARM_UP or not compiled.available():
-        return eager
-    return compiled
+    large = not x.is_cuda and x.numel() >= LARGE
+    return compiled if large and compiled.available() else eager
 
 
 def _triton(x: Tensor) -> ModuleType:

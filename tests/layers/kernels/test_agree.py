@@ -231,7 +231,7 @@ def test_a_wrong_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_compiler_eager_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.layers.kernels.WARM_UP", 0)
+    monkeypatch.setattr("retrofit.layers.kernels.LARGE", 0)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     compiled._library.cache_clear()
     compiled.available.cache_clear()

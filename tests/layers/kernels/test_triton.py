@@ -28,6 +28,7 @@ def interpret(selection: str) -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_match_the_oracle() -> None:
     interpret("interpreted_briefly")
 

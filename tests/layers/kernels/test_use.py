@@ -62,6 +62,7 @@ def test_checkpointing_draws_the_same_noise() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_a_whole_model_compiles_and_exports() -> None:
     model, x = network(0.0), torch.randn(4, 3, 8, 8)
     reference = copy.deepcopy(model)
