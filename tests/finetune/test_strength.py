@@ -110,6 +110,7 @@ def test_a_compiled_network_is_not_compiled_again_for_every_strength_and_noise()
     model = network().train()
     schedule = StrengthSchedule(model, 32, noise=0.4, noise_start=0.0, noise_ramp=1.0)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, backend="eager")
     kinds = set()
     for _ in range(32):

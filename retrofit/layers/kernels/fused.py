@@ -485,7 +485,7 @@ def _affine_gradients(
     The normalized set of the element at an offset is (offset // set_outer) * set_count + offset // set_inner %
     set_count, of `normalized` many.
     """
-    _, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
+    _index, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
     start = tl.program_id(1) * share
     stop = tl.minimum(start + share, elements)
     rows = tl.arange(0, ROWS)
@@ -521,7 +521,7 @@ def _apply(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    _, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
+    _index, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
     start = tl.program_id(1) * share
     stop = tl.minimum(start + share, elements)
     mean = _values(Constants, column, there)[None, :]

@@ -34,11 +34,6 @@ def test_interpreted_kernels_match_the_oracle() -> None:
 
 
 @pytest.mark.slow
-def test_every_form_and_type_interpreted() -> None:
-    interpret("triton")
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 @pytest.mark.parametrize("tile", [(1024, 1), (64, 16)], ids=["stretches", "columns"])
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
