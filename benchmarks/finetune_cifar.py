@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import yaml
+from retention import plain_swap
 from torch import nn
 
 from retrofit.data import open_images
@@ -34,22 +35,16 @@ from retrofit.evaluate import evaluate
 from retrofit.finetune.head import with_classes
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.layers import MigratedGroupNorm, StrengthMixin
+from retrofit.layers import StrengthMixin
 from retrofit.models import Network, open_model
 from retrofit.surgery import convert, set_strength
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def plain_swap(model: nn.Module) -> None:
-    """Make the migrated layers what other converters give: GroupNorm with the source's gamma and beta."""
-    for module in model.modules():
-        if isinstance(module, MigratedGroupNorm):
-            module.running_mean.zero_()
-            module.running_var.fill_(1 - module.source_eps)
-            module.gain.fill_(1)
-            module.eps = 1e-5
-    set_strength(model, 1.0)
+def swapped(model: nn.Module) -> None:
+    """Make the migrated layers what other converters give."""
+    set_strength(plain_swap(model), 1.0)
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ ARMS = {
     "bnn ramped, noise 0.4 after": Arm("bnn", _noisy(0.4, 0.5)),
     "gn-pn ramped": Arm("gn-pn"),
     "ln-pn ramped": Arm("ln-pn"),
-    "gn plain swap": Arm("gn", {"strength_sched": "off"}, plain_swap),
+    "gn plain swap": Arm("gn", {"strength_sched": "off"}, swapped),
     "bnn before activations, noise 0": Arm("bnn", options={"skip": r"bn3|blocks\.0\.0\.bn2"}),
 }
 DEFAULT_ARMS = [name for name in ARMS if name not in ("bnn at once, noise 0", "bnn before activations, noise 0")]

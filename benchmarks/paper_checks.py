@@ -71,7 +71,7 @@ def random_net(norm: str, seed: int) -> Iterator[tuple[int, float, float, float]
         z = y * affine.weight.view(1, -1, 1, 1) + affine.bias.view(1, -1, 1, 1)
         power, linearity = PowerMeter(), LinearityMeter()
         power.update(y.flatten(2))
-        activation = ProxyNorm(nn.ReLU(), WIDTH, affine, eps=0.03) if norm == "ln-pn" else nn.ReLU()
+        activation = ProxyNorm(nn.ReLU(), WIDTH, norm=affine, eps=0.03) if norm == "ln-pn" else nn.ReLU()
         x = activation(z)
         linearity.update(z.flatten(2), x.flatten(2))
         found = power.result()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
+from retrofit.modes import evaluating
 from retrofit.workers import heed_no_signals
 
 if TYPE_CHECKING:
@@ -140,14 +141,8 @@ def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
     Raises:
         RetrofitError: If the model gives no class scores.
     """
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.inference_mode():
-            return [best for batch in batches for best in _scores(model(batch), None).argmax(dim=1).tolist()]
-    finally:
-        for module, flag in flags:
-            module.training = flag
+    with evaluating(model):
+        return [best for batch in batches for best in _scores(model(batch), None).argmax(dim=1).tolist()]
 
 
 def _autocast(device: torch.device, amp: torch.dtype | None) -> AbstractContextManager[Any]:

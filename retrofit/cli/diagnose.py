@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrofit.cli.console import emit, progress_bar, say
-from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
+from retrofit.cli.options import architecture_options, data_options, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,12 +29,7 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @click.command("diagnose", help=HELP)
 @model_argument
 @click.option("--against", metavar="MODEL", help="A second network, beside the first.")
-@click.option("--data-dir", metavar="DIR", help="Folder or .tar of images, best with one folder a class.")
-@click.option("--dataset", default="", metavar="NAME", help='timm\'s dataset name, or "digits", which is built in.')
-@click.option("--split", default="validation", metavar="NAME", help="Part of the data (default: validation).")
-@click.option(
-    "--class-map", type=click.Path(path_type=Path), metavar="FILE", help="Class names in the order of the outputs."
-)
+@data_options
 @click.option("--images", type=click.IntRange(min=2), default=200, metavar="N", help="At most (default: 200).")
 @click.option("-b", "--batch-size", type=click.IntRange(min=2), default=20, metavar="N", help="Default: 20.")
 @click.option(
@@ -115,10 +110,10 @@ def _targets_are_outputs(network: Network, data: ImageData, batches: SampledBatc
     """Whether the data's classes are known to be the network's outputs, so that an accuracy means something."""
     import torch
 
+    from retrofit.modes import evaluating
+
     if data.matched != "order":
         return True
-    flag = network.model.training
-    with torch.inference_mode():
-        scores = network.model.eval()(batches[0][0][:1])
-    network.model.train(flag)
+    with evaluating(network.model):
+        scores = network.model(batches[0][0][:1])
     return isinstance(scores, torch.Tensor) and scores.ndim == 2 and scores.shape[1] == data.classes

@@ -9,7 +9,7 @@ import click
 
 from retrofit.cli.console import emit, names, progress_bar, say
 from retrofit.cli.device import device_of, precision_of
-from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
+from retrofit.cli.options import architecture_options, data_options, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
 
 HELP = """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
@@ -32,12 +32,7 @@ $ retrofit evaluate lite0-bnn.safetensors --data-dir photos.tar --class-map clas
 
 @click.command("evaluate", help=HELP)
 @model_argument
-@click.option("--data-dir", metavar="DIR", help="Folder or .tar with one folder a class.")
-@click.option("--dataset", default="", metavar="NAME", help='timm\'s dataset name, or "digits", which is built in.')
-@click.option("--split", default="validation", metavar="NAME", help="Part of the data (default: validation).")
-@click.option(
-    "--class-map", type=click.Path(path_type=Path), metavar="FILE", help="Class names in the order of the outputs."
-)
+@data_options
 @weights_options
 @click.option("-b", "--batch-size", type=click.IntRange(min=1), default=64, metavar="N", help="Default: 64.")
 @click.option("-j", "--workers", type=click.IntRange(min=0), default=2, metavar="N", help="Decoders (default: 2).")

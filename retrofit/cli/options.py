@@ -91,6 +91,15 @@ weights_options = _stacked(
     ),
 )
 
+data_options = _stacked(
+    click.option("--data-dir", metavar="DIR", help="Folder or .tar with one folder a class."),
+    click.option("--dataset", default="", metavar="NAME", help='timm\'s dataset name, or "digits", which is built in.'),
+    click.option("--split", default="validation", metavar="NAME", help="Part of the data (default: validation)."),
+    click.option(
+        "--class-map", type=click.Path(path_type=Path), metavar="FILE", help="Class names in the order of the outputs."
+    ),
+)
+
 plan_options = _stacked(
     click.option(
         "--from",

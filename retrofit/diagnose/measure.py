@@ -19,10 +19,12 @@ from retrofit.diagnose import gaussianity
 from retrofit.diagnose.linearity import LinearityMeter
 from retrofit.diagnose.power import Power, PowerMeter
 from retrofit.diagnose.probe import Probe, probes
-from retrofit.diagnose.robustness import Attenuation, InputNoise, attenuation, evaluating, input_noise
+from retrofit.diagnose.robustness import Attenuation, InputNoise, attenuation, input_noise
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import find_sites
+from retrofit.lambdas import lambda_values
 from retrofit.layers import ProxyNorm
+from retrofit.modes import evaluating
 
 Batch = tuple[Tensor, "Tensor | None"]
 Progress = Callable[[str, int, int], None]
@@ -63,7 +65,8 @@ class Layer:
         henze_zirkler: Mean statistic over pairs of channels; None where no pair varies.
         dependence: Mean adjusted mutual information over the same pairs.
         linearity: How close to linear the activation that follows acts; None where none follows directly.
-        lmbda: Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda over channels (evaluation) or None.
+        lmbda: Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a running
+            average is used, else over the normalized sets of the first images; None without a transform.
         plot: The Q-Q plot of the channel whose R^2 is the median one.
     """
 
@@ -144,7 +147,7 @@ def diagnose(
     found = probes(model)
     if not found:
         raise RetrofitError("the model has no normalization layer to diagnose; retrofit inspect MODEL lists them")
-    with evaluating(model), torch.inference_mode():
+    with evaluating(model):
         observers = [_Observer(probe, options) for probe in found]
         _follow_activations(model, observers)
         images = 0
@@ -161,9 +164,10 @@ def diagnose(
         called = [observer for observer in observers if observer.seen]
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
+        lambdas = lambda_values(model, batches[0][0])
         layers = []
         for number, observer in enumerate(called):
-            layers.append(observer.result())
+            layers.append(observer.result(lambdas.get(observer.probe.name)))
             if progress is not None:
                 progress("statistics", number + 1, len(called))
         live = [observer.probe for observer in called]
@@ -246,11 +250,9 @@ class _Observer:
             live = [column for column in values[:_PAIR_VALUES].T if column.std() > 0]
             self._pairs = [np.stack(pair, 1) for pair in zip(live[0::2], live[1::2], strict=False)][:_PAIRS]
 
-    def result(self) -> Layer:
-        """Return what was found."""
+    def result(self, lmbda: Tensor | None) -> Layer:
+        """Return what was found; `lmbda` are the layer's estimates, if it has any."""
         ranked = sorted(self._plots, key=lambda plot: plot.r2)
-        lmbda = self.probe.lmbda
-        quantiles = torch.tensor([0, 0.05, 0.25, 0.5, 0.75, 0.95, 1], dtype=torch.float64)
         return Layer(
             name=self.probe.name,
             kind=self.probe.kind,
@@ -260,9 +262,13 @@ class _Observer:
             henze_zirkler=_mean([gaussianity.henze_zirkler(pair) for pair in self._pairs]),
             dependence=_mean([gaussianity.dependence(pair) for pair in self._pairs]),
             linearity=self._linearity.result() if self.activation is not None else None,
-            lmbda=None if lmbda is None else tuple(lmbda.double().cpu().quantile(quantiles).tolist()),
+            lmbda=None if lmbda is None else self._quantiles(lmbda),
             plot=ranked[len(ranked) // 2] if ranked else None,
         )
+
+    def _quantiles(self, lmbda: Tensor) -> tuple[float, ...]:
+        used = 1 + float(self.probe.layer.strength) * (lmbda.double() - 1)  # type: ignore[arg-type]
+        return tuple(np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist())
 
 
 def _mean(values: list[float]) -> float | None:

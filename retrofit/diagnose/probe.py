@@ -48,14 +48,6 @@ class Probe:
         """Whether the layer applies the power transform."""
         return isinstance(self.layer, NormalityMixin)
 
-    @property
-    def lmbda(self) -> Tensor | None:
-        """The transform's parameter in evaluation, (C,); None where it is estimated from the input or there is none."""
-        running = getattr(self.layer, "running_lambda", None)
-        if not isinstance(running, Tensor) or not isinstance(self.layer, NormalityMixin):
-            return None
-        return 1 + self.layer.strength * (running - 1)
-
     def standardised(self, x: Tensor) -> Tensor:
         """Return `x` normalized, before transform and affine, as (N, C, positions)."""
         neutral = self._neutral()

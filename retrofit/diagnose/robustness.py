@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +80,7 @@ def attenuation(
     handles = [source.layer.register_forward_hook(perturb)]
     handles += [probe.layer.register_forward_hook(compare(probe)) for probe in probes]
     try:
-        with torch.inference_mode():
-            model(torch.cat([pixels, pixels]))
+        model(torch.cat([pixels, pixels]))
     finally:
         for handle in handles:
             handle.remove()
@@ -103,30 +101,17 @@ def input_noise(
     images, right, same = 0, [0] * len(levels), [0] * len(levels)
     labelled = True
     generator = torch.Generator().manual_seed(seed)
-    with torch.inference_mode():
-        for pixels, labels in batches:
-            answers = model(pixels).argmax(1)
-            drawn = torch.randn(pixels.shape, generator=generator).to(pixels)
-            images += len(pixels)
-            labelled &= labels is not None
-            for place, level in enumerate(levels):
-                noisy = model(pixels + level * drawn).argmax(1) if level else answers
-                same[place] += int((noisy == answers).sum())
-                if labels is not None:
-                    right[place] += int((noisy == labels.to(noisy)).sum())
+    for pixels, labels in batches:
+        answers = model(pixels).argmax(1)
+        drawn = torch.randn(pixels.shape, generator=generator).to(pixels)
+        images += len(pixels)
+        labelled &= labels is not None
+        for place, level in enumerate(levels):
+            noisy = model(pixels + level * drawn).argmax(1) if level else answers
+            same[place] += int((noisy == answers).sum())
+            if labels is not None:
+                right[place] += int((noisy == labels.to(noisy)).sum())
     return [
         InputNoise(level, 100 * r / images if labelled else None, 100 * s / images)
         for level, r, s in zip(levels, right, same, strict=True)
     ]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a network in evaluation mode, and every module's flag back afterwards."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag

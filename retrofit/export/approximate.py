@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError
 from retrofit.export import layers
-from retrofit.export.forms import Clamp, EstimatedTransform, Polynomial, constant_norm
+from retrofit.export.forms import Clamp, Polynomial, constant_norm
 from retrofit.export.layers import ChannelMap
 from retrofit.export.polynomial import MAX_DEGREE, Fit, Fitter, gaussian_values
-from retrofit.layers.core import normality_norm
+from retrofit.lambdas import lambda_values
 
 LEVELS = (0.1, 0.05, 0.025, 0.0125, 0.006, 0.003, 0.0015)  # rms errors of a layer to try, of its output's deviation
 AFFINE = 1e-3  # with a degree given: what is as good as affine
@@ -103,17 +103,15 @@ def choose(
 
 def mean_lambdas(net: nn.Module, images: Sequence[Tensor]) -> dict[nn.Module, float]:
     """Return the mean lambda, strength included, of each layer that estimates it, over images."""
+    place = next((p.device for p in net.parameters()), torch.device("cpu"))
     found: dict[nn.Module, list[Tensor]] = {}
-
-    def hook(layer: Any, args: tuple[Tensor, ...]) -> None:
-        values, dims = EstimatedTransform(layer, layers.kind_of(layer)).sets(args[0])
-        _, statistics = normality_norm(values, None, None, dim=dims, eps=layer.eps, steps=layer.steps)
-        found.setdefault(layer, []).append(statistics.lmbda.double().mean())
-
-    _watch(net, [module for module in net.modules() if layers.estimates(module)], hook, images)
+    for batch in images:
+        for name, values in lambda_values(net, batch.to(place)).items():
+            found.setdefault(net.get_submodule(name), []).append(values.double().mean())
     return {
         layer: 1 + float(layer.strength) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
         for layer, means in found.items()
+        if layers.estimates(layer)
     }
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError
 from retrofit.export.onnx_model import INPUT
+from retrofit.modes import evaluating
 
 BATCHES = (1, 3)
 
@@ -72,7 +72,7 @@ def sample_inputs(size: Sequence[int]) -> list[Tensor]:
 def reference(model: nn.Module, inputs: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return the tensors that a network gives for each input, in evaluation; the network is left as it was."""
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    with _evaluating(model):
+    with evaluating(model):
         answers = [model(batch.to(first.device, first.dtype)) for batch in inputs]
     return [[leaf.float().cpu() for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)] for answer in answers]
 
@@ -128,15 +128,3 @@ def compare(run: Callable[[Tensor], list[Tensor]], check: Check) -> Parity:
             scored += len(batch)
     agreement = same / scored if scored else None
     return Parity(tuple(len(batch) for batch in check.inputs), worst, scale, agreement, check.tolerance)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, flag in flags:
-            module.training = flag

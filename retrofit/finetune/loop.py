@@ -22,7 +22,6 @@ from retrofit.finetune.data import Batches, open_data, training_transform
 from retrofit.finetune.distill import Distillation, source_network
 from retrofit.finetune.head import outputs_of
 from retrofit.finetune.health import first_to_diverge, is_finite
-from retrofit.finetune.lambdas import lambda_values
 from retrofit.finetune.objective import Objective
 from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm
 from retrofit.finetune.recipe import Recipe
@@ -31,6 +30,7 @@ from retrofit.finetune.state import load_state, random_state, save_state, seed_e
 from retrofit.finetune.strength import StrengthSchedule
 from retrofit.finetune.sync import local_norms, sync_norms
 from retrofit.finetune.watch import Result, Step, Watcher
+from retrofit.lambdas import lambda_values
 from retrofit.layers import StrengthMixin
 from retrofit.models import Network, open_model
 

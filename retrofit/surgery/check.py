@@ -9,8 +9,8 @@ normalization layers are compared too, by sample: a freshly initialised network 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from retrofit.errors import RetrofitError
+from retrofit.modes import evaluating
 from retrofit.surgery.census import find_norms
 
 TOLERANCE = 1e-4
@@ -89,7 +90,7 @@ class IdentityCheck:
         size = tuple(input_size or own_input_size(model))
         self._layers = [found.name for found in find_norms(model)]
         try:
-            with _evaluating(model):
+            with evaluating(model):
                 self._calls = [call for batch in BATCHES for call in _calls(model, size, batch)]
                 self._outputs, self._samples = self._run(model)
         except Exception as error:
@@ -114,7 +115,7 @@ class IdentityCheck:
             The network's output where that differs most; if the outputs pass, the first layer that does not; if every
             output is zero, the layer that differs most.
         """
-        with _evaluating(model):
+        with evaluating(model):
             outputs, samples = self._run(model)
         found = self._worst(zip(self._outputs, outputs, strict=True), "")
         if not layers or not found.passed:
@@ -218,19 +219,6 @@ def _sampler(samples: list[Tensor]) -> Callable[..., None]:
         samples.append(flat[chosen.to(flat.device)])
 
     return hook
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode without gradients, and every module's training flag back afterwards."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 def _difference(source: Tensor, converted: Tensor) -> float:

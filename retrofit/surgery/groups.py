@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.migrated import group_gain
+from retrofit.modes import evaluating
 
 GROUP_TOLERANCE = 0.08
 """Largest relative change of a layer's output that `most_groups` accepts."""
@@ -46,18 +47,15 @@ def most_groups(
         module.register_forward_pre_hook(lambda module, args, name=name: _measure(module, args[0], changes[name]))
         for name, module in norms.items()
     ]
-    modes = {module: module.training for module in model.modules()}
     seen = 0
     try:
-        with torch.inference_mode():
+        with evaluating(model):
             for batch in batches:
-                model.eval()(batch)
+                model(batch)
                 seen += len(batch)
     finally:
         for handle in handles:
             handle.remove()
-        for module, training in modes.items():
-            module.training = training
     if not seen:
         raise RetrofitError("there are no images to pick groups by; name a folder of images with --calibrate")
     picked = {}

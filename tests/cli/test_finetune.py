@@ -11,14 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 from PIL import Image
 from torch import Tensor
@@ -29,13 +27,6 @@ from tests.conftest import heed_signals
 from tests.pictures import write_folder, write_tar
 
 QUICK = ["--epochs", "2", "-b", "4", "-j", "0", "--val-split", "0.25", "--lr", "1e-3"]
-
-
-@pytest.fixture(autouse=True)
-def _clean_slate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ Train = Callable[..., Result]
 
 
 @pytest.fixture(autouse=True)
-def _clean_slate() -> Iterator[None]:
+def clean_slate() -> Iterator[None]:
+    """Leave nothing of accelerate's state to the next test."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

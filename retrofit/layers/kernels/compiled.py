@@ -57,11 +57,6 @@ def forward(
     seed: Tensor | None,
 ) -> Tensor:
     """See `eager.forward`."""
-    if x.dtype == torch.float16:  # rare on a CPU
-        wide = torch.empty_like(x, dtype=torch.float32)
-        stats = forward(wide, x.float(), weight, bias, t, dims, eps, factor, seed)
-        out.copy_(wide)
-        return stats
     plan = _plan(x, dims, weight, bias)
     if plan is None:
         return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed)
@@ -84,11 +79,6 @@ def backward(
     affine: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     """See `eager.backward`."""
-    if x.dtype == torch.float16:
-        wide = torch.empty_like(x, dtype=torch.float32)
-        grads = backward(wide, x.float(), grad.float(), weight, t, stats, dims, factor, seed, affine)
-        grad_x.copy_(wide)
-        return grads
     plan = _planned(x, dims, affine)
     if plan is None:
         return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine)
@@ -101,11 +91,6 @@ def backward(
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
-    if x.dtype == torch.float16:
-        wide = torch.empty_like(x, dtype=torch.float32)
-        apply(wide, x.float(), dims, constants)
-        out.copy_(wide)
-        return
     plan = _plan(x, dims, constants[0])
     if plan is None:
         eager.apply(out, x, dims, constants)

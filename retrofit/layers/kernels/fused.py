@@ -88,18 +88,6 @@ def _normal(position, Seed):
 
 
 @triton.jit
-def _transform(h, change):
-    """Return psi(h; 1 + change), log(1 + |h|), u = p * log and expm1(u)."""
-    up, down = 1 + change, 1 - change
-    up = tl.where(up == 0, 1e-20, up)
-    down = tl.where(down == 0, 1e-20, down)
-    log = _log1p(tl.abs(h))
-    u = log * tl.where(h < 0, down, up)
-    growth = _expm1(u)
-    return growth * tl.where(h < 0, -1 / down, 1 / up), log, u, growth
-
-
-@triton.jit
 def _psi(h, change):
     """Return psi(h; 1 + change), log(1 + |h|), u = p * log and expm1(u)."""
     up, down = 1 + change, 1 - change

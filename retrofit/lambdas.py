@@ -58,6 +58,6 @@ def _measure(values: dict[str, Tensor], name: str) -> Any:
             dim = (*((0,) if isinstance(module, _BatchNormalNorm) else ()), *range(2, x.ndim))
         var, mean = torch.var_mean(x, dim, correction=0, keepdim=True)
         h = (x - mean) * torch.rsqrt(var + module.eps)
-        values[name] = torch.cat([values[name], newton_lmbda(h, dim).flatten().cpu()])
+        values[name] = torch.cat([values[name], newton_lmbda(h, dim, module.steps).flatten().cpu()])
 
     return look

@@ -1,4 +1,4 @@
-"""The lambda estimates that a run draws."""
+"""The lambda estimates of a network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from retrofit.finetune.lambdas import lambda_values
+from retrofit.lambdas import lambda_values
 from retrofit.layers import (
     BatchNormalNorm2d,
     GroupNormalNorm,
