@@ -210,10 +210,27 @@ def _iterated(
     values = x.to(compute_dtype(x))
     var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
     h = (values - mean) * torch.rsqrt(var + eps)
+    y, lmbda = gaussianize(h, dim, t, noise, steps)
+    count = x.numel() // max(mean.numel(), 1)
+    return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), count)
+
+
+def gaussianize(h: Tensor, dim: tuple[int, ...], t: Tensor, noise: float, steps: int) -> tuple[Tensor, Tensor]:
+    """Transform and perturb values that are standardised already (variance at most one); differentiated by autograd.
+
+    Args:
+        h: Values of mean zero over each set.
+        dim: The dimensions that the set spans.
+        t: The strength, as for `normality_norm`, as are those that follow.
+        noise: The noise factor.
+        steps: Newton iterations.
+
+    Returns:
+        The values before the affine, and lambda as estimated.
+    """
     lmbda = newton_lmbda(h, dim, steps)
     y = yeo_johnson(h, 1 + t * (lmbda - 1))
     if noise:
         spread = (y - y.mean(dim, True)).abs().mean(dim, True).detach()
         y = y + torch.randn_like(y) * (noise * t * spread)
-    count = x.numel() // max(mean.numel(), 1)
-    return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), count)
+    return y, lmbda
