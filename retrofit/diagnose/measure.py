@@ -267,7 +267,7 @@ class _Observer:
         )
 
     def _quantiles(self, lmbda: Tensor) -> tuple[float, ...]:
-        used = 1 + float(self.probe.layer.strength) * (lmbda.double() - 1)  # type: ignore[arg-type]
+        used = 1 + float(self.probe.layer.degree) * (lmbda.double() - 1)  # type: ignore[arg-type]
         return tuple(np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist())
 
 

@@ -109,7 +109,7 @@ def mean_lambdas(net: nn.Module, images: Sequence[Tensor]) -> dict[nn.Module, fl
         for name, values in lambda_values(net, batch.to(place)).items():
             found.setdefault(net.get_submodule(name), []).append(values.double().mean())
     return {
-        layer: 1 + float(layer.strength) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
+        layer: 1 + float(layer.degree) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
         for layer, means in found.items()
         if layers.estimates(layer)
     }

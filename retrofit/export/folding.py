@@ -146,7 +146,7 @@ class _Folding:
             return "group", [*self._before(layer, *layer.input_affine()), MigratedForm(layer)]
         if not layers.estimates(layer):
             return "normalization", None
-        if layer.strength == 0:
+        if layer.degree == 0:
             return "normalization", [layers.source_layer(layer)]
         return "frozen" if layer in self.frozen else "estimated", self._estimated(layer)
 

@@ -122,7 +122,7 @@ class Clamp(nn.Module):
 
 
 class EstimatedTransform(nn.Module):
-    """A layer that estimates lambda from each sample, in evaluation and at a fixed strength, in plain operations.
+    """A layer that estimates lambda from each sample, in evaluation and at a fixed degree, in plain operations.
 
     Args:
         layer: LayerNormalNorm, LayerNormalNorm2d, GroupNormalNorm or InstanceNormalNorm without running statistics.
@@ -139,7 +139,7 @@ class EstimatedTransform(nn.Module):
         super().__init__()
         self.kind = kind
         self.eps = float(layer.eps)
-        self.strength = float(layer.strength)
+        self.degree = float(layer.degree)
         self.steps = int(layer.steps)
         self.groups = int(getattr(layer, "num_groups", 1))
         self.trailing = len(getattr(layer, "normalized_shape", ()))
@@ -169,7 +169,7 @@ class EstimatedTransform(nn.Module):
         a = h.abs()
         log = torch.log(a + 1.0)
         if self.frozen is None:
-            kappa = self.strength * self._estimate(h, a, log, sign, var * rstd * rstd, dims)
+            kappa = self.degree * self._estimate(h, a, log, sign, var * rstd * rstd, dims)
             p = sign * kappa + 1.0
             p = torch.where(p.abs() < SMALLEST_POWER, SMALLEST_POWER, p)
             y = (torch.exp(log * p) - 1.0) * (sign / p)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+
+from retrofit.layers.core import NoiseKind, NormalityOptions
 
 
 class StrengthMixin(nn.Module):
@@ -34,15 +36,25 @@ class NormalityMixin(StrengthMixin):
     """The options of a normality-normalized layer.
 
     Attributes:
-        noise: xi, the factor of the additive Gaussian noise in training (paper's section 4.2).
+        noise: xi, the factor of the Gaussian noise in training (paper's section 4.2); 0 for none.
+        noise_kind: "scaled" is the paper's additive noise; "unscaled" leaves its scale by the set out, and
+            "gaussian-dropout" multiplies instead: the paper compares with both (section 5.6).
+        alpha: Degree of gaussianization in [0, 1] (eq. 6): lambda = 1 + strength * alpha * (estimate - 1). 1 is the
+            paper's; 0 leaves the plain normalization and its noise.
         steps: Newton iterations of the lambda estimate; one is the paper's.
     """
 
     noise: float
+    noise_kind: NoiseKind
+    alpha: float
     steps: int
 
-    def _register_options(self, noise: float, strength: float, steps: int, device: Any = None) -> None:
+    def _register_options(
+        self, noise: float, strength: float, steps: int, noise_kind: NoiseKind, alpha: float, device: Any = None
+    ) -> None:
         self.noise = check_noise(noise)
+        self.noise_kind = check_noise_kind(noise_kind)
+        self.alpha = check_alpha(alpha)
         self.steps = check_steps(steps)
         self._register_strength(strength, device)
 
@@ -56,12 +68,25 @@ class NormalityMixin(StrengthMixin):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property
-    def _active_noise(self) -> float:
-        return self.noise if self.training else 0.0
+    def degree(self) -> Tensor:
+        """Strength times alpha: the layer uses lambda = 1 + degree * (estimate - 1)."""
+        return self.strength if self.alpha == 1 else self.strength * self.alpha
+
+    @property
+    def _options(self) -> NormalityOptions:
+        """What `core.normality_norm` takes of the layer in its present mode."""
+        return {
+            "strength": self.strength,
+            "noise": self.noise if self.training else 0.0,
+            "noise_kind": self.noise_kind,
+            "alpha": self.alpha,
+            "steps": self.steps,
+        }
 
     def _options_repr(self) -> str:
-        extra = f", noise={self.noise:g}"
-        return extra + (f", steps={self.steps}" if self.steps != 1 else "")
+        usual = {"noise_kind": "scaled", "alpha": 1.0, "steps": 1}
+        extra = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        return f", noise={self.noise:g}" + "".join(f", {name}={value}" for name, value in extra.items())
 
 
 def check_strength(strength: float) -> float:
@@ -76,6 +101,20 @@ def check_noise(noise: float) -> float:
     if not 0.0 <= noise < float("inf"):
         raise ValueError(f"noise must be a finite number >= 0, not {noise}; 0 turns it off")
     return float(noise)
+
+
+def check_noise_kind(kind: NoiseKind) -> NoiseKind:
+    """Return `kind` if there is noise of that kind."""
+    if kind not in get_args(NoiseKind):
+        raise ValueError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}")
+    return kind
+
+
+def check_alpha(alpha: float) -> float:
+    """Return `alpha` if it lies in [0, 1]."""
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha must lie in [0, 1], not {alpha}; 0 is no transform, 1 the paper's")
+    return float(alpha)
 
 
 def check_steps(steps: int) -> int:

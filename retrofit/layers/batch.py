@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.layers import kernels
 from retrofit.layers.base import NormalityMixin
-from retrofit.layers.core import apply_constants, compute_dtype, prepare
+from retrofit.layers.core import NoiseKind, apply_constants, compute_dtype, prepare
 from retrofit.layers.functional import batch_normal_norm
 
 
@@ -23,7 +23,7 @@ class RunningNormality(NormalityMixin, _NormBase):
 
     Attributes:
         running_lambda: Running average of the lambda estimates, (C,), whatever the strength; the layer uses
-            1 + strength * (running_lambda - 1).
+            1 + `degree` * (running_lambda - 1).
     """
 
     running_lambda: Tensor | None
@@ -43,6 +43,8 @@ class RunningNormality(NormalityMixin, _NormBase):
         noise: float = 0.4,
         strength: float = 1.0,
         steps: int = 1,
+        noise_kind: NoiseKind = "scaled",
+        alpha: float = 1.0,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         if not bias:
@@ -51,7 +53,7 @@ class RunningNormality(NormalityMixin, _NormBase):
             self.register_buffer("running_lambda", torch.ones(num_features, device=device, dtype=dtype))
         else:
             self.register_buffer("running_lambda", None)
-        self._register_options(noise, strength, steps, device)
+        self._register_options(noise, strength, steps, noise_kind, alpha, device)
 
     def reset_running_stats(self) -> None:
         """Return the running statistics to mean 0, variance 1, lambda 1."""
@@ -86,10 +88,10 @@ class RunningNormality(NormalityMixin, _NormBase):
         sources = [s for s in (*tracked, self.weight, self.bias, self.strength) if s is not None]
         wanted = torch.is_grad_enabled() and any(source.requires_grad for source in (x, *sources))
         if wanted or not kernels.fits(x) or any(source.is_inference() for source in sources):
-            return batch_normal_norm(x, *tracked, self.weight, self.bias, False, 0.0, self.eps, strength=self.strength)
+            return batch_normal_norm(x, *tracked, self.weight, self.bias, False, 0.0, self.eps, **self._options)
         dtype = compute_dtype(x)
         # Moving or casting a module replaces its buffers, so `strength` changes its id even where parameters do not.
-        key = x.ndim, dtype, self.eps, [(id(source), source._version) for source in sources]
+        key = x.ndim, dtype, self.eps, self.alpha, [(id(source), source._version) for source in sources]
         if self._kept is None or self._kept[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 self._kept = key, sources, self._prepare(x.ndim, dtype)  # holding the sources keeps their ids theirs
@@ -102,7 +104,7 @@ class RunningNormality(NormalityMixin, _NormBase):
         """Constants of `core.prepare`; None where every lambda is 1, for which torch's own layer answers."""
         if self.running_mean is None or self.running_var is None or self.running_lambda is None:
             raise ValueError("running statistics are needed outside training")
-        lmbda = 1 + self.strength * (self.running_lambda - 1)
+        lmbda = 1 + self.degree * (self.running_lambda - 1)
         if bool((lmbda == 1).all()):
             return None
         given = self.running_mean, self.running_var, lmbda, self.weight, self.bias
@@ -136,9 +138,7 @@ class _BatchNormalNorm(RunningNormality):
             True,
             momentum,
             self.eps,
-            strength=self.strength,
-            noise=self._active_noise,
-            steps=self.steps,
+            **self._options,
             group=self._group(),
         )
 
@@ -152,7 +152,8 @@ class _BatchNormalNorm(RunningNormality):
 class BatchNormalNorm1d(_BatchNormalNorm):
     """Batch normality normalization over (N, C) or (N, C, L) input: `torch.nn.BatchNorm1d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `steps` (Newton iterations, 1).
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
     """
 
     def _check_input_dim(self, x: Tensor) -> None:
@@ -163,7 +164,8 @@ class BatchNormalNorm1d(_BatchNormalNorm):
 class BatchNormalNorm2d(_BatchNormalNorm):
     """Batch normality normalization over (N, C, H, W) input: `torch.nn.BatchNorm2d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `steps` (Newton iterations, 1).
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
     """
 
     def _check_input_dim(self, x: Tensor) -> None:
@@ -174,7 +176,8 @@ class BatchNormalNorm2d(_BatchNormalNorm):
 class BatchNormalNorm3d(_BatchNormalNorm):
     """Batch normality normalization over (N, C, D, H, W) input: `torch.nn.BatchNorm3d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `steps` (Newton iterations, 1).
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
     """
 
     def _check_input_dim(self, x: Tensor) -> None:

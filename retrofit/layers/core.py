@@ -7,7 +7,7 @@ backward is the closed form of the whole chain, so that only the input and a few
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,7 +22,19 @@ from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
 from retrofit.layers.transform import yeo_johnson
 
-__all__ = ["Statistics", "apply_statistics", "compute_dtype", "normality_norm"]
+__all__ = ["NoiseKind", "NormalityOptions", "Statistics", "apply_statistics", "compute_dtype", "normality_norm"]
+
+NoiseKind = Literal["scaled", "unscaled", "gaussian-dropout"]
+
+
+class NormalityOptions(TypedDict, total=False):
+    """The options of `normality_norm` that every layer has; see there."""
+
+    strength: Tensor | float
+    noise: float
+    noise_kind: NoiseKind
+    alpha: float
+    steps: int
 
 
 class Statistics(NamedTuple):
@@ -95,6 +107,8 @@ def normality_norm(
     eps: float,
     strength: Tensor | float = 1.0,
     noise: float = 0.0,
+    noise_kind: NoiseKind = "scaled",
+    alpha: float = 1.0,
     steps: int = 1,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Statistics]:
@@ -106,8 +120,10 @@ def normality_norm(
         bias: beta, broadcastable to `x`, or None.
         dim: The dimensions that the normalized set spans.
         eps: Added to the biased variance.
-        strength: t in [0, 1]: lambda = 1 + t * (estimate - 1) (eq. 6's alpha), and the noise factor is t * noise.
-        noise: xi, the factor of the additive Gaussian noise; 0 for none.
+        strength: t in [0, 1]: lambda = 1 + t * alpha * (estimate - 1), and the noise factor is t * noise.
+        noise: xi, the factor of the Gaussian noise; 0 for none.
+        noise_kind: The paper's "scaled" noise (section 4.2), or one that it compares with (section 5.6): see `perturb`.
+        alpha: Degree of gaussianization (eq. 6), in [0, 1]; 0 leaves the standardised values untransformed.
         steps: Newton iterations of the estimate; 1 is the paper's.
         group: Process group whose ranks share the sets, or None.
 
@@ -116,9 +132,17 @@ def normality_norm(
     """
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
     if steps > 1:
-        return _iterated(x, weight, bias, dim, eps, t, noise, steps, group)
+        if group is not None:
+            raise ValueError("synchronized statistics take one Newton step; set steps=1")
+        options = NormalityOptions(strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha, steps=steps)
+        return _by_autograd(x, weight, bias, dim, eps, options)
+    factor = noise * t if noise else None
+    if factor is not None and noise_kind != "scaled":
+        y, found = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
+        return affine(perturb(y.to(t.dtype), factor, noise_kind, dim), weight, bias).to(x.dtype), found
+    degree = t if alpha == 1 else t * alpha
     weight, bias = (None if p is None else p.view((1,) * (x.ndim - p.ndim) + p.shape) for p in (weight, bias))
-    out, (mean, var, _, step) = _NormalityNorm.apply(x, weight, bias, t, dim, eps, noise, group)
+    out, (mean, var, _, step) = _NormalityNorm.apply(x, weight, bias, degree, factor, dim, eps, group)
     return out, Statistics(mean, var, 1 + step, distributed.set_size(x, dim, group))
 
 
@@ -126,7 +150,7 @@ class _NormalityNorm(torch.autograd.Function):
     """Algorithm 1 with one Newton step, and its closed-form backward.
 
     Plain tensors go through `kernels`; tensors that a compiler traces, and sets that ranks share, through the same
-    formulas as a whole.
+    formulas as a whole. `t` multiplies lambda's step, `factor` the noise (None: no noise).
     """
 
     @staticmethod
@@ -136,40 +160,40 @@ class _NormalityNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         t: Tensor,
+        factor: Tensor | None,
         dim: tuple[int, ...],
         eps: float,
-        noise: float,
         group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         shapes = [None if p is None else p.shape for p in (weight, bias)]
         ctx.layout = Layout.of(x, dim, *shapes) if group is None and kernels.fits(x) else None
-        ctx.dim, ctx.group, ctx.noise = dim, group, noise
-        seed = draw_seed(x.device if ctx.layout is None else None) if noise else None
+        ctx.dim, ctx.group = dim, group
+        seed = None if factor is None else draw_seed(x.device if ctx.layout is None else None)
         if ctx.layout is None:
-            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(ctx, x, t, seed), _over(ctx))
+            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), _over(ctx))
             statistics = stats[:4]
         else:
             gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
             view, out = ctx.layout.view, ctx.layout.empty_like(x)
-            arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, noise * t, seed
+            arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, 0 * t if factor is None else factor, seed
             stats = kernels.run("forward", view(out), *arguments)
             statistics = torch.stack([ctx.layout.undo_set(s) for s in stats[:4]])
-        ctx.save_for_backward(x, weight, bias, t, seed, stats)
+        ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
         ctx.mark_non_differentiable(statistics)
         return out, statistics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, t, seed, stats = ctx.saved_tensors
+        x, weight, bias, t, factor, seed, stats = ctx.saved_tensors
         if ctx.layout is None:
-            grad_x, y = formulas.backward(grads[0], x, weight, t, stats, _noise(ctx, x, t, seed), _over(ctx))
+            grad_x, y = formulas.backward(grads[0], x, weight, t, stats, _noise(x, factor, seed), _over(ctx))
             grad = grads[0].to(y.dtype)
             grad_weight, grad_bias = grad * y, grad
         else:
             view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
             gamma = None if weight is None else ctx.layout.view_affine(weight)
-            arguments = t, stats, ctx.layout.dims, ctx.noise * t, seed, ctx.layout.affine
+            arguments = t, stats, ctx.layout.dims, 0 * t if factor is None else factor, seed, ctx.layout.affine
             grads_affine = kernels.run("backward", view(grad_x), view(x), view(grads[0]), gamma, *arguments)
             grad_weight, grad_bias = (ctx.layout.undo_affine(g) for g in grads_affine)
         return (
@@ -189,48 +213,67 @@ def _over(ctx: Any) -> Reductions:
     )
 
 
-def _noise(ctx: Any, x: Tensor, t: Tensor, seed: Tensor | None) -> Noise | None:
-    return None if seed is None else Noise(ctx.noise * t, lambda: normal(x.shape, seed))
+def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | None:
+    return None if factor is None or seed is None else Noise(factor, lambda: normal(x.shape, seed))
 
 
-def _iterated(
+def _by_autograd(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     dim: tuple[int, ...],
     eps: float,
-    t: Tensor,
-    noise: float,
-    steps: int,
-    group: ProcessGroup | None,
+    options: NormalityOptions,
 ) -> tuple[Tensor, Statistics]:
-    """Algorithm 1 with several Newton steps, differentiated by autograd."""
-    if group is not None:
-        raise ValueError("synchronized statistics take one Newton step; set steps=1")
+    """Algorithm 1 with several Newton steps."""
     values = x.to(compute_dtype(x))
     var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
-    h = (values - mean) * torch.rsqrt(var + eps)
-    y, lmbda = gaussianize(h, dim, t, noise, steps)
+    y, lmbda = gaussianize((values - mean) * torch.rsqrt(var + eps), dim, **options)
     count = x.numel() // max(mean.numel(), 1)
     return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), count)
 
 
-def gaussianize(h: Tensor, dim: tuple[int, ...], t: Tensor, noise: float, steps: int) -> tuple[Tensor, Tensor]:
-    """Transform and perturb values that are standardised already (variance at most one); differentiated by autograd.
+def gaussianize(
+    h: Tensor,
+    dim: tuple[int, ...],
+    *,
+    strength: Tensor | float = 1.0,
+    noise: float = 0.0,
+    noise_kind: NoiseKind = "scaled",
+    alpha: float = 1.0,
+    steps: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Estimate lambda, transform and perturb, differentiated by autograd: for what the closed form does not cover.
 
     Args:
-        h: Values of mean zero over each set.
-        dim: The dimensions that the set spans.
-        t: The strength, as for `normality_norm`, as are those that follow.
-        noise: The noise factor.
-        steps: Newton iterations.
+        h: Standardised values, in float32 at least.
+        dim: The dimensions that the normalized set spans.
+        strength: As for `normality_norm`, as are all that follow.
+        noise: xi.
+        noise_kind: What kind of noise.
+        alpha: Degree of gaussianization.
+        steps: Newton iterations of the estimate.
 
     Returns:
-        The values before the affine, and lambda as estimated.
+        The transformed values, noise added, and lambda as estimated (strength does not enter it).
     """
     lmbda = newton_lmbda(h, dim, steps)
-    y = yeo_johnson(h, 1 + t * (lmbda - 1))
-    if noise:
-        spread = (y - y.mean(dim, True)).abs().mean(dim, True).detach()
-        y = y + torch.randn_like(y) * (noise * t * spread)
-    return y, lmbda
+    y = yeo_johnson(h, 1 + strength * alpha * (lmbda - 1))
+    return perturb(y, noise * strength, noise_kind, dim) if noise else y, lmbda
+
+
+def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:
+    """Add noise, with z ~ N(0, 1) for each element (the paper's sections 4.2 and 5.6).
+
+    Args:
+        y: The transformed values, in float32 at least.
+        factor: xi times the strength.
+        kind: "scaled" gives y + factor * s * z, with s the mean absolute deviation of the set, which takes no gradient;
+            "unscaled" y + factor * z; "gaussian-dropout" y * (1 + factor * z), through which y's gradient flows (there
+            the paper writes xi as sqrt((1 - p) / p), with p the rate of retention).
+        dim: The dimensions that the normalized set spans.
+    """
+    noise = factor * torch.randn_like(y)
+    if kind == "scaled":
+        noise = noise * (y - y.mean(dim, True)).abs().mean(dim, True).detach()
+    return y * (1 + noise) if kind == "gaussian-dropout" else y + noise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from retrofit.layers.core import Statistics, apply_statistics, normality_norm
+from retrofit.layers.core import NormalityOptions, Statistics, apply_statistics, normality_norm
 
 
 def batch_normal_norm(
@@ -24,10 +25,8 @@ def batch_normal_norm(
     momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
     *,
-    strength: Tensor | float = 1.0,
-    noise: float = 0.0,
-    steps: int = 1,
     group: ProcessGroup | None = None,
+    **options: Unpack[NormalityOptions],
 ) -> Tensor:
     """Batch normality normalization (Eftekhari & Papyan 2025, algorithm 1): a set is a channel over (N, *).
 
@@ -41,10 +40,9 @@ def batch_normal_norm(
         training: Use the batch's statistics rather than the running ones.
         momentum: Weight of the newest batch in the running statistics.
         eps: Added to the variance.
-        strength: t in [0, 1]; at 0 the function is `torch.nn.functional.batch_norm`.
-        noise: xi, the factor of the additive noise in training.
-        steps: Newton iterations of the estimate.
         group: Process group to share the statistics with.
+        **options: `strength` (t, by default 1; at 0 the function is `torch.nn.functional.batch_norm`), `noise` (xi, by
+            default 0; in training only), `noise_kind`, `alpha` and `steps`, as `core.normality_norm` has them.
 
     Returns:
         The result in `x`'s shape and dtype.
@@ -58,7 +56,7 @@ def batch_normal_norm(
     if not training:
         if running_mean is None or running_var is None or running_lambda is None:
             raise ValueError("running statistics are needed outside training")
-        lmbda = 1 + strength * (running_lambda - 1)
+        lmbda = 1 + options.get("strength", 1.0) * options.get("alpha", 1.0) * (running_lambda - 1)
         if _is_identity(lmbda):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
         mean, var, lmbda = (_view(s, x.ndim) for s in (running_mean, running_var, lmbda))
@@ -66,9 +64,7 @@ def batch_normal_norm(
     if x.numel() == 0 and group is None:
         return _empty(x, gamma, beta)
     dim = (0, *range(2, x.ndim))
-    out, found = normality_norm(
-        x, gamma, beta, dim=dim, eps=eps, strength=strength, noise=noise, steps=steps, group=group
-    )
+    out, found = normality_norm(x, gamma, beta, dim=dim, eps=eps, group=group, **options)
     _update_running(running_mean, running_var, running_lambda, found, momentum)
     return out
 
@@ -79,10 +75,7 @@ def layer_normal_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    *,
-    strength: Tensor | float = 1.0,
-    noise: float = 0.0,
-    steps: int = 1,
+    **options: Unpack[NormalityOptions],
 ) -> Tensor:
     """Layer normality normalization: a set is each sample over `normalized_shape`, in training and after.
 
@@ -92,9 +85,8 @@ def layer_normal_norm(
         weight: gamma, of `normalized_shape`, or None.
         bias: beta, of `normalized_shape`, or None.
         eps: Added to the variance.
-        strength: t in [0, 1]; at 0 the function is `torch.nn.functional.layer_norm`.
-        noise: xi, the factor of the additive noise; pass 0 outside training.
-        steps: Newton iterations of the estimate.
+        **options: As for `batch_normal_norm`; at strength 0 the function is `torch.nn.functional.layer_norm`. Pass no
+            noise outside training.
 
     Returns:
         The result in `x`'s shape and dtype.
@@ -111,7 +103,7 @@ def layer_normal_norm(
     if x.numel() == 0:
         return _empty(x, weight, bias)
     dim = tuple(range(x.ndim - len(shape), x.ndim))
-    return normality_norm(x, weight, bias, dim=dim, eps=eps, strength=strength, noise=noise, steps=steps)[0]
+    return normality_norm(x, weight, bias, dim=dim, eps=eps, **options)[0]
 
 
 def channel_layer_normal_norm(
@@ -119,10 +111,7 @@ def channel_layer_normal_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-6,
-    *,
-    strength: Tensor | float = 1.0,
-    noise: float = 0.0,
-    steps: int = 1,
+    **options: Unpack[NormalityOptions],
 ) -> Tensor:
     """Layer normality normalization of channels-first maps: a set is each position of (N, C, *) over C.
 
@@ -134,7 +123,7 @@ def channel_layer_normal_norm(
     gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
     if x.numel() == 0:
         return _empty(x, gamma, beta)
-    return normality_norm(x, gamma, beta, dim=(1,), eps=eps, strength=strength, noise=noise, steps=steps)[0]
+    return normality_norm(x, gamma, beta, dim=(1,), eps=eps, **options)[0]
 
 
 def group_normal_norm(
@@ -143,10 +132,7 @@ def group_normal_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    *,
-    strength: Tensor | float = 1.0,
-    noise: float = 0.0,
-    steps: int = 1,
+    **options: Unpack[NormalityOptions],
 ) -> Tensor:
     """Group normality normalization: a set is each sample and group of channels over (C / num_groups, *).
 
@@ -174,7 +160,7 @@ def group_normal_norm(
     grouped = x.unflatten(1, split)
     gamma, beta = (None if p is None else _view(p, x.ndim).unflatten(1, split) for p in (weight, bias))
     dim = tuple(range(2, grouped.ndim))
-    out, _ = normality_norm(grouped, gamma, beta, dim=dim, eps=eps, strength=strength, noise=noise, steps=steps)
+    out, _ = normality_norm(grouped, gamma, beta, dim=dim, eps=eps, **options)
     return out.flatten(1, 2)
 
 
@@ -188,10 +174,7 @@ def instance_normal_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    *,
-    strength: Tensor | float = 1.0,
-    noise: float = 0.0,
-    steps: int = 1,
+    **options: Unpack[NormalityOptions],
 ) -> Tensor:
     """Instance normality normalization: a set is each sample and channel over (*).
 
@@ -206,7 +189,7 @@ def instance_normal_norm(
     """
     if not use_input_stats:
         return batch_normal_norm(
-            x, running_mean, running_var, running_lambda, weight, bias, False, momentum, eps, strength=strength
+            x, running_mean, running_var, running_lambda, weight, bias, False, momentum, eps, **options
         )
     if math.prod(x.shape[2:]) == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.size()}")
@@ -214,7 +197,7 @@ def instance_normal_norm(
     if x.numel() == 0:
         return _empty(x, gamma, beta)
     dim = tuple(range(2, x.ndim))
-    out, found = normality_norm(x, gamma, beta, dim=dim, eps=eps, strength=strength, noise=noise, steps=steps)
+    out, found = normality_norm(x, gamma, beta, dim=dim, eps=eps, **options)
     mean, var, lmbda = (s.mean(0) for s in found[:3])
     _update_running(running_mean, running_var, running_lambda, Statistics(mean, var, lmbda, found.size), momentum)
     return out

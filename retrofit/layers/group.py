@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from retrofit.layers.base import NormalityMixin
+from retrofit.layers.core import NoiseKind
 from retrofit.layers.functional import group_normal_norm
 
 
@@ -14,7 +15,8 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
     """Group normality normalization over (N, C, *) input: `torch.nn.GroupNorm`'s counterpart.
 
     lambda is estimated from each sample and group, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes
-    torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `steps` (Newton iterations, 1).
+    torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`, `alpha`
+    and `steps`.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         noise: float = 0.4,
         strength: float = 1.0,
         steps: int = 1,
+        noise_kind: NoiseKind = "scaled",
+        alpha: float = 1.0,
     ) -> None:
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
-        self._register_options(noise, strength, steps, device)
+        self._register_options(noise, strength, steps, noise_kind, alpha, device)
 
     def reset_parameters(self) -> None:
         """Return gamma to 1 and beta to 0, as far as there are any."""
@@ -51,9 +55,7 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
             self.weight,
             self.bias,
             self.eps,
-            strength=self.strength,
-            noise=self._active_noise,
-            steps=self.steps,
+            **self._options,
         )
 
     def extra_repr(self) -> str:

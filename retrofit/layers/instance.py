@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from retrofit.layers.batch import RunningNormality
+from retrofit.layers.core import NoiseKind
 from retrofit.layers.functional import instance_normal_norm
 
 
@@ -29,6 +30,8 @@ class _InstanceNormalNorm(RunningNormality):
         noise: float = 0.4,
         strength: float = 1.0,
         steps: int = 1,
+        noise_kind: NoiseKind = "scaled",
+        alpha: float = 1.0,
     ) -> None:
         super().__init__(
             num_features,
@@ -42,6 +45,8 @@ class _InstanceNormalNorm(RunningNormality):
             noise=noise,
             strength=strength,
             steps=steps,
+            noise_kind=noise_kind,
+            alpha=alpha,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,9 +68,7 @@ class _InstanceNormalNorm(RunningNormality):
             self.training or not self.track_running_stats,
             0.0 if self.momentum is None else self.momentum,
             self.eps,
-            strength=self.strength,
-            noise=self._active_noise,
-            steps=self.steps,
+            **self._options,
         )
         return out if batched else out.squeeze(0)
 
@@ -73,7 +76,8 @@ class _InstanceNormalNorm(RunningNormality):
 class InstanceNormalNorm1d(_InstanceNormalNorm):
     """Instance normality normalization over (N, C, L) or (C, L) input: `torch.nn.InstanceNorm1d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `steps` (Newton iterations, 1).
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
     """
 
     _batched_ndim = 3
@@ -82,7 +86,8 @@ class InstanceNormalNorm1d(_InstanceNormalNorm):
 class InstanceNormalNorm2d(_InstanceNormalNorm):
     """Instance normality normalization over (N, C, H, W) or (C, H, W) input: `torch.nn.InstanceNorm2d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `steps` (Newton iterations, 1).
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
     """
 
     _batched_ndim = 4
@@ -91,7 +96,8 @@ class InstanceNormalNorm2d(_InstanceNormalNorm):
 class InstanceNormalNorm3d(_InstanceNormalNorm):
     """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W): `torch.nn.InstanceNorm3d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `steps` (Newton iterations, 1).
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
     """
 
     _batched_ndim = 5

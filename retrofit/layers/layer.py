@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from retrofit.layers.base import NormalityMixin
+from retrofit.layers.core import NoiseKind
 from retrofit.layers.functional import channel_layer_normal_norm, layer_normal_norm
 
 
@@ -15,7 +16,8 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
     """Layer normality normalization over the trailing `normalized_shape`: `torch.nn.LayerNorm`'s counterpart.
 
     lambda is estimated from each sample, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes torch's
-    arguments and `noise` (xi, the paper's 1.0), `strength` (t, 1) and `steps` (Newton iterations, 1).
+    arguments and `noise` (xi, the paper's 1.0), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`, `alpha` and
+    `steps`.
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         noise: float = 1.0,
         strength: float = 1.0,
         steps: int = 1,
+        noise_kind: NoiseKind = "scaled",
+        alpha: float = 1.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self._register_options(noise, strength, steps, device)
+        self._register_options(noise, strength, steps, noise_kind, alpha, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (*, *normalized_shape)."""
@@ -42,9 +46,7 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
             self.weight,
             self.bias,
             self.eps,
-            strength=self.strength,
-            noise=self._active_noise,
-            steps=self.steps,
+            **self._options,
         )
 
     def extra_repr(self) -> str:
@@ -67,7 +69,5 @@ class LayerNormalNorm2d(LayerNormalNorm):
             self.weight,
             self.bias,
             self.eps,
-            strength=self.strength,
-            noise=self._active_noise,
-            steps=self.steps,
+            **self._options,
         )
