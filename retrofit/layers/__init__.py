@@ -2,6 +2,14 @@
 
 from retrofit.layers.base import NormalityMixin, StrengthMixin
 from retrofit.layers.batch import BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d, SyncBatchNormalNorm
+from retrofit.layers.decorrelated import (
+    DecorrelatedBatchNorm1d,
+    DecorrelatedBatchNorm2d,
+    DecorrelatedBatchNorm3d,
+    DecorrelatedBatchNormalNorm1d,
+    DecorrelatedBatchNormalNorm2d,
+    DecorrelatedBatchNormalNorm3d,
+)
 from retrofit.layers.functional import (
     batch_normal_norm,
     channel_layer_normal_norm,
@@ -15,6 +23,8 @@ from retrofit.layers.layer import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.migrated import MigratedGroupNorm, MigratedGroupNormAct, fold_input_affine, migrated_group_norm
 from retrofit.layers.norm_act import (
     BatchNormalNormAct2d,
+    DecorrelatedBatchNormAct2d,
+    DecorrelatedBatchNormalNormAct2d,
     GroupNormalNormAct,
     LayerNormalNormAct,
     LayerNormalNormAct2d,
@@ -33,6 +43,14 @@ __all__ = [
     "BatchNormalNorm2d",
     "BatchNormalNorm3d",
     "BatchNormalNormAct2d",
+    "DecorrelatedBatchNorm1d",
+    "DecorrelatedBatchNorm2d",
+    "DecorrelatedBatchNorm3d",
+    "DecorrelatedBatchNormAct2d",
+    "DecorrelatedBatchNormalNorm1d",
+    "DecorrelatedBatchNormalNorm2d",
+    "DecorrelatedBatchNormalNorm3d",
+    "DecorrelatedBatchNormalNormAct2d",
     "GroupNormalNorm",
     "GroupNormalNormAct",
     "InstanceNormalNorm1d",

@@ -1,4 +1,4 @@
-"""Normality-normalized layers that carry the dropout and activation of timm's fused norm+act layers.
+"""Normality-normalized and decorrelated layers that carry the dropout and activation of timm's fused norm+act layers.
 
 The fused children keep their names, `drop` and `act`, and their order: norm, drop, activation.
 """
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from retrofit.layers.batch import BatchNormalNorm2d, SyncBatchNormalNorm
+from retrofit.layers.decorrelated import DecorrelatedBatchNorm2d, DecorrelatedBatchNormalNorm2d
 from retrofit.layers.group import GroupNormalNorm
 from retrofit.layers.layer import LayerNormalNorm, LayerNormalNorm2d
 
@@ -34,6 +35,14 @@ class BatchNormalNormAct2d(_ThenActivate, BatchNormalNorm2d):
 
 class SyncBatchNormalNormAct(_ThenActivate, SyncBatchNormalNorm):
     """Synchronized batch normality normalization, then `drop` and `act`: the counterpart of timm's SyncBatchNormAct."""
+
+
+class DecorrelatedBatchNormAct2d(_ThenActivate, DecorrelatedBatchNorm2d):
+    """Decorrelated batch normalization, then `drop` and `act`: another counterpart of timm's BatchNormAct2d."""
+
+
+class DecorrelatedBatchNormalNormAct2d(_ThenActivate, DecorrelatedBatchNormalNorm2d):
+    """Decorrelated batch normality normalization, then `drop` and `act`."""
 
 
 class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
