@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 HELP = """Convert MODEL: a timm name, tv:NAME for torchvision, or a retrofit .safetensors file.
 
 At strength 0 the converted network gives the same outputs as its source; this is checked before anything is
-written. A summary goes to stderr, and with --json one object to stdout.
+written. (The layers of evonorm-s0 and frn-tlu have no strength: there it is only said how much the outputs change.)
+A summary goes to stderr, and with --json one object to stdout.
 
 \b
 $ retrofit convert resnet50 --to bnn
@@ -57,7 +59,12 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 
 @click.command("convert", help=HELP)
 @model_argument
-@click.option("--to", required=True, metavar="TARGET", help="bnn, lnn, gnn, inn, normal, gn, ln, gn-pn or ln-pn.")
+@click.option(
+    "--to",
+    required=True,
+    metavar="TARGET",
+    help="bnn, lnn, gnn, inn, normal, gn, ln, gn-pn, ln-pn, dbn, dbnn, evonorm-s0 or frn-tlu.",
+)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="NAME-TARGET.safetensors if left out."
 )
@@ -66,7 +73,6 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 @click.option(
     "--strength",
     type=click.FloatRange(0, 1),
-    default=0.0,
     metavar="F",
     help="From 0, the source's function, to 1, the target's (default: 0).",
 )
@@ -74,7 +80,7 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 @click.option("--force", is_flag=True, help="Replace an existing output file.")
 @json_option
 def command(
-    model: str, to: str, output: Path | None, strength: float, force: bool, as_json: bool, **options: Any
+    model: str, to: str, output: Path | None, strength: float | None, force: bool, as_json: bool, **options: Any
 ) -> None:
     """Run `retrofit convert`."""
     from retrofit import artifact, files, surgery
@@ -86,6 +92,9 @@ def command(
     output = output or Path(f"{file_stem(model)}-{to}.safetensors")
     if output.suffix != ".safetensors":
         raise UsageError(f"{output} would not be recognised as an artifact; give -o a name that ends in .safetensors")
+    identity = surgery.converter_for(to).identity
+    if strength is not None and not identity:
+        raise UsageError(f"--strength means nothing to {to}, whose layers have none; leave it out")
     files.ensure_writable(output, force)
     choices = take_plan_options(options)
     network = open_network(model, **options)
@@ -102,30 +111,26 @@ def command(
     growth = report.params_after - report.params_before
     say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
     with waiting("running the converted network"):
-        result = check.compare(network.model)
-    at = f" (in {result.where})" if result.where else ""
-    verdict = "passed" if result.passed else "FAILED"
-    say(f"check {verdict}: {_figures(result)}, tolerance {result.tolerance * result.scale:.3g}{at}")
+        result = check.compare(network.model, layers=identity)
+    complaint = _judge(result, to, identity)
     answer = {
         "schema": 1,
         "model": network.source.name,
         "library": network.source.library,
         "weights": network.weights,
         **report.to_dict(),
-        "check": result.to_dict(),
-        "strength": strength,
-        "output": str(output) if result.passed else None,
+        "check": {**result.to_dict(), "identity": identity},
+        "strength": (strength or 0.0) if identity else None,
+        "output": None if complaint else str(output),
     }
-    if not result.passed:
+    if complaint:
         if as_json:
             emit(answer)
-        raise RetrofitError(
-            f"the converted network is not the function of its source{at}, nothing was written; "
-            "please report it, and keep the layers concerned with --skip REGEX meanwhile"
-        )
+        raise RetrofitError(complaint)
     if expected is not None:
-        answer["agreement"] = _agreement(network.model, choices["calibrate"], expected)
-    surgery.set_strength(network.model, strength)
+        answer["agreement"] = _agreement(network.model, choices["calibrate"], expected, identity)
+    if identity:
+        surgery.set_strength(network.model, strength or 0.0)
     if strength:
         change = check.compare(network.model, layers=False)
         answer["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
@@ -145,19 +150,35 @@ def command(
         emit(answer)
 
 
+def _judge(result: CheckResult, to: str, identity: bool) -> str:
+    """Tell how the converted network compares with its source; return what is wrong with it, or nothing."""
+    at = f" (in {result.where})" if result.where else ""
+    if identity:
+        verdict = "passed" if result.passed else "FAILED"
+        say(f"check {verdict}: {_figures(result)}, tolerance {result.tolerance * result.scale:.3g}{at}")
+        wrong, remedy = not result.passed, "please report it, and keep the layers concerned with --skip REGEX meanwhile"
+        problem = f"the converted network is not the function of its source{at}"
+    else:
+        say(f"{to} does not start as its source: {_figures(result)}", style="bold")
+        wrong, remedy = not isfinite(result.max_abs_diff), "keep the layers concerned with --skip REGEX"
+        problem = "the converted network's outputs are not finite, or of another shape than its source's"
+    return f"{problem}, nothing was written; {remedy}" if wrong else ""
+
+
 def _figures(result: CheckResult) -> str:
     return f"largest difference {result.max_abs_diff:.3g} at a scale of {result.scale:.3g}"
 
 
-def _agreement(model: nn.Module, images: list[Tensor], expected: list[int]) -> dict[str, int]:
-    """Count the images whose predicted class at strength 1 is the source's; leave the model at strength 1."""
+def _agreement(model: nn.Module, images: list[Tensor], expected: list[int], identity: bool) -> dict[str, int]:
+    """Count the images whose predicted class is the source's; at strength 1, which stays, where there is a strength."""
     from retrofit.evaluate import predictions
     from retrofit.surgery import set_strength
 
-    set_strength(model, 1.0)
+    at = "untrained"
+    if identity:
+        set_strength(model, 1.0)
+        at = "at strength 1, untrained"
     same = sum(a == b for a, b in zip(predictions(model, images), expected, strict=True))
     share = 100 * same / len(expected)
-    say(
-        f"at strength 1, untrained, {share:.1f}% of the predictions are the source's ({same} of {len(expected)} images)"
-    )
+    say(f"{at}, {share:.1f}% of the predictions are the source's ({same} of {len(expected)} images)")
     return {"images": len(expected), "same": same}

@@ -117,9 +117,26 @@ plan_options = _stacked(
         "--groups",
         type=Groups(),
         metavar="N|auto",
-        help="Most groups a layer gets (gn targets; default: 8), or auto: as many as keep its output.",
+        help="Most groups a layer gets (gn targets; default: 8), or auto: as many as keep its output. evonorm-s0: 32.",
     ),
-    click.option("--noise", type=float, metavar="F", help="Noise in training (normality targets)."),
+    click.option("--noise", type=float, metavar="F", help="Noise in training (normality targets; 0: none)."),
+    click.option(
+        "--noise-kind",
+        type=click.Choice(["scaled", "unscaled", "gaussian-dropout"]),
+        help="Kind of that noise (same; default: scaled, the paper's).",
+    ),
+    click.option(
+        "--alpha", type=float, metavar="F", help="Degree of gaussianization (same; default: 1; 0: no transform)."
+    ),
+    click.option(
+        "--newton-steps", type=int, metavar="N", help="Newton iterations of the lambda estimate (same; default: 1)."
+    ),
+    click.option("--group-size", type=int, metavar="N", help="Most channels whitened together (dbn, dbnn; 16)."),
+    click.option(
+        "--whitening",
+        type=click.Choice(["eigen", "newton-schulz"]),
+        help="Exact roots of covariances, or IterNorm's (same; eigen).",
+    ),
     click.option("--pn-params/--no-pn-params", default=None, help="Learn ProxyNorm's parameters (-pn targets; yes)."),
     click.option(
         "--pn-restore/--no-pn-restore", default=None, help="Keep the scale the next layer was trained for (same; yes)."
@@ -138,5 +155,20 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write one JS
 
 def take_plan_options(options: dict[str, Any]) -> dict[str, Any]:
     """Remove and return what `plan_options` gathered: arguments of `retrofit.surgery.plan`, calibrate still a path."""
-    names = ("source", "only", "skip", "groups", "noise", "pn_params", "pn_restore", "ws", "calibrate")
+    names = (
+        "source",
+        "only",
+        "skip",
+        "groups",
+        "noise",
+        "noise_kind",
+        "alpha",
+        "newton_steps",
+        "group_size",
+        "whitening",
+        "pn_params",
+        "pn_restore",
+        "ws",
+        "calibrate",
+    )
     return {name: options.pop(name) for name in names}

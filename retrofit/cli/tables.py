@@ -20,7 +20,8 @@ def show_plan(plan: Plan) -> None:
     for row in plan.layers:
         kinds[row.source, _FATE.get(row.status, row.target or ""), row.reason].append(row.name or "(the model itself)")
     for edit in plan.edits:
-        kinds[edit.source, _FATE.get(edit.status, _EDITED[edit.kind]), edit.reason].append(edit.name)
+        edited = f"part of {edit.target}" if edit.target else _EDITED[edit.kind]
+        kinds[edit.source, _FATE.get(edit.status, edited), edit.reason].append(edit.name)
     lines = [
         (str(len(found)), source, becomes, names(found), reason) for (source, becomes, reason), found in kinds.items()
     ]

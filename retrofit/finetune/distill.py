@@ -24,7 +24,9 @@ def source_network(model: nn.Module) -> nn.Module:
     try:
         set_strength(source, 0.0)
     except RetrofitError:
-        raise RetrofitError("--teacher source needs a converted network; `retrofit convert` it first") from None
+        raise RetrofitError(
+            "--teacher source needs a converted network whose layers have a strength; `retrofit convert` it first"
+        ) from None
     return source.eval().requires_grad_(False)
 
 

@@ -168,7 +168,7 @@ class _Run:
                 noise_ramp=recipe.noise_ramp,
             )
         else:
-            self.watcher.note("the network holds no converted layer: this is plain training")
+            self.watcher.note("no layer of the network has a strength: this is plain training")
         if recipe.sync_norm and not sync_norms(model, self.accelerator.device):
             raise RetrofitError("--sync-norm finds no batch normalization to synchronize; drop it")
         self.model, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, recipe))

@@ -19,9 +19,10 @@ from retrofit.graph.sites import find_sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
 from retrofit.layers import weight_standard as ws
 from retrofit.layers.migrated import group_gain
+from retrofit.layers.whitening import largest_divisor
 from retrofit.surgery.census import FAMILIES, Found, classify
-from retrofit.surgery.converters import Converter, Decision, Options, adopt, register
-from retrofit.surgery.groups import largest_divisor, most_groups
+from retrofit.surgery.converters import DECORRELATED, NORMALITY, Converter, Decision, Options, adopt, register
+from retrofit.surgery.groups import most_groups
 from retrofit.surgery.records import EditRow, LayerRow, Plan
 
 _FUSED = ("BatchNormAct2d", "SyncBatchNormAct")
@@ -51,7 +52,7 @@ class BatchIndependentConverter(Converter):
 
     def prepare(self, model: nn.Module, found: list[Found], options: Options) -> None:
         """Check the options, trace the model where its graph matters, and measure where groups are to be picked."""
-        options.refuse("group normalization", "noise")
+        options.refuse("group normalization", *NORMALITY, *DECORRELATED)
         if not self.proxy:
             options.refuse("no ProxyNorm", "pn_params", "pn_restore")
         if self.groups == 1:

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import UsageError
+from retrofit.layers.core import NoiseKind
+from retrofit.layers.whitening import Whitening
 from retrofit.surgery.census import Found
 from retrofit.surgery.records import EditRow, LayerRow, Plan, Status
+
+NORMALITY = ("noise", "noise_kind", "alpha", "newton_steps")
+"""The options that mean something to normality normalization alone."""
+DECORRELATED = ("group_size", "whitening")
+"""The options that mean something to decorrelated normalization alone."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,11 @@ class Options:
 
     groups: int | Literal["auto"] | None = None
     noise: float | None = None
+    noise_kind: NoiseKind | None = None
+    alpha: float | None = None
+    newton_steps: int | None = None
+    group_size: int | None = None
+    whitening: Whitening | None = None
     pn_params: bool | None = None
     pn_restore: bool | None = None
     ws: bool | None = None
@@ -49,9 +61,11 @@ class Converter(ABC):
 
     Attributes:
         sources: The families it converts when the caller names none.
+        identity: Whether its layers have a strength, at 0 of which the network is its source's function in evaluation.
     """
 
     sources: frozenset[str]
+    identity: bool = True
 
     def prepare(self, model: nn.Module, found: list[Found], options: Options) -> None:  # noqa: B027
         """Check the options and look at the whole model, before layers are decided one by one; may raise errors."""

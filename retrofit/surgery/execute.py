@@ -57,7 +57,7 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     notes += _guard_fusing(model, set(map(id, built.values())))
     history: list[Plan] = [*getattr(model, "_retrofit_plans", []), plan]
     model._retrofit_plans = history  # type: ignore[assignment]
-    strength = None if device.type == "meta" else 0.0
+    strength = 0.0 if converter.identity and device.type != "meta" else None
     return model, Report(plan, before, _parameters(model), strength, notes)
 
 
@@ -91,11 +91,11 @@ def set_strength(model: nn.Module, strength: float) -> int:
 
     Raises:
         UsageError: If `strength` lies outside [0, 1].
-        RetrofitError: If the model holds no converted layer.
+        RetrofitError: If the model holds no converted layer that has one.
     """
     converted = [module for module in model.modules() if isinstance(module, StrengthMixin)]
     if not converted:
-        raise RetrofitError("the model holds no converted layer; convert it first")
+        raise RetrofitError("the model holds no converted layer that has a strength; convert it first")
     if not 0.0 <= strength <= 1.0:
         raise UsageError(f"strength must lie in [0, 1], not {strength}; 0 is the source network, 1 the paper's")
     for module in converted:

@@ -6,6 +6,7 @@ is raised.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 
 from retrofit import layers
 from retrofit.errors import UsageError
-from retrofit.layers.base import check_noise
+from retrofit.layers.base import check_alpha, check_noise, check_noise_kind, check_steps
 from retrofit.surgery.census import FAMILIES, KNOWN, Found
-from retrofit.surgery.converters import Converter, Decision, Options, adopt, register
+from retrofit.surgery.converters import DECORRELATED, Converter, Decision, Options, adopt, register
 from retrofit.surgery.records import LayerRow
 
 _COUNTERPARTS: dict[str, type[nn.Module]] = {
@@ -62,25 +63,20 @@ class NormalityConverter(Converter):
 
     def prepare(self, model: nn.Module, found: list[Found], options: Options) -> None:
         """Reject options that have no meaning here."""
-        options.refuse("normality normalization", "groups", "pn_params", "pn_restore", "ws", "calibrate")
-        if options.noise is not None:
-            try:
-                check_noise(options.noise)
-            except ValueError as error:
-                raise UsageError(str(error)) from None
+        options.refuse("normality normalization", *DECORRELATED, "groups", "pn_params", "pn_restore", "ws", "calibrate")
+        layer_options(options)
 
     def decide(self, found: Found, options: Options) -> Decision:
         """Convert every known layer of the target's own family."""
         if self.family is not None and found.family != self.family:
             own, other = FAMILIES[self.family], FAMILIES[str(found.family)]
             return Decision("unsupported", reason=f"{other} has no function-preserving path to {own}; use --to normal")
-        noise = {} if options.noise is None else {"noise": options.noise}
-        return Decision("converted", target=_BY_KIND[found.kind].__name__, options=noise)
+        return Decision("converted", target=_BY_KIND[found.kind].__name__, options=layer_options(options))
 
     def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
         """Build the counterpart on the meta device and move the source's tensors in."""
         cls = _BY_NAME[str(row.target)]
-        new = cls(*_arguments(module), **_affine_arguments(module), **row.options, device="meta", strength=0.0)
+        new = cls(*arguments(module), **affine_arguments(module), **row.options, device="meta", strength=0.0)
         adopt(new, module)
         new.register_buffer("strength", torch.zeros((), dtype=torch.float32, device=device))
         mean = getattr(module, "running_mean", None)
@@ -89,7 +85,26 @@ class NormalityConverter(Converter):
         return new
 
 
-def _arguments(module: Any) -> tuple[Any, ...]:
+def layer_options(options: Options) -> dict[str, Any]:
+    """Return the constructor options of a normality-normalized layer that are asked for.
+
+    Raises:
+        UsageError: If one is out of range.
+    """
+    asked: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "noise": (check_noise, options.noise),
+        "noise_kind": (check_noise_kind, options.noise_kind),
+        "alpha": (check_alpha, options.alpha),
+        "steps": (check_steps, options.newton_steps),
+    }
+    try:
+        return {name: check(value) for name, (check, value) in asked.items() if value is not None}
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def arguments(module: Any) -> tuple[Any, ...]:
+    """Return the positional arguments that a counterpart of `module` is built with."""
     if isinstance(module, nn.LayerNorm):
         return (module.normalized_shape, module.eps)
     if isinstance(module, nn.GroupNorm):
@@ -97,14 +112,15 @@ def _arguments(module: Any) -> tuple[Any, ...]:
     return (module.num_features, module.eps, module.momentum)
 
 
-def _affine_arguments(module: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"bias": module.bias is not None}
-    arguments["elementwise_affine" if isinstance(module, nn.LayerNorm) else "affine"] = module.weight is not None
+def affine_arguments(module: Any) -> dict[str, Any]:
+    """Return what a counterpart of `module` has of affine parameters, statistics and processes, as arguments."""
+    given: dict[str, Any] = {"bias": module.bias is not None}
+    given["elementwise_affine" if isinstance(module, nn.LayerNorm) else "affine"] = module.weight is not None
     if isinstance(module, nn.modules.batchnorm._NormBase):
-        arguments["track_running_stats"] = module.track_running_stats
+        given["track_running_stats"] = module.track_running_stats
     if isinstance(module, nn.SyncBatchNorm):
-        arguments["process_group"] = module.process_group
-    return arguments
+        given["process_group"] = module.process_group
+    return given
 
 
 register("bnn", "BatchNorm to batch normality normalization", NormalityConverter, family="bn")

@@ -10,7 +10,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.surgery import batch_independent, normality  # noqa: F401  (they register their targets)
+from retrofit.layers.core import NoiseKind
+from retrofit.layers.whitening import Whitening
+from retrofit.surgery import batch_independent, decorrelated, normality, rivals  # noqa: F401  (they register their targets)
 from retrofit.surgery.census import FAMILIES, Found, find_norms
 from retrofit.surgery.converters import Decision, Options, converter_for
 from retrofit.surgery.records import LayerRow, Plan
@@ -27,6 +29,11 @@ def plan(
     source: Patterns = None,
     groups: int | Literal["auto"] | None = None,
     noise: float | None = None,
+    noise_kind: NoiseKind | None = None,
+    alpha: float | None = None,
+    newton_steps: int | None = None,
+    group_size: int | None = None,
+    whitening: Whitening | None = None,
     pn_params: bool | None = None,
     pn_restore: bool | None = None,
     ws: bool | None = None,
@@ -41,8 +48,16 @@ def plan(
         skip: Keep layers whose name one of these finds.
         source: Families to convert ("bn", "ln", "gn", "in"); None for the target's own.
         groups: Most groups a layer gets, for the gn targets: it is the largest divisor of its channels up to that.
-            "auto" picks per layer the most that keep its output, measured on `calibrate`. None for the paper's 8.
+            "auto" picks per layer the most that keep its output, measured on `calibrate`. None for the paper's 8
+            (evonorm-s0: 32).
         noise: xi of the converted layers, for the normality targets; None for the paper's (0.4; LayerNorm 1.0).
+            0 for no noise.
+        noise_kind: For the normality targets, "scaled" (None: this, the paper's), "unscaled" or "gaussian-dropout".
+        alpha: For the normality targets, the degree of gaussianization; None for the paper's 1, 0 for no transform.
+        newton_steps: For the normality targets, Newton iterations of the lambda estimate; None for the paper's 1.
+        group_size: For dbn and dbnn, most channels that are whitened together: each layer takes the largest divisor of
+            its channels up to that. None for the paper's 16.
+        whitening: For dbn and dbnn, "eigen" (None: this) or "newton-schulz", IterNorm's approximation.
         pn_params: For the -pn targets, learn ProxyNorm's own parameters beta~ and gamma~ (None: yes, as the paper).
         pn_restore: For the -pn targets, keep each channel at the mean and scale that the next layer was trained for
             (None: yes; False for training from scratch, as the paper).
@@ -59,7 +74,19 @@ def plan(
     converter = converter_for(to)
     only_patterns, skip_patterns = _compile("only", only), _compile("skip", skip)
     families = _families(source) or converter.sources
-    options = Options(groups, noise, pn_params, pn_restore, ws, calibrate)
+    options = Options(
+        groups=groups,
+        noise=noise,
+        noise_kind=noise_kind,
+        alpha=alpha,
+        newton_steps=newton_steps,
+        group_size=group_size,
+        whitening=whitening,
+        pn_params=pn_params,
+        pn_restore=pn_restore,
+        ws=ws,
+        calibrate=calibrate,
+    )
     found = list(find_norms(model))
     for flag, patterns in (("only", only_patterns), ("skip", skip_patterns)):
         for pattern in patterns:
@@ -81,6 +108,11 @@ def plan(
         "source": sorted(families),
         "groups": groups,
         "noise": noise,
+        "noise_kind": noise_kind,
+        "alpha": alpha,
+        "newton_steps": newton_steps,
+        "group_size": group_size,
+        "whitening": whitening,
         "pn_params": pn_params,
         "pn_restore": pn_restore,
         "ws": ws,

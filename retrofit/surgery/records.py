@@ -47,6 +47,7 @@ class EditRow:
         norm: Name of the normalization layer it belongs to; empty if there is none.
         place: Which of the places that call that layer it belongs to.
         options: What the plan has settled for it (JSON values).
+        target: Class name of the layer that it becomes part of; empty where its kind says what it becomes.
     """
 
     name: str
@@ -57,6 +58,7 @@ class EditRow:
     norm: str = ""
     place: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Report:
         plan: The plan that was executed.
         params_before: Number of parameters of the source network.
         params_after: Number of parameters now.
-        strength: Strength that the converted layers were seeded at; None on the meta device.
+        strength: Strength that the converted layers were seeded at; None on the meta device, and where they have none.
         notes: Further sentences for the user.
     """
 
