@@ -31,6 +31,7 @@ from retrofit.export.forms import (
 from retrofit.export.layers import ChannelMap
 from retrofit.export.linear import fold_after, fold_before, in_channels, out_channels, takes_shift
 from retrofit.export.polynomial import Fit
+from retrofit.export.whitening import fold_whitening
 from retrofit.graph.codegen import RewriteError
 from retrofit.graph.records import Site
 from retrofit.graph.rewrite import replace_call, replace_module
@@ -46,7 +47,7 @@ class FoldedLayer:
     Attributes:
         name: Its name in the given network.
         form: "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "normalization" (of its
-            source's kind), "group", "estimated" or "frozen".
+            source's kind), "group", "group convolution" (of size 1, a whitening), "estimated" or "frozen".
         degree: Of the polynomial.
         max_error: Largest error of the polynomial on the values fitted, as a share of the standard deviation of the
             layer's output.
@@ -88,8 +89,10 @@ def fold_network(
     size = tuple(input_size or own_input_size(model))
     layers.plain_convolutions(net)
     names = {module: name for name, module in net.named_modules()}
-    net = layers.split_fused(net)
-    return _Folding(net, size, names, approximation).run()
+    net, whitened = fold_whitening(layers.split_fused(net), lambda net, wanted: _ndims(net, wanted, size))
+    folded = _Folding(net, size, names, approximation).run()
+    folded.layers[:0] = [FoldedLayer(names[layer], form) for layer, form in whitened.items()]
+    return folded
 
 
 class _Folding:

@@ -38,6 +38,31 @@ def fold_after(layer: nn.Module, scale: Tensor, shift: Tensor) -> None:
 
 
 @torch.no_grad()
+def fold_groups_after(layer: nn.Module, matrix: Tensor, shift: Tensor) -> None:
+    """Make `layer` put out `matrix @ y + shift` instead of y, each group of output channels by its own matrix.
+
+    Args:
+        layer: As for `fold_after`, and one that `mixes_groups`.
+        matrix: (groups, g, g), for groups of g neighbouring channels.
+        shift: (C_out,).
+    """
+    by_group = _by_group(layer)
+    outer = 2 if isinstance(layer, _ConvTransposeNd) else 1
+    rows = by_group.movedim(outer, 1)
+    mixed = matrix.double() @ rows.reshape(*matrix.shape[:2], -1)
+    bias = layer.bias
+    if isinstance(bias, Tensor):
+        shift = shift + (matrix.double() @ bias.detach().double().view(*matrix.shape[:2], 1)).flatten()
+    _set(layer, mixed.reshape(rows.shape).movedim(1, outer), torch.zeros_like(shift), shift)
+
+
+def mixes_groups(layer: nn.Module, size: int) -> bool:
+    """Whether each group of `size` neighbouring output channels of `layer` comes from the same input channels."""
+    groups = layer.groups if isinstance(layer, _ConvNd) else 1
+    return (out_channels(layer) // groups) % size == 0
+
+
+@torch.no_grad()
 def fold_before(layer: nn.Module, scale: Tensor, shift: Tensor | None = None) -> None:
     """Make `layer` take x where it took `scale * x + shift`, per input channel.
 

@@ -17,11 +17,6 @@ GROUP_TOLERANCE = 0.08
 MOST_GROUPS = 32
 
 
-def largest_divisor(channels: int, most: int) -> int:
-    """Return the largest divisor of `channels` that is at most `most`."""
-    return next(n for n in range(min(channels, most), 0, -1) if channels % n == 0)
-
-
 def most_groups(
     model: nn.Module, norms: dict[str, nn.Module], batches: Iterable[Tensor]
 ) -> dict[str, tuple[int, float]]:
