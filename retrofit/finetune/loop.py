@@ -31,7 +31,7 @@ from retrofit.finetune.strength import StrengthSchedule
 from retrofit.finetune.sync import local_norms, sync_norms
 from retrofit.finetune.watch import Result, Step, Watcher
 from retrofit.lambdas import lambda_values
-from retrofit.layers import StrengthMixin
+from retrofit.layers import NormalityMixin, StrengthMixin
 from retrofit.models import Network, open_model
 
 _REDRAW = 60.0  # seconds between pictures of a run in progress
@@ -154,6 +154,9 @@ class _Run:
         self.ema: Any = None
         if recipe.model_ema:
             self.ema = ModelEmaV3(model, recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup)
+        for module in model.modules():
+            if recipe.noise_kind is not None and isinstance(module, NormalityMixin):
+                module.noise_kind = recipe.noise_kind
         self.schedule = None
         if any(isinstance(module, StrengthMixin) for module in model.modules()):
             self.schedule = StrengthSchedule(

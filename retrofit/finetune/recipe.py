@@ -14,6 +14,7 @@ from timm.optim import list_optimizers
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.files import atomic_write
 from retrofit.finetune.shipped import read_shipped
+from retrofit.layers.core import NoiseKind
 
 _NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")  # how the names of timm's datasets begin
 _SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")  # those that need no metric
@@ -88,6 +89,7 @@ class Recipe(BaseModel):
     strength_start: Fraction = Field(0.0, description="t at the start.")
     strength_end: Fraction = Field(1.0, description="t at the end.")
     noise: NotNegative | None = Field(0.0, description="Noise factor xi at the end; null leaves the layers' own.")
+    noise_kind: NoiseKind | None = Field(None, description="Kind of noise; null leaves the layers' own.")
     noise_start: Fraction = Field(0.5, description="Fraction of the training at which noise begins.")
     noise_ramp: Fraction = Field(0.1, description="Fraction of the training in which it grows.")
     bn_momentum: Fraction | None = Field(None, description="Weight of the newest batch in running statistics.")

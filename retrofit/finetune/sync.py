@@ -9,11 +9,13 @@ import torch
 from timm.layers import BatchNormAct2d, SyncBatchNormAct
 from torch import nn
 
+from retrofit.errors import RetrofitError
 from retrofit.layers import (
     BatchNormalNorm1d,
     BatchNormalNorm2d,
     BatchNormalNorm3d,
     BatchNormalNormAct2d,
+    NormalityMixin,
     SyncBatchNormalNorm,
     SyncBatchNormalNormAct,
 )
@@ -43,9 +45,16 @@ def sync_norms(model: nn.Module, device: torch.device | str = "cpu") -> int:
 
     Returns:
         How many layers synchronize.
+
+    Raises:
+        RetrofitError: If a layer takes several Newton steps, which needs each set whole.
     """
     forms = _CONVERTED if torch.device(device).type == "cpu" else _CONVERTED | _PLAIN
     found = [module for module in model.modules() if type(module) in forms]
+    if any(isinstance(module, NormalityMixin) and module.steps > 1 for module in found):
+        raise RetrofitError(
+            "synchronized statistics take one Newton step; convert without --newton-steps, or drop --sync-norm"
+        )
     for module in found:
         vars(module)["_retrofit_local_form"] = type(module)
         module.__class__ = forms[type(module)]

@@ -37,8 +37,8 @@ class NormalityMixin(StrengthMixin):
 
     Attributes:
         noise: xi, the factor of the Gaussian noise in training (paper's section 4.2); 0 for none.
-        noise_kind: "scaled" is the paper's additive noise; "unscaled" leaves its scale by the set out, and
-            "gaussian-dropout" multiplies instead: the paper compares with both (section 5.6).
+        noise_kind: "scaled" is the paper's additive noise; "unscaled" gives every set the same, and
+            "gaussian-dropout" multiplies instead: the paper compares with both (section 5.6, figure 7).
         alpha: Degree of gaussianization in [0, 1] (eq. 6): lambda = 1 + strength * alpha * (estimate - 1). 1 is the
             paper's; 0 leaves the plain normalization and its noise.
         steps: Newton iterations of the lambda estimate; one is the paper's.

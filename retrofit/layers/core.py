@@ -7,6 +7,7 @@ backward is the closed form of the whole chain, so that only the input and a few
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -269,11 +270,13 @@ def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, 
         y: The transformed values, in float32 at least.
         factor: xi times the strength.
         kind: "scaled" gives y + factor * s * z, with s the mean absolute deviation of the set, which takes no gradient;
-            "unscaled" y + factor * z; "gaussian-dropout" y * (1 + factor * z), through which y's gradient flows (there
-            the paper writes xi as sqrt((1 - p) / p), with p the rate of retention).
+            "unscaled" the same with s = sqrt(2 / pi), a standard normal set's; "gaussian-dropout" y * (1 + factor * z),
+            through which y's gradient flows (there the paper writes xi as sqrt((1 - p) / p), p the rate of retention).
         dim: The dimensions that the normalized set spans.
     """
     noise = factor * torch.randn_like(y)
-    if kind == "scaled":
-        noise = noise * (y - y.mean(dim, True)).abs().mean(dim, True).detach()
-    return y * (1 + noise) if kind == "gaussian-dropout" else y + noise
+    if kind == "gaussian-dropout":
+        return y * (1 + noise)
+    if kind == "unscaled":
+        return y + noise * math.sqrt(2 / math.pi)
+    return y + noise * (y - y.mean(dim, True)).abs().mean(dim, True).detach()
