@@ -89,9 +89,9 @@ def fold_network(
     size = tuple(input_size or own_input_size(model))
     layers.plain_convolutions(net)
     names = {module: name for name, module in net.named_modules()}
-    net, whitened = fold_whitening(layers.split_fused(net), lambda net, wanted: _ndims(net, wanted, size))
+    net, whitened = fold_whitening(layers.split_fused(net), names, lambda net, wanted: _ndims(net, wanted, size))
     folded = _Folding(net, size, names, approximation).run()
-    folded.layers[:0] = [FoldedLayer(names[layer], form) for layer, form in whitened.items()]
+    folded.layers[:0] = [FoldedLayer(name, form) for name, form in whitened.items()]
     return folded
 
 

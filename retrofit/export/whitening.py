@@ -30,20 +30,23 @@ def is_decorrelated(module: nn.Module) -> bool:
 
 
 def fold_whitening(
-    net: nn.Module, ndims: Callable[[nn.Module, list[nn.Module]], Mapping[nn.Module, int]]
-) -> tuple[nn.Module, dict[nn.Module, str]]:
+    net: nn.Module, names: dict[nn.Module, str], ndims: Callable[[nn.Module, list[nn.Module]], Mapping[nn.Module, int]]
+) -> tuple[nn.Module, dict[str, str]]:
     """Take the whitening out of decorrelated layers, in place.
 
     What remains of one with a power transform is a `BatchNormalNorm`, the same object; of a plain one, nothing. Where
     the layer before cannot take the matrix exactly (it serves others too, or is a convolution whose groups cut through
-    those of the matrix, a depthwise one, say), the matrix becomes a convolution of size 1.
+    those of the matrix, a depthwise one, say), the matrix becomes a convolution of size 1. Where it
+    is diagonal, it stays with the norm.
 
     Args:
         net: The network, in evaluation, its norm+activation layers split.
+        names: What the user calls the modules; a BatchNorm that takes a layer's place is added.
         ndims: Tells how many dimensions the input of each of the given layers of a network has, if it is called.
 
     Returns:
-        The network, and for each plain layer what became of it: "folded", "affine" or "group convolution".
+        The network, and by the user's name what became of each layer of which no norm is left: "folded" or "group
+        convolution".
 
     Raises:
         RetrofitError: If a layer keeps no running statistics.
@@ -56,25 +59,31 @@ def fold_whitening(
             raise RetrofitError(f"{name} tracks no running statistics, so its whitening is no constant; keep it out")
     sides = ndims(net, list(found))
     sites = {net.get_submodule(site.norm): site for site in find_sites(net, is_decorrelated).sites if site.places == 1}
-    forms: dict[nn.Module, str] = {}
+    forms: dict[str, str] = {}
     for layer, name in found.items():
         if layer not in sides:  # what the network never calls can stay
             continue
         matrix, shift = _linear(layer)
-        site = sites.get(layer)
-        feeder = net.get_submodule(site.feeder) if site is not None and site.feeder is not None else None
-        parts: list[nn.Module] = []
-        if feeder is not None and _takes(feeder, matrix, sides[layer]):
-            fold_groups_after(feeder, matrix, shift)
-            form = "folded"
-        elif matrix.shape[-1] == 1:
-            parts, form = [constant_norm(matrix.flatten(), shift, sides[layer])], "affine"
+        normal, channels = isinstance(layer, RunningNormality), len(shift)
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+        parts: list[nn.Module]
+        if torch.equal(matrix, torch.diag_embed(diagonal)) and normal:
+            parts = [_without_whitening(layer, layer.running_mean, diagonal.flatten().pow(-2))]
+        elif torch.equal(matrix, torch.diag_embed(diagonal)):
+            parts = [constant_norm(diagonal.flatten(), shift, sides[layer])]
+            names[parts[0]] = names[layer]
         else:
-            parts, form = [_group_convolution(matrix, shift, sides[layer])], "group convolution"
-        if isinstance(layer, RunningNormality):
-            parts.append(_of_standardised_values(layer))
-        else:
-            forms[layer] = form
+            site = sites.get(layer)
+            feeder = net.get_submodule(site.feeder) if site is not None and site.feeder is not None else None
+            parts = []
+            if feeder is not None and _takes(feeder, matrix, sides[layer]):
+                fold_groups_after(feeder, matrix, shift)
+            else:
+                parts.append(_group_convolution(matrix, shift, sides[layer]))
+            if normal:
+                parts.append(_without_whitening(layer, shift.new_zeros(channels), shift.new_ones(channels)))
+            else:
+                forms[names[layer]] = "group convolution" if parts else "folded"
         new = parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()
         if name:
             replace_module(net, name, new.eval())
@@ -87,7 +96,7 @@ def fold_whitening(
 def _linear(layer: Any) -> tuple[Tensor, Tensor]:
     """Return the matrices (groups, g, g) and the shift (C,) of what is linear about a layer, float64.
 
-    A plain layer's affine is included. Matrices that are diagonal come as groups of one.
+    A plain layer's affine is included.
     """
     matrix = layer.running_matrix(torch.float64)
     mean = layer.running_mean.double().view(*matrix.shape[:2], 1)
@@ -98,9 +107,6 @@ def _linear(layer: Any) -> tuple[Tensor, Tensor]:
             matrix, shift = matrix * gamma.view(*matrix.shape[:2], 1), shift * gamma
         if layer.bias is not None:
             shift = shift + layer.bias.double()
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    if torch.equal(matrix, torch.diag_embed(diagonal)):
-        matrix = diagonal.reshape(-1, 1, 1)
     return matrix, shift
 
 
@@ -128,11 +134,11 @@ def _group_convolution(matrix: Tensor, shift: Tensor, ndim: int) -> nn.Module:
     return new
 
 
-def _of_standardised_values(layer: Any) -> nn.Module:
-    """Make a decorrelated layer with a power transform the `BatchNormalNorm` of what its whitening gives."""
+def _without_whitening(layer: Any, mean: Tensor, var: Tensor) -> nn.Module:
+    """Make a decorrelated layer with a power transform the `BatchNormalNorm` of the given statistics."""
     layer.__class__ = next(cls for cls in type(layer).__mro__ if cls in _NORMAL)
     del layer.running_whitening
-    layer.running_mean.zero_()
-    layer.running_var.fill_(1)
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_(var)
     layer.eps = 0.0
     return layer

@@ -53,7 +53,8 @@ def inverse_square_root(matrix: Tensor, floor: float) -> Tensor:
 
     Args:
         matrix: S, (*, g, g).
-        floor: Smallest eigenvalue there can be but for rounding; smaller ones are taken to be that.
+        floor: Smallest eigenvalue there can be but for rounding. Smaller ones are taken to be that, or what rounding
+            leaves of them beside the largest: a direction in which nothing but rounding errors vary is not blown up.
 
     Returns:
         S^(-1/2), (*, g, g); NaN for a matrix that is not finite.
@@ -70,7 +71,8 @@ class _InverseSquareRoot(torch.autograd.Function):
         finite = matrix.isfinite().all(-1, True).all(-2, True)
         identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         values, vectors = torch.linalg.eigh(torch.where(finite, matrix, identity))
-        roots = values.clamp_min(floor).sqrt()
+        resolved = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values[..., -1:]
+        roots = torch.maximum(values.clamp_min(floor), resolved).sqrt()
         ctx.save_for_backward(vectors, roots)
         return torch.where(finite, (vectors / roots.unsqueeze(-2)) @ vectors.mT, torch.nan)
 
