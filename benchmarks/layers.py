@@ -183,11 +183,12 @@ def main() -> None:
             for name in runs:
                 middle, low, high = ratio(times, name, "torch")
                 milliseconds = 1e3 * statistics.median(times[name])
-                row = [network, kind, "x".join(map(str, shape)), args.dtype, args.noise, name]
+                layout = "channels_last" if args.channels_last else "contiguous"
+                row = [network, kind, "x".join(map(str, shape)), layout, args.dtype, args.noise, name]
                 rows.append([*row, f"{milliseconds:.2f}", f"{middle:.2f}", f"{low:.2f}", f"{high:.2f}"])
                 print(*rows[-1], sep="\t", flush=True)
             if args.out:
-                head = ["network", "kind", "shape", "dtype", "noise", "kernels"]
+                head = ["network", "kind", "shape", "layout", "dtype", "noise", "kernels"]
                 head += ["ms forward+backward", "ratio to torch", "quartile", "quartile", "machine"]
                 append(args.out, head, [[*row, machine(args.device)] for row in rows[-len(runs) :]])
 

@@ -21,7 +21,7 @@ from retrofit.layers.kernels import compiled, eager
 
 VARIABLE = "RETROFIT_KERNELS"
 NAMES = ("eager", "compile", "triton")
-LARGE = 2**17
+LARGE = 2**13
 """Elements from which compiled kernels are worth the call, and some ten seconds of building them once a machine."""
 
 
