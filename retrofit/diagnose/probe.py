@@ -51,7 +51,10 @@ class Probe:
     def standardised(self, x: Tensor) -> Tensor:
         """Return `x` normalized, before transform and affine, as (N, C, positions)."""
         neutral = self._neutral()
-        if self.transforms:
+        running = getattr(self.layer, "running_lambda", None)
+        if isinstance(running, Tensor):  # strength 0 would undo the whitening of a decorrelated layer too
+            neutral["running_lambda"] = torch.ones_like(running)
+        elif self.transforms:
             neutral["strength"] = torch.zeros_like(self.layer.strength)  # type: ignore[arg-type]
         return self.by_channel(functional_call(self._bare, neutral, (x,)))
 

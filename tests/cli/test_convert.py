@@ -148,6 +148,13 @@ def truncated() -> None:
     Path("w.pth").write_bytes(content[: len(content) // 2])
 
 
+def test_options_of_whitening(run: Run, here: Path) -> None:
+    words = ["--group-size", "8", "--whitening", "newton-schulz", "--alpha", "0.5"]
+    assert run("convert", "test_resnet", "--to", "dbnn", *words).exit_code == 0
+    layer = retrofit.load("test_resnet-dbnn.safetensors").bn1
+    assert (layer.group_size, layer.whitening, layer.alpha) == (8, "newton-schulz", 0.5)
+
+
 class NotWeights:
     """A class that a checkpoint may not bring along."""
 
@@ -174,6 +181,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], list[str], int, str]] = {
     "bad regex": (NOTHING, [*BNN, "--only", "["], 2, r"'\['"),
     "groups below 1": (NOTHING, [*GN, "--groups", "0"], 2, "at least 1"),
     "groups auto alone": (NOTHING, [*GN, "--groups", "auto"], 2, "--calibrate"),
+    "groups for dbn": (NOTHING, ["test_resnet", "--to", "dbn", "--groups", "4"], 2, "--group-size N"),
+    "group size for bnn": (NOTHING, [*BNN, "--group-size", "4"], 2, "--group-size means nothing"),
     "negative noise": (NOTHING, [*BNN, "--noise", "-1"], 2, "noise"),
     "noise for gn": (NOTHING, [*GN, "--noise", "0.1"], 2, "--noise means nothing"),
     "no calibration images": (NOTHING, [*GN, "--calibrate", "no"], 1, "there is no data at no"),

@@ -133,6 +133,18 @@ def test_a_probe_sees_the_input_of_the_transform() -> None:
     torch.testing.assert_close(Probe("", layer).normalized(x), after)
 
 
+def test_a_probe_sees_whitened_values() -> None:
+    layer = retrofit.layers.DecorrelatedBatchNormalNorm2d(4, momentum=1.0)
+    x = torch.randn(8, 4, 5, 5)
+    x[:, 1] += x[:, 0]
+    layer(x)
+    layer.eval().running_lambda.fill_(0.5)
+    before = Probe("", layer).standardised(x)
+    torch.testing.assert_close(before.movedim(1, 0).flatten(1).corrcoef(), torch.eye(4), atol=1e-3, rtol=0)
+    after = retrofit.layers.yeo_johnson(before, torch.tensor(0.5))
+    torch.testing.assert_close(Probe("", layer).normalized(x), after)
+
+
 @pytest.fixture(scope="module")
 def one() -> Any:
     return diagnose(network("bnn"), batches(), SMALL)

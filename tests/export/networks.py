@@ -32,7 +32,7 @@ def norm(channels: int, **changes: Any) -> BatchNormalNorm2d:
     return layer
 
 
-def train_a_little(model: nn.Module, size: int, strength: float, steps: int = 2) -> nn.Module:
+def train_a_little(model: nn.Module, size: int, strength: float, steps: int = 2, batch: int = 4) -> nn.Module:
     """Make statistics, lambdas and affine parameters real by a few training steps, at a strength."""
     if any(isinstance(module, StrengthMixin) for module in model.modules()):
         retrofit.set_strength(model, strength)
@@ -40,7 +40,7 @@ def train_a_little(model: nn.Module, size: int, strength: float, steps: int = 2)
     model.train()
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        out = model(torch.randn(4, 3, size, size, generator=generator).exp())
+        out = model(torch.randn(batch, 3, size, size, generator=generator).exp())
         (out - out.mean().detach()).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # at strength 0 nothing normalizes a random network
         optimizer.step()

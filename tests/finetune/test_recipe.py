@@ -12,6 +12,7 @@ from retrofit.finetune.shipped import read_shipped, shipped
 
 NAMES = [
     "cifar10",
+    "cifar10-dbnn",
     "digits",
     "imagenet-bnn-resnet50",
     "imagenet-gn-pn-efficientnet",
