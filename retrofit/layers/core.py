@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from retrofit.layers import distributed, kernels
-from retrofit.layers.estimate import newton_lmbda
+from retrofit.layers.estimate import first_step, newton_lmbda, step_bounds, step_derivative
 from retrofit.layers.kernels import formulas
 from retrofit.layers.kernels.formulas import Noise, Reductions, affine, compute_dtype, reductions
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
-from retrofit.layers.transform import yeo_johnson
+from retrofit.layers.transform import lmbda_derivative, yeo_johnson
 
 __all__ = ["NoiseKind", "NormalityOptions", "Statistics", "apply_statistics", "compute_dtype", "normality_norm"]
 
@@ -244,10 +244,10 @@ def gaussianize(
     alpha: float = 1.0,
     steps: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate lambda, transform and perturb, differentiated by autograd: for what the closed form does not cover.
+    """Estimate lambda, transform and perturb values that are standardised already.
 
     Args:
-        h: Standardised values, in float32 at least.
+        h: Values of mean zero and a variance of at most one, in float32 at least.
         dim: The dimensions that the normalized set spans.
         strength: As for `normality_norm`, as are all that follow.
         noise: xi.
@@ -258,9 +258,42 @@ def gaussianize(
     Returns:
         The transformed values, noise added, and lambda as estimated (strength does not enter it).
     """
-    lmbda = newton_lmbda(h, dim, steps)
-    y = yeo_johnson(h, 1 + strength * alpha * (lmbda - 1))
+    degree = torch.as_tensor(strength * alpha, dtype=h.dtype, device=h.device)
+    if steps == 1:
+        y, lmbda = _OneStep.apply(h, degree, dim)
+    else:
+        lmbda = newton_lmbda(h, dim, steps)
+        y = yeo_johnson(h, 1 + degree * (lmbda - 1))
     return perturb(y, noise * strength, noise_kind, dim) if noise else y, lmbda
+
+
+class _OneStep(torch.autograd.Function):
+    """One Newton step and the transform, with its closed-form backward: `h` and a few numbers a set are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        over = reductions(dim)
+        log = torch.log1p(h.abs())
+        newton = first_step(h, over.means, step_bounds(*over.extremes(h)), log)
+        y, _, _ = formulas.transform(h, log, t * newton.step)
+        lmbda = 1 + newton.step
+        ctx.dim = dim
+        ctx.save_for_backward(h, t, torch.stack([newton.step, *newton.gradient()]))
+        ctx.mark_non_differentiable(lmbda)
+        return y, lmbda
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        h, t, stats = ctx.saved_tensors
+        step, *gradient = stats.unbind()
+        a = h.abs()
+        log = torch.log1p(a)
+        _, u, growth = formulas.transform(h, log, t * step)
+        inverse = 1 / (1 + a)
+        (to_lmbda,) = reductions(ctx.dim).means([grads[0] * lmbda_derivative(u, log, growth)])
+        shift = step_derivative(h, a, log, inverse, gradient)  # times the count
+        return grads[0] * ((growth + 1) * inverse) + t * to_lmbda * shift, None, None
 
 
 def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:
