@@ -1,0 +1,77 @@
+"""The paper's ablations as options of a conversion: into the layers, into the artifact, and refused where meaningless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import retrofit
+from retrofit.errors import UsageError
+
+OPTIONS: dict[str, Any] = {"noise": 0.2, "noise_kind": "unscaled", "alpha": 0.5, "newton_steps": 2}
+
+
+def mixed() -> nn.Module:
+    from timm.layers import BatchNormAct2d
+
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), BatchNormAct2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8),
+        nn.Flatten(), nn.LayerNorm(8 * 4 * 4),
+    )  # fmt: skip
+
+
+def settings(layer: Any) -> dict[str, Any]:
+    return {"noise": layer.noise, "noise_kind": layer.noise_kind, "alpha": layer.alpha, "newton_steps": layer.steps}
+
+
+def test_every_layer_gets_them() -> None:
+    model, report = retrofit.convert(mixed(), "normal", **OPTIONS)
+    converted = [module for module in model.modules() if isinstance(module, retrofit.layers.NormalityMixin)]
+    assert len(converted) == 5
+    assert all(settings(layer) == OPTIONS for layer in converted)
+    assert report.plan.options.items() >= OPTIONS.items()
+
+
+def test_left_out_they_are_the_papers() -> None:
+    model, report = retrofit.convert(mixed(), "normal")
+    for row, noise in zip((1, 2, 3, 4, 6), (0.4, 0.4, 0.4, 0.4, 1.0), strict=True):
+        assert settings(model[row]) == {"noise": noise, "noise_kind": "scaled", "alpha": 1.0, "newton_steps": 1}
+    assert all(row.options == {} for row in report.plan.layers)
+
+
+def test_an_artifact_keeps_them(tmp_path: Path) -> None:
+    model, _ = retrofit.convert(timm.create_model("test_resnet"), "bnn", **OPTIONS)
+    retrofit.set_strength(model, 1.0)
+    model(torch.randn(2, 3, 64, 64).exp())
+    retrofit.save(model, tmp_path / "a.safetensors")
+    loaded = retrofit.load(tmp_path / "a.safetensors").eval()
+    assert settings(loaded.bn1) == OPTIONS
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model.eval()(x))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"alpha": 1.5}, "alpha must lie"),
+        ({"noise_kind": "none"}, "noise_kind must be one of scaled, unscaled, gaussian-dropout"),
+        ({"newton_steps": 0}, "steps must be at least 1"),
+        ({"noise": -1.0}, "noise must be"),
+    ],
+)
+def test_out_of_range(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        retrofit.plan(mixed(), "normal", **option)
+
+
+@pytest.mark.parametrize("to", ["gn", "ln-pn", "evonorm-s0", "frn-tlu"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_refused_where_they_mean_nothing(to: str, name: str) -> None:
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} means nothing to this target"):
+        retrofit.plan(mixed(), to, **{name: OPTIONS[name]})
