@@ -22,6 +22,7 @@ from retrofit.layers import (
     DecorrelatedBatchNormalNorm3d,
     DecorrelatedBatchNormalNormAct2d,
 )
+from retrofit.layers.decorrelated import DecorrelatedNorm
 
 from .networks import train_a_little
 from .test_folding import FEEDERS
@@ -167,7 +168,11 @@ def test_polynomials(tmp_path: Path) -> None:
 
 
 def parity(name: str, to: str, strength: float, path: Path) -> None:
-    model = train_a_little(build(name, to, 64), 64, strength, batch=16)
+    model = build(name, to, 64)
+    for module in model.modules():
+        if isinstance(module, DecorrelatedNorm):
+            module.momentum = 1.0  # running statistics are the last batch's: two steps from the first values explode
+    train_a_little(model, 64, strength, batch=16)
     report = retrofit.export_onnx(model, path, input_size=(3, 64, 64))
     assert report.parity.passed
     assert report.parity.tolerance == 1e-4

@@ -85,7 +85,9 @@ def test_each_layer_keeps_function_tensors_and_settings(to: str, case: str) -> N
 
 
 def train(model: nn.Module, side: int, steps: int = 2) -> list[float]:
-    """Take optimizer steps on seeded pictures; return the losses."""
+    """Take optimizer steps on seeded pictures; return the losses. Running statistics become the last batch's."""
+    for layer in filter_decorrelated(model):
+        layer.momentum = 1.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     generator = torch.Generator().manual_seed(3)
     losses = []
@@ -114,7 +116,7 @@ def same_after_loading(model: nn.Module, path: Path, side: int) -> None:
     "name", ["resnet18", *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "resnet18")]
 )
 def test_networks(to: str, name: str, tmp_path: Path) -> None:
-    side = 32
+    side = 64  # in smaller pictures the last groups have hardly more values than channels
     model = NETWORKS[name]()
     check = IdentityCheck(model, (3, side, side))
     model, report = retrofit.convert(model, to, whitening="newton-schulz" if to == "dbnn" else None)
@@ -128,7 +130,7 @@ def test_networks(to: str, name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         whitened = model.eval()(x)
         retrofit.set_strength(model, 0.0)
-        assert (model(x) - whitened).abs().max() > 0.01 * whitened.abs().max()
+        assert (model(x) - whitened).abs().max() > 0.01 * whitened.abs().max() > 0
     retrofit.set_strength(model, 1.0)
     same_after_loading(model, tmp_path / "net.safetensors", side)
 
