@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from retrofit.layers import distributed, kernels
 from retrofit.layers.estimate import first_step, newton_lmbda, step_bounds, step_derivative
 from retrofit.layers.kernels import formulas
+from retrofit.layers.kernels.eager import blocks
 from retrofit.layers.kernels.formulas import Noise, Reductions, affine, compute_dtype, reductions
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
@@ -273,12 +274,17 @@ class _OneStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         over = reductions(dim)
-        log = torch.log1p(h.abs())
-        newton = first_step(h, over.means, step_bounds(*over.extremes(h)), log)
-        y, _, _ = formulas.transform(h, log, t * newton.step)
-        lmbda = 1 + newton.step
+        y, found = torch.empty_like(h), []
+        for block in blocks(h, dim):
+            values = block(h)
+            log = torch.log1p(values.abs())
+            newton = first_step(values, over.means, step_bounds(*over.extremes(values)), log)
+            block(y).copy_(formulas.transform(values, log, t * newton.step)[0])
+            found.append(torch.stack([newton.step, *newton.gradient()]))
+        stats = torch.cat(found, block.axis + 1)
+        lmbda = 1 + stats[0]
         ctx.dim = dim
-        ctx.save_for_backward(h, t, torch.stack([newton.step, *newton.gradient()]))
+        ctx.save_for_backward(h, t, stats)
         ctx.mark_non_differentiable(lmbda)
         return y, lmbda
 
@@ -286,14 +292,17 @@ class _OneStep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         h, t, stats = ctx.saved_tensors
-        step, *gradient = stats.unbind()
-        a = h.abs()
-        log = torch.log1p(a)
-        _, u, growth = formulas.transform(h, log, t * step)
-        inverse = 1 / (1 + a)
-        (to_lmbda,) = reductions(ctx.dim).means([grads[0] * lmbda_derivative(u, log, growth)])
-        shift = step_derivative(h, a, log, inverse, gradient)  # times the count
-        return grads[0] * ((growth + 1) * inverse) + t * to_lmbda * shift, None, None
+        grad_h = torch.empty_like(h)
+        for block in blocks(h, ctx.dim):
+            values, grad, (step, *gradient) = block(h), block(grads[0]), (block.of(s) for s in stats)
+            a = values.abs()
+            log = torch.log1p(a)
+            _, u, growth = formulas.transform(values, log, t * step)
+            inverse = 1 / (1 + a)
+            to_lmbda = (grad * lmbda_derivative(u, log, growth)).mean(ctx.dim, True)
+            shift = step_derivative(values, a, log, inverse, gradient)  # times the count
+            block(grad_h).copy_(grad * ((growth + 1) * inverse) + t * to_lmbda * shift)
+        return grad_h, None, None
 
 
 def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:

@@ -232,8 +232,8 @@ class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
     """
 
     def _transform(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        y, lmbda = gaussianize(h, (-1,), **self._options)
-        return y, lmbda.detach()
+        y, lmbda = gaussianize(h.flatten(0, 1), (1,), **self._options)
+        return y.view_as(h), lmbda.detach()
 
     def _transform_by_running_lambda(self, h: Tensor) -> Tensor:
         assert self.running_lambda is not None

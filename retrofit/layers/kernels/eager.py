@@ -48,7 +48,7 @@ def forward(
         `formulas.forward`'s numbers of each set.
     """
     stats = []
-    for block in _blocks(x, dims):
+    for block in blocks(x, dims):
         part, found = formulas.forward(
             block(x), block.of(weight), block.of(bias), t, eps, block.noise(x, factor, seed), reductions(dims)
         )
@@ -71,7 +71,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Fill `grad_x`; return the affine parameters' gradients, of shape `affine` and in float32 at least."""
     grad_weight, grad_bias = torch.zeros((2, *affine), dtype=stats.dtype, device=x.device)
-    for block in _blocks(x, dims):
+    for block in blocks(x, dims):
         part, y = formulas.backward(
             block(grad),
             block(x),
@@ -91,7 +91,7 @@ def backward(
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """Fill `out` with `formulas.apply` of five numbers a set, stacked: mean, 1 / std, lambda - 1, gamma and beta."""
-    for block in _blocks(x, ()):
+    for block in blocks(x, ()):
         block(out).copy_(formulas.apply(block(x), torch.stack([block.of(c) for c in constants])))
 
 
@@ -115,11 +115,11 @@ class _Block:
         return Noise(factor, partial(noise.normal, self(x).shape, moved, x.stride()))
 
 
-def _blocks(x: Tensor, dims: tuple[int, ...]) -> Iterator[_Block]:
-    """Slice evenly along the outermost dimension that separates sets."""
+def blocks(x: Tensor, dims: tuple[int, ...]) -> Iterator[_Block]:
+    """Slice evenly along the outermost dimension that separates sets; `dims` are those of a set, counted from 0."""
     axis = next((d for d in range(x.ndim) if d not in dims), None)
     total = x.shape[axis or 0]
-    whole = axis is None or x.is_cuda  # a GPU is kept busy by large operations
+    whole = axis is None or x.is_cuda or torch.compiler.is_compiling()  # a GPU is kept busy by large operations
     count = 1 if whole else min(total, -(-x.numel() // _BLOCK))
     for i in range(count):
         start = total * i // count
