@@ -137,7 +137,7 @@ def _group_convolution(matrix: Tensor, shift: Tensor, ndim: int) -> nn.Module:
 def _without_whitening(layer: Any, mean: Tensor, var: Tensor) -> nn.Module:
     """Make a decorrelated layer with a power transform the `BatchNormalNorm` of the given statistics."""
     layer.__class__ = next(cls for cls in type(layer).__mro__ if cls in _NORMAL)
-    del layer.running_whitening
+    del layer.running_covariance, layer.running_whitening
     layer.running_mean.copy_(mean)
     layer.running_var.copy_(var)
     layer.eps = 0.0

@@ -47,13 +47,17 @@ class DecorrelatedNorm(StrengthMixin, _NormBase):
         group_size: Channels that are whitened together: the largest divisor of the channels up to what was asked for.
         whitening: "eigen", the exact root, or "newton-schulz", IterNorm's approximation.
         iterations: Newton-Schulz steps.
-        running_whitening: Running average of the roots (S + eps)^(-1/2), (groups, group_size, group_size), whatever
-            the strength; None where no statistics are tracked.
+        running_covariance: Running average of S, unbiased as `running_var` is, (groups, group_size, group_size); None
+            where no statistics are tracked.
+        running_whitening: Its root (running_covariance + eps)^(-1/2), whatever the strength. The paper averages the
+            roots of the batches instead. Where a group's covariance is singular, as behind a convolution with fewer
+            inputs than outputs, its null space turns from step to step and that average magnifies what lies there.
     """
 
     group_size: int
     whitening: Whitening
     iterations: int
+    running_covariance: Tensor | None
     running_whitening: Tensor | None
 
     def __init__(
@@ -69,19 +73,20 @@ class DecorrelatedNorm(StrengthMixin, _NormBase):
         self.group_size = largest_divisor(num_features, check_group_size(group_size))
         self.whitening = check_whitening(whitening)
         self.iterations = check_iterations(iterations)
+        self.register_buffer("running_covariance", None)
         self.register_buffer("running_whitening", None)
         self.reset_running_whitening()
 
     def reset_running_stats(self) -> None:
-        """Return the running statistics to mean 0, variance 1, and what whitens uncorrelated channels of that."""
+        """Return the running statistics to mean 0, variance 1 and no correlation."""
         super().reset_running_stats()
         if "running_whitening" in self._buffers:
             self.reset_running_whitening()
 
     def reset_running_whitening(self) -> None:
-        """Let the running matrix be the one of BatchNorm, diag(running_var + eps)^(-1/2)."""
+        """Forget correlations: the running matrix becomes the one of BatchNorm, diag(running_var + eps)^(-1/2)."""
         if self.running_var is not None:
-            self.running_whitening = self._scaling(self.running_var)
+            self.running_covariance, self.running_whitening = self._uncorrelated(self.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *), with the batch's statistics in training and the running ones after it."""
@@ -123,16 +128,17 @@ class DecorrelatedNorm(StrengthMixin, _NormBase):
         centred = rows - mean
         covariance = centred @ centred.mT / rows.shape[-1]
         var = covariance.diagonal(dim1=-2, dim2=-1)
-        regular = covariance + self.eps * torch.eye(self.group_size, dtype=rows.dtype, device=rows.device)
-        if self.whitening == "eigen":
-            whitening = inverse_square_root(regular, self.eps)
-        else:
-            whitening = newton_schulz(regular, self.iterations)
-        h = self.mixed(self._scaling(var), whitening) @ centred
-        y, lmbda = self._transform(h)
+        y, lmbda = self._transform(self.mixed(self._scaling(var), self._root(covariance)) @ centred)
         if self.training and self.track_running_stats:
-            self._track(Statistics(mean, var, lmbda, rows.shape[-1]), whitening)
+            self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
         return y
+
+    def _root(self, covariance: Tensor) -> Tensor:
+        """Return (S + eps)^(-1/2), (groups, g, g)."""
+        regular = covariance + self.eps * torch.eye(self.group_size, dtype=covariance.dtype, device=covariance.device)
+        if self.whitening == "eigen":
+            return inverse_square_root(regular, self.eps)
+        return newton_schulz(regular, self.iterations)
 
     def _by_running_statistics_of(self, rows: Tensor) -> Tensor:
         """Normalize (groups, g, values) by the running statistics."""
@@ -149,7 +155,7 @@ class DecorrelatedNorm(StrengthMixin, _NormBase):
         return h
 
     @torch.no_grad()
-    def _track(self, found: Statistics, whitening: Tensor) -> None:
+    def _track(self, found: Statistics, covariance: Tensor) -> None:
         momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -157,19 +163,25 @@ class DecorrelatedNorm(StrengthMixin, _NormBase):
                 momentum = 1.0 / self.num_batches_tracked
         running_lambda = getattr(self, "running_lambda", None)
         _update_running(self.running_mean, self.running_var, running_lambda, found, momentum)
-        if self.running_whitening is not None:
-            new = whitening.to(self.running_whitening.dtype)
-            self.running_whitening.mul_(1 - momentum).add_(new * momentum)
+        if self.running_covariance is not None and self.running_whitening is not None:
+            unbiased = covariance * (found.size / (found.size - 1))
+            self.running_covariance.mul_(1 - momentum).add_(unbiased.to(self.running_covariance.dtype) * momentum)
+            self.running_whitening.copy_(self._root(self.running_covariance.to(covariance.dtype)))
 
     def _scaling(self, var: Tensor) -> Tensor:
         """Return diag(var + eps)^(-1/2) as matrices, (groups, g, g)."""
         return torch.diag_embed(torch.rsqrt(var + self.eps).view(-1, self.group_size))
 
+    def _uncorrelated(self, var: Tensor) -> tuple[Tensor, Tensor]:
+        """Return covariances and roots, (groups, g, g) each, of channels of the given variance."""
+        return torch.diag_embed(var.view(-1, self.group_size)), self._scaling(var)
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Accept the source layer's checkpoint: with no whitening in it, that starts as BatchNorm's again."""
-        if self.running_whitening is not None and prefix + "running_whitening" not in state_dict:
-            var = state_dict.get(prefix + "running_var", self.running_var)
-            state_dict[prefix + "running_whitening"] = self._scaling(var.to(self.running_whitening))  # type: ignore[union-attr]
+        if self.running_var is not None and prefix + "running_whitening" not in state_dict:
+            first = self._uncorrelated(state_dict.get(prefix + "running_var", self.running_var).to(self.running_var))
+            for name, value in zip(("running_covariance", "running_whitening"), first, strict=True):
+                state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -77,9 +77,12 @@ def test_groups_have_identity_covariance(kind: str, asked: int, size: int) -> No
 def test_is_zca_as_scipy_has_it(kind: str, strength: float) -> None:
     layer = build(kind, False, strength=strength, momentum=1.0).double()
     x = data(SHAPES[kind], torch.float64)
-    expected, roots = oracle.decorrelate(x, 4, layer.eps, strength)
+    expected = oracle.decorrelate(x, 4, layer.eps, strength)
     torch.testing.assert_close(layer(x), expected, rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(layer.running_whitening, roots, rtol=1e-7, atol=1e-8)
+    unbiased = covariance(x, 4) * (x.numel() / 12) / (x.numel() / 12 - 1)
+    torch.testing.assert_close(layer.running_covariance, unbiased, rtol=1e-9, atol=1e-9)
+    expected = torch.stack([torch.from_numpy(oracle.root(group.numpy(), layer.eps)) for group in unbiased])
+    torch.testing.assert_close(layer.running_whitening, expected, rtol=1e-7, atol=1e-8)
 
 
 @NORMAL
@@ -181,13 +184,13 @@ def test_whitened_values_are_gaussianized(kind: str) -> None:
     """Against the paper's algorithm in float64, applied to what scipy whitens (eps so small that both agree)."""
     layer = randomise(build(kind, True, eps=1e-12, momentum=1.0, strength=1.0).double())
     x = data(SHAPES[kind], torch.float64)
-    h, _ = oracle.decorrelate(x, 4, 1e-12, 1.0)
+    h = oracle.decorrelate(x, 4, 1e-12, 1.0)
     affine = [p.detach().view(1, -1, *(1,) * (x.ndim - 2)) for p in (layer.weight, layer.bias)]
     expected = normality_oracle.normality_norm(h, *affine, (0, *range(2, x.ndim)), 0.0, 1.0)
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
     assert (layer.running_lambda - 1).abs().min() > 1e-3
-    unbiased = x.numel() / 12
-    layer.running_var.mul_((unbiased - 1) / unbiased)
+    count = x.numel() / 12
+    layer.running_whitening.mul_((count / (count - 1)) ** 0.5)  # of the biased covariance, as the batch has it
     torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -196,10 +199,12 @@ def test_whitened_values_are_gaussianized(kind: str) -> None:
 def test_evaluation_uses_the_running_averages(normal: bool, strength: float) -> None:
     layer = build("2d", normal, momentum=0.25, strength=strength).double()
     batches = [data((6, 12, 4, 3), torch.float64).roll(shift, 1) for shift in range(3)]
-    expected = torch.diag_embed(torch.rsqrt(torch.ones(3, 4, dtype=torch.float64) + layer.eps))
+    average = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
     for x in batches:
         layer(x)
-        expected = 0.75 * expected + 0.25 * oracle.decorrelate(x, 4, layer.eps, 1.0)[1]
+        average = 0.75 * average + 0.25 * covariance(x, 4) * 72 / 71
+    torch.testing.assert_close(average.diagonal(dim1=1, dim2=2).flatten(), layer.running_var, rtol=1e-9, atol=1e-9)
+    expected = torch.stack([torch.from_numpy(oracle.root(group.numpy(), layer.eps)) for group in average])
     torch.testing.assert_close(layer.running_whitening, expected, rtol=1e-7, atol=1e-8)
     scaling = torch.diag_embed(torch.rsqrt(layer.running_var + layer.eps).view(3, 4))
     matrix = torch.block_diag(*((1 - strength) * scaling + strength * expected))
@@ -303,6 +308,20 @@ def test_memory_format_copies_and_state_dicts(normal: bool) -> None:
     assert layer.strength.item() == pytest.approx(0.6)
     expected = torch.diag_embed(torch.rsqrt(source.running_var + 1e-5).view(3, 4))
     assert torch.equal(layer.running_whitening, expected)
+    assert torch.equal(layer.running_covariance, torch.diag_embed(source.running_var.view(3, 4)))
+
+
+def test_singular_groups_that_turn_evaluate_as_they_train() -> None:
+    """Behind a layer with fewer inputs than outputs, whose weights change from step to step."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 9, generator=generator)
+    layer = build("1d", False, 16, group_size=16)
+    for _ in range(60):
+        weight = weight + 0.02 * torch.randn(16, 9, generator=generator)
+        x = torch.randn(128, 9, generator=generator) @ weight.T
+        trained = layer(x)
+    evaluated = layer.eval()(x)
+    assert evaluated.std() < 3 * trained.std()
 
 
 @NORMAL

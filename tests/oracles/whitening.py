@@ -13,16 +13,14 @@ def root(covariance: np.ndarray, eps: float) -> np.ndarray:
     return np.real(fractional_matrix_power(covariance + eps * np.eye(len(covariance)), -0.5))
 
 
-def decorrelate(x: Tensor, size: int, eps: float, strength: float) -> tuple[Tensor, Tensor]:
-    """Return what decorrelated batch normalization makes of (N, C, *), without an affine, and the roots."""
+def decorrelate(x: Tensor, size: int, eps: float, strength: float) -> Tensor:
+    """Return what decorrelated batch normalization makes of (N, C, *), without an affine."""
     rows = x.double().movedim(1, 0).flatten(1).numpy()
-    out, roots = np.empty_like(rows), []
+    out = np.empty_like(rows)
     for start in range(0, len(rows), size):
         group = rows[start : start + size]
         covariance = np.cov(group, bias=True).reshape(size, size)
-        roots.append(root(covariance, eps))
         scaling = np.diag(1 / np.sqrt(np.diag(covariance) + eps))
-        matrix = (1 - strength) * scaling + strength * roots[-1]
+        matrix = (1 - strength) * scaling + strength * root(covariance, eps)
         out[start : start + size] = matrix @ (group - group.mean(1, keepdims=True))
-    shape = x.movedim(1, 0).shape
-    return torch.from_numpy(out).view(shape).movedim(0, 1), torch.from_numpy(np.stack(roots))
+    return torch.from_numpy(out).view(x.movedim(1, 0).shape).movedim(0, 1)

@@ -62,7 +62,7 @@ def test_each_layer_keeps_function_tensors_and_settings(to: str, case: str) -> N
     assert new.group_size == 12
     for name, tensor in held.items():
         assert dict((*new.named_parameters(), *new.named_buffers()))[name] is tensor
-    added = {"strength", "running_whitening"} | ({"running_lambda"} if to == "dbnn" else set())
+    added = {"strength", "running_covariance", "running_whitening"} | ({"running_lambda"} if to == "dbnn" else set())
     assert set(new.state_dict()) - set(source.state_dict()) == added
     for attribute in ("eps", "momentum", "affine", "act", "drop"):
         if hasattr(source, attribute):
