@@ -139,7 +139,9 @@ plan_options = _stacked(
     ),
     click.option("--pn-params/--no-pn-params", default=None, help="Learn ProxyNorm's parameters (-pn targets; yes)."),
     click.option(
-        "--pn-restore/--no-pn-restore", default=None, help="Keep the scale the next layer was trained for (same; yes)."
+        "--pn-restore/--no-pn-restore",
+        default=None,
+        help="Keep the scale the next layer was trained for (same, --ws; yes).",
     ),
     click.option("--ws", is_flag=True, default=None, help="Standardize convolution weights too (gn, ln targets)."),
     click.option(

@@ -54,7 +54,7 @@ class BatchIndependentConverter(Converter):
         """Check the options, trace the model where its graph matters, and measure where groups are to be picked."""
         options.refuse("group normalization", *NORMALITY, *DECORRELATED)
         if not self.proxy:
-            options.refuse("no ProxyNorm", "pn_params", "pn_restore")
+            options.refuse("no ProxyNorm", "pn_params", *(() if options.ws else ("pn_restore",)))
         if self.groups == 1:
             options.refuse("LayerNorm is one group", "groups")
         if isinstance(options.groups, int) and options.groups < 1:

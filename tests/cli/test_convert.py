@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import timm
@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import retrofit
+from retrofit.cli.convert import command
 from retrofit.cli.network import file_stem
+from retrofit.layers.core import NoiseKind
 from retrofit.surgery.check import IdentityCheck
 from tests.cli.conftest import Run, complaint
 from tests.pictures import write_folder
@@ -56,7 +58,7 @@ def test_json_is_all_of_stdout_and_has_the_settled_keys(run: Run, here: Path) ->
     assert values["counts"]["kept"] == 1
     assert values["params"]["before"] == sum(p.numel() for p in timm.create_model("test_resnet").parameters())
     assert values["check"]["passed"] is True
-    assert set(values["check"]) == {"max_abs_diff", "scale", "tolerance", "passed"}
+    assert set(values["check"]) == {"max_abs_diff", "scale", "tolerance", "passed", "identity"}
     assert values["strength"] == 0
     assert values["output"] == "a.safetensors"
     assert written(here) == ["a.safetensors"]
@@ -305,3 +307,54 @@ def test_brackets_in_a_pattern_are_not_markup(run: Run, here: Path) -> None:
     result = run("convert", "test_resnet", "--to", "bnn", "--skip", "layer[1]")
     assert result.exit_code == 0
     assert "'layer[1]'" in result.stderr
+
+
+@pytest.mark.parametrize("to", ["evonorm-s0", "frn-tlu"])
+def test_a_target_without_strength_says_how_much_the_output_changes(to: str, run: Run, here: Path) -> None:
+    result = run("convert", "test_resnet", "--to", to, "--json")
+    assert result.exit_code == 0, result.stderr
+    values = json.loads(result.stdout)
+    assert values["strength"] is None
+    assert values["check"]["identity"] is False
+    assert values["check"]["passed"] is False
+    assert (
+        f"{to} does not start as its source: largest difference {values['check']['max_abs_diff']:.3g}" in result.stderr
+    )
+    assert re.search(r"ReLU +part of (EvoNorm2dS0|FilterResponseNormTlu2d)", result.stderr)
+    assert written(here) == [f"test_resnet-{to}.safetensors"]
+    refused = run("convert", "test_resnet", "--to", to, "--strength", "0", "--force")
+    assert refused.exit_code == 2
+    assert "--strength means nothing to" in complaint(refused)
+
+
+def test_a_target_without_strength_is_measured_on_images(run: Run, here: Path) -> None:
+    write_folder(here / "photos", each=1)
+    result = run("convert", "test_resnet", "--to", "frn-tlu", "--calibrate", "photos", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["agreement"]["images"] > 0
+    assert "untrained, " in result.stderr
+    assert "at strength 1" not in result.stderr
+
+
+def test_outputs_that_are_not_finite_are_no_conversion(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timm.layers.FilterResponseNormTlu2d.forward", lambda self, x: x * float("nan"))
+    result = run("convert", "test_resnet", "--to", "frn-tlu")
+    assert result.exit_code == 1
+    assert "not finite" in complaint(result)
+    assert not written(here)
+
+
+def test_ablation_flags_reach_the_layers(run: Run, here: Path) -> None:
+    flags = ("--noise-kind", "gaussian-dropout", "--alpha", "0.5", "--newton-steps", "2")
+    result = run("convert", "test_resnet", "--to", "bnn", *flags)
+    assert result.exit_code == 0, result.stderr
+    layer = retrofit.load("test_resnet-bnn.safetensors").bn1
+    assert (layer.noise_kind, layer.alpha, layer.steps) == ("gaussian-dropout", 0.5, 2)
+    assert run("convert", "test_resnet", "--to", "bnn", "--noise-kind", "none").exit_code == 2
+    refused = run("convert", "test_resnet", "--to", "gn", "--alpha", "0.5")
+    assert "--alpha means nothing to this target" in complaint(refused)
+
+
+def test_the_noise_kinds_of_the_flag_are_those_of_the_layers() -> None:
+    (flag,) = [option for option in command.params if option.name == "noise_kind"]
+    assert tuple(flag.type.choices) == get_args(NoiseKind)

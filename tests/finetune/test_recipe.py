@@ -12,12 +12,15 @@ from retrofit.finetune.shipped import read_shipped, shipped
 
 NAMES = [
     "cifar10-dbnn",
+    "cifar10-noise",
     "cifar10",
     "digits",
     "imagenet-bnn-resnet50",
     "imagenet-gn-pn-efficientnet",
     "imagenet-gn-pn-resnet50",
+    "imagenet-gn-ws-pn-resnet50",
     "imagenet-lnn-vit",
+    "imagenet-rivals-efficientnet",
     "quick-recover",
 ]
 

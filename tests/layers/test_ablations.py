@@ -1,4 +1,4 @@
-"""What the paper compares its layer with: kinds of noise, degrees of gaussianization, both with several Newton steps."""
+"""What the paper compares its layer with: kinds of noise, degrees of gaussianization, Newton steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's ablations as options of a conversion: into the layers, into the artifact, and refused where meaningless."""
+"""The paper's ablations as options of a conversion: into the layers and the artifact, refused where meaningless."""
 
 from __future__ import annotations
 
