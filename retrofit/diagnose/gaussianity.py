@@ -6,6 +6,7 @@ Statistics are those of scipy, pingouin and scikit-learn; what is here chooses c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -38,14 +39,22 @@ def qq(sample: Values) -> QQ | None:
     Returns:
         The plot; None for a constant sample, which has no line.
     """
-    from scipy.stats import probplot
-
     spread = sample.std()
     if not np.isfinite(spread) or spread <= 1e-12 * max(1.0, np.abs(sample).max()):
         return None
-    (theoretical, ordered), (_, _, r) = probplot((sample - sample.mean()) / spread)
+    theoretical, ordered = _normal_quantiles(len(sample)), np.sort((sample - sample.mean()) / spread)
+    r = np.corrcoef(theoretical, ordered)[0, 1]
     places = np.unique(np.linspace(0, len(ordered) - 1, _CURVE).round().astype(int))
     return QQ(float(r) ** 2, theoretical[places], ordered[places])
+
+
+@cache
+def _normal_quantiles(values: int) -> Values:
+    """Return what scipy plots that many ordered values against."""
+    from scipy.stats import probplot
+
+    quantiles: Values = probplot(np.zeros(values), fit=False)[0]
+    return quantiles
 
 
 def henze_zirkler(pair: Values) -> float:

@@ -15,14 +15,17 @@ class LinearityMeter:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._count = 0
+        self._images = 0
         self._sums: Tensor | None = None
 
     def update(self, x: Tensor, z: Tensor) -> None:
         """Add the activation's input and output, each of shape (N, C, positions)."""
-        sums = torch.stack([v.sum((0, 2), dtype=torch.float64) for v in (x, z, x * x, z * z, x * z)])
+        (var_x, mean_x), (var_z, mean_z) = (torch.var_mean(v, 2, correction=0) for v in (x, z))
+        covariance = torch.linalg.vecdot(x - mean_x.unsqueeze(2), z) / x.shape[2]
+        a, b, aa, bb, ab = (moment.double() for moment in (mean_x, mean_z, var_x, var_z, covariance))
+        sums = torch.stack([a, b, aa + a * a, bb + b * b, ab + a * b]).sum(1)
         self._sums = sums if self._sums is None else self._sums + sums
-        self._count += x.shape[0] * x.shape[2]
+        self._images += len(x)
 
     def result(self) -> float:
         """Return the measure averaged over channels; one whose output does not vary counts as linear.
@@ -32,7 +35,7 @@ class LinearityMeter:
         """
         if self._sums is None:
             raise ValueError("no images were measured")
-        a, b, aa, bb, ab = self._sums / self._count
+        a, b, aa, bb, ab = self._sums / self._images
         var_a, var_b = (aa - a * a).clamp_min(0), (bb - b * b).clamp_min(0)
         tiny = torch.finfo(var_a.dtype).tiny
         constant = var_b <= 1e-12 * bb

@@ -151,11 +151,14 @@ def diagnose(
         observers = [_Observer(probe, options) for probe in found]
         _follow_activations(model, observers)
         images = 0
+        clean: list[Tensor] = []
         with ExitStack() as stack:
             for observer in observers:
                 stack.callback(observer.attach().remove)
             for number, (pixels, _) in enumerate(batches):
-                model(pixels)
+                scores = model(pixels)
+                if isinstance(scores, Tensor) and scores.ndim == 2:
+                    clean.append(scores.argmax(1))
                 images += len(pixels)
                 if progress is not None:
                     progress("layers", number + 1, len(batches))
@@ -180,10 +183,9 @@ def diagnose(
             followed += [arrived] if arrived.errors else []
             if progress is not None:
                 progress("noise", number + 1, len(sources))
-        scores = model(batches[0][0][:2])
         answers: list[InputNoise] = []
-        if isinstance(scores, Tensor) and scores.ndim == 2:
-            answers = input_noise(model, _reported(batches, progress), NOISE_LEVELS, options.seed)
+        if clean:
+            answers = input_noise(model, _reported(batches, progress), clean, NOISE_LEVELS, options.seed)
     return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers))
 
 

@@ -88,27 +88,31 @@ def attenuation(
 
 
 def input_noise(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | None]], levels: Sequence[float], seed: int
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor | None]],
+    answers: Iterable[Tensor],
+    levels: Sequence[float],
+    seed: int,
 ) -> list[InputNoise]:
     """Measure a classifier's answers on images with Gaussian noise, the same noise for every network.
 
     Args:
         model: The network, in evaluation mode.
         batches: Images (N, C, H, W) and their labels (N,), or None for the labels.
+        answers: The classes (N,) that it names for each batch without noise.
         levels: Standard deviations.
         seed: Draws the noise.
     """
     images, right, same = 0, [0] * len(levels), [0] * len(levels)
     labelled = True
     generator = torch.Generator().manual_seed(seed)
-    for pixels, labels in batches:
-        answers = model(pixels).argmax(1)
+    for (pixels, labels), clean in zip(batches, answers, strict=True):
         drawn = torch.randn(pixels.shape, generator=generator).to(pixels)
         images += len(pixels)
         labelled &= labels is not None
         for place, level in enumerate(levels):
-            noisy = model(pixels + level * drawn).argmax(1) if level else answers
-            same[place] += int((noisy == answers).sum())
+            noisy = model(pixels + level * drawn).argmax(1) if level else clean
+            same[place] += int((noisy == clean).sum())
             if labels is not None:
                 right[place] += int((noisy == labels.to(noisy)).sum())
     return [
