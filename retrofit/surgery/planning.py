@@ -59,8 +59,8 @@ def plan(
             its channels up to that. None for the paper's 16.
         whitening: For dbn and dbnn, "eigen" (None: this) or "newton-schulz", IterNorm's approximation.
         pn_params: For the -pn targets, learn ProxyNorm's own parameters beta~ and gamma~ (None: yes, as the paper).
-        pn_restore: For the -pn targets and `ws`, keep each channel at the mean and scale that the next layer was trained
-            for (None: yes; False for training from scratch, as the paper).
+        pn_restore: For the -pn targets and `ws`, keep each channel at the mean and scale that the next layer was
+            trained for (None: yes; False for training from scratch, as the paper).
         ws: For the gn and ln targets, also standardise the weights of the convolutions before the layers.
         calibrate: Batches of images, (N, C, H, W), for `groups="auto"`.
 
