@@ -22,7 +22,7 @@ p { margin: .25rem 0 .75rem } .soft { color: var(--soft) }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1.5rem }
 figure { margin: 0 } figure img { width: 100%; height: auto; display: block }
 figcaption { color: var(--soft); font-size: .875rem; margin-top: .25rem }
-ul { padding-left: 1.2rem } .wide { overflow-x: auto; margin: 1rem 0 }
+ul { padding-left: 1.2rem } .wide { overflow-x: auto; margin: .5rem 0 1rem } .figures ~ h2 { margin-top: 1.5rem }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; width: 100% }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left }
@@ -73,10 +73,10 @@ def _uri(png: bytes) -> str:
 
 
 def _table(name: str, diagnosis: Diagnosis) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _row(layer)) + "</tr>" for layer in diagnosis.layers
-    )
+    rows = [_row(layer) for layer in diagnosis.layers]
+    filled = [place for place in range(len(_COLUMNS)) if any(row[place] for row in rows)]
+    head = "".join(f"<th>{escape(_COLUMNS[place])}</th>" for place in filled)
+    body = "".join("<tr>" + "".join(f"<td>{escape(row[place])}</td>" for place in filled) + "</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<h2>{escape(name)}</h2><div class="wide">{table}</div>'
 

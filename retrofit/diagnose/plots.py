@@ -18,7 +18,7 @@ Networks = Mapping[str, Diagnosis]
 _INK = {"light": "#1f2328", "dark": "#e6edf3"}
 _PAPER = {"light": "#ffffff", "dark": "#0d1117"}
 _GRID = {"light": "#d8dee4", "dark": "#30363d"}
-_COLOURS = ("#0969da", "#d1570a")
+_COLOURS = ("#2f81f7", "#e2701a")
 _SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
 _SHARE_NAMES = ("P1 data set", "P2 between images, mean", "P3 within images", "P4 between images, spread")
 
@@ -41,7 +41,7 @@ class Plot:
 
     def png(self, theme: Theme) -> bytes:
         """Return the figure as PNG."""
-        figure = Figure(figsize=(7.2, 4.2), dpi=150, facecolor=_PAPER[theme], layout="constrained")
+        figure = Figure(figsize=(5.6, 3.5), dpi=190, facecolor=_PAPER[theme], layout="constrained")
         self.draw(figure)
         _paint(figure, theme)
         stream = io.BytesIO()
