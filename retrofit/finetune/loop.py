@@ -46,6 +46,7 @@ class _Position:
     images: int = 0
     seconds: float = 0.0
     best: float | None = None
+    best_strength: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
@@ -328,9 +329,13 @@ class _Run:
         }
         position.rows.append(row)
         position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
-        better = row["val_top1"] is not None and (position.best is None or row["val_top1"] > position.best)
+        top1, strength = row["val_top1"], self._strength or 0.0
+        # Of two epochs the one that is further on the way to the target counts, whatever the way costs.
+        better = top1 is not None and (
+            position.best is None or (strength, top1) > (position.best_strength, position.best)
+        )
         if better:
-            position.best = row["val_top1"]
+            position.best, position.best_strength = top1, strength
         if self.main:
             if better:
                 self._write_artifact(self._answering, self.folder / "best.safetensors")

@@ -48,6 +48,13 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+def test_the_best_is_of_full_strength(train: Train, tmp_path: Path) -> None:
+    result = train("run", epochs=4, lr=1e-9, strength_ramp=0.5)
+    assert result.rows[0]["strength"] < 1.0
+    assert float(weights(tmp_path / "run", "best")["bn1.strength"]) == 1.0
+    assert result.best == max(row["val_top1"] for row in result.rows if row["strength"] == 1.0)
+
+
 def test_a_run_walks_to_full_strength_and_learns(train: Train, tmp_path: Path) -> None:
     listener = Listener()
     result = train("run", epochs=6, watcher=listener, lr=3e-3)
