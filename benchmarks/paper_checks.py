@@ -230,8 +230,9 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[Row] = []
     for name in args.only or CHECKS:
-        rows += CHECKS[name]()
-        print("\n".join(f"{row.claim}\n    {row.found}: {row.verdict}" for row in rows[-4:]), flush=True)
+        found = CHECKS[name]()
+        rows += found
+        print("\n".join(f"{row.claim}\n    {row.found}: {row.verdict}" for row in found), flush=True)
     lines = [
         f"{platform.machine()} CPU, torch {torch.__version__}; one seed",
         "",
