@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
@@ -39,6 +40,7 @@ class Plot:
     text: str
     draw: Callable[[Figure], None]
 
+    @cache  # noqa: B019  (a handful of figures, which live as long as their report)
     def png(self, theme: Theme) -> bytes:
         """Return the figure as PNG."""
         figure = Figure(figsize=(5.6, 3.5), dpi=190, facecolor=_PAPER[theme], layout="constrained")
