@@ -12,7 +12,7 @@ import argparse
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -238,7 +238,7 @@ def main() -> None:
         "",
         "| claim | here | |",
         "|---|---|---|",
-        *(f"| {row.claim} | {row.found} | {row.verdict} |" for row in rows),
+        *(" | ".join(["", *(cell.replace("|", r"\|") for cell in astuple(row)), ""]).strip() for row in rows),
     ]
     args.out.write_text("\n".join(lines) + "\n")
 
