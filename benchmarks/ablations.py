@@ -182,6 +182,8 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
         found.setdefault(row["run"], {})[row["seed"]] = row["top1"]
     lines = []
     for title, (names, claim) in COMPARISONS.items():
+        if sum(name in found for name in names) < 2:
+            continue
         first = found.get(names[0], {})
         lines += ["", f"**{title}.** The paper {claim}.", ""]
         lines += [
