@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 HELP = """Measure what MODEL costs: time and peak memory of evaluation and of a training step.
 
 An artifact is measured against the network that it was converted from, unless --against names another one. The
-networks take turns; ratios are medians over the turns, with their quartiles.
+networks take turns; ratios are medians over the turns, with their quartiles. A network named by --against gets images
+of MODEL's size; an artifact there gets its own.
 
 \b
 $ retrofit bench resnet18-bnn.safetensors
@@ -73,7 +74,8 @@ def command(
     with progress_bar("measuring") as move:
         found = measure(networks, setting, MODES if mode == "both" else (mode,), move)  # type: ignore[arg-type]
     _show(found)
-    say(f"{rounds} turns each, batch {batch_size}, {_machine(place)}")
+    sizes = ", ".join(dict.fromkeys(" x ".join(map(str, size)) for _, size in networks.values()))
+    say(f"{rounds} turns each, batches of {batch_size} at {sizes}, {_machine(place)}")
     if as_json:
         emit({"schema": 1, "machine": _machine(place), "batch_size": batch_size, "rounds": rounds,
               "costs": [_values(cost) for cost in found]})  # fmt: skip
@@ -87,7 +89,8 @@ def _reference(model: str, network: Network, against: str | None) -> tuple[str, 
     from retrofit.library import build
 
     if against is not None:
-        return against, open_network(against)
+        size = {} if against.endswith(".safetensors") else {"img_size": network.preprocess.input_size[-1]}
+        return against, open_network(against, **size)
     if network.artifact is None:
         raise UsageError(f"{model} is no artifact, whose source would be the reference; give --against MODEL")
     return network.source.name, replace(network, model=build(network.source), artifact=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tests.cli.conftest import Run, complaint
 
@@ -34,6 +35,13 @@ def test_against_another(run: Run) -> None:
     assert "test_resnet2" in complaint(run("bench", *words))
     result = run("bench", "test_resnet", "--against", "test_efficientnet", "--mode", "eval", *FEW, "--json")
     assert [cost["mode"] for cost in json.loads(result.stdout)["costs"]] == ["eval", "eval"]
+
+
+def test_against_a_network_at_the_same_size(run: Run) -> None:
+    assert run("convert", "test_resnet", "--to", "bnn", "--img-size", "48").exit_code == 0
+    result = run("bench", "test_resnet-bnn.safetensors", "--against", "test_vit", "--mode", "eval", *FEW)
+    assert result.exit_code == 0, result.stderr
+    assert f"batches of 2 at 3 x 48 x 48, {torch.get_num_threads()}" in result.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
