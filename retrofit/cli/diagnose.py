@@ -31,7 +31,8 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @click.option("--against", metavar="MODEL", help="A second network, beside the first.")
 @data_options
 @click.option("--images", type=click.IntRange(min=2), default=200, metavar="N", help="At most (default: 200).")
-@click.option("-b", "--batch-size", type=click.IntRange(min=2), default=20, metavar="N", help="Default: 20.")
+# On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
+@click.option("-b", "--batch-size", type=click.IntRange(min=2), default=6, metavar="N", help="Default: 6.")
 @click.option(
     "--channels", type=click.IntRange(min=1), default=20, metavar="N", help="Q-Q plots a layer and batch (20)."
 )

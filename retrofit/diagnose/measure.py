@@ -44,7 +44,7 @@ class Options:
 
     Attributes:
         channels: Channels of each layer that get Q-Q plots, and
-        batches: batches of images that do (figure 6: 20 and 10).
+        batches: batches of images, evenly spread, that do (figure 6: 20 and 10).
         seed: Chooses channels, values and noise.
     """
 
@@ -149,7 +149,8 @@ def diagnose(
     if not found:
         raise RetrofitError("the model has no normalization layer to diagnose; retrofit inspect MODEL lists them")
     with evaluating(model):
-        observers = [_Observer(probe, options) for probe in found]
+        every = -(-len(batches) // options.batches)
+        observers = [_Observer(probe, options, every) for probe in found]
         _follow_activations(model, observers)
         images = 0
         clean: list[Tensor] = []
@@ -177,9 +178,10 @@ def diagnose(
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
         followed = []
+        enough = range(min(len(batches), -(-_NOISE_IMAGES // len(batches[0][0]))))
+        pixels = torch.cat([batches[number][0] for number in enough])[:_NOISE_IMAGES]
         for number, source in enumerate(sources):
             generator = torch.Generator().manual_seed(options.seed)
-            pixels = batches[0][0][:_NOISE_IMAGES]
             arrived = attenuation(model, live, source, pixels, INJECTED, generator)
             followed += [arrived] if arrived.errors else []
             if progress is not None:
@@ -213,11 +215,11 @@ def _follow_activations(model: nn.Module, observers: list[_Observer]) -> None:
 class _Observer:
     """Gathers what one layer makes of each batch."""
 
-    def __init__(self, probe: Probe, options: Options) -> None:
+    def __init__(self, probe: Probe, options: Options, every: int) -> None:
         self.probe = probe
         self.activation: nn.Module | None = None
         self.seen = 0
-        self._options = options
+        self._options, self._every = options, every
         self._generator = torch.Generator().manual_seed(options.seed)
         self._power, self._linearity = PowerMeter(), LinearityMeter()
         self._plots: list[gaussianity.QQ] = []
@@ -237,7 +239,7 @@ class _Observer:
             before, after = self.probe.by_channel(out), self.probe.by_channel(z)
             step = 1 + (before.shape[2] - 1) // _POSITIONS
             self._linearity.update(before[..., ::step], after[..., ::step])
-        if self.seen < self._options.batches:
+        if self.seen % self._every == 0:
             self._look_closely(x, y)
         self.seen += 1
 
