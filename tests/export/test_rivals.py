@@ -38,7 +38,9 @@ def exported(model: nn.Module, path: Path, size: int, **options: Any) -> onnx.Mo
     ("name", "size"),
     [
         ("test_resnet", 32),
-        *(pytest.param(n, 64, marks=pytest.mark.slow) for n in ("resnet18", "tv:resnet50", "tf_efficientnet_lite0")),
+        *(pytest.param(n, 64, marks=pytest.mark.slow) for n in ("resnet18", "tv:resnet50")),
+        # At 64 px FRN divides by the power of 2 x 2 maps, and float32 itself is 1e-3 away from float64.
+        pytest.param("tf_efficientnet_lite0", 128, marks=pytest.mark.slow),
     ],
 )
 def test_rival_layers(to: str, name: str, size: int, tmp_path: Path) -> None:
