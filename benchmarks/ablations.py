@@ -16,7 +16,6 @@ import argparse
 import json
 import multiprocessing
 import platform
-import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from finetune_cifar import spread
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.transforms.functional import to_tensor
@@ -193,16 +193,9 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
         for name in (name for name in names if name in found):
             each = ", ".join(f"{top1:.1f}" for top1 in found[name].values())
             gains = [top1 - first[seed] for seed, top1 in found[name].items() if seed in first]
-            against = "" if name == names[0] else _spread(gains, "+")
-            lines.append(f"| {name} | {each} | {_spread(list(found[name].values()))} | {against} |")
+            against = "" if name == names[0] else spread(gains, "+")
+            lines.append(f"| {name} | {each} | {spread(list(found[name].values()))} | {against} |")
     return lines
-
-
-def _spread(values: list[float], sign: str = "") -> str:
-    if not values:
-        return "-"
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.1f}{deviation}"
 
 
 def main() -> None:

@@ -35,7 +35,6 @@ from retrofit.evaluate import evaluate
 from retrofit.finetune.head import with_classes
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.layers import StrengthMixin
 from retrofit.models import Network, open_model
 from retrofit.surgery import convert, set_strength
 
@@ -131,10 +130,6 @@ def start(args: argparse.Namespace, arm: Arm) -> Network:
         network.model, _ = convert(network.model, arm.to, **arm.options)
         if arm.prepare is not None:
             arm.prepare(network.model)
-        if args.compile:
-            for module in network.model.modules():
-                if isinstance(module, StrengthMixin):
-                    module.compile(dynamic=True)
     return network
 
 
@@ -180,11 +175,12 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         each = ", ".join("diverged" if top1 is None else f"{top1:.1f}" for top1 in found.values())
         whole = [top1 for top1 in found.values() if top1 is not None]
         gains = [top1 - source[seed] for seed, top1 in found.items() if top1 is not None and source.get(seed)]
-        lines.append(f"| {name} | {each} | {_spread(whole)} | {'' if name == 'BN' else _spread(gains, '+')} |")
+        lines.append(f"| {name} | {each} | {spread(whole)} | {'' if name == 'BN' else spread(gains, '+')} |")
     return lines
 
 
-def _spread(values: list[float], sign: str = "") -> str:
+def spread(values: list[float], sign: str = "") -> str:
+    """Return mean and standard deviation."""
     if not values:
         return "-"
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
@@ -206,7 +202,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--img-size", type=int, default=96)
     parser.add_argument("--device")
-    parser.add_argument("--compile", action="store_true", help="compile the converted layers")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--set", nargs="*", default=[], type=_setting, metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path, default=RESULTS / "finetune_cifar.md")

@@ -155,9 +155,10 @@ class _Run:
         self.ema: Any = None
         if recipe.model_ema:
             self.ema = ModelEmaV3(model, recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup)
-        for module in model.modules():
-            if recipe.noise_kind is not None and isinstance(module, NormalityMixin):
-                module.noise_kind = recipe.noise_kind
+        if recipe.noise_kind is not None:
+            for module in model.modules():
+                if isinstance(module, NormalityMixin):
+                    module.noise_kind = recipe.noise_kind
         self.schedule = None
         if any(isinstance(module, StrengthMixin) for module in model.modules()):
             self.schedule = StrengthSchedule(

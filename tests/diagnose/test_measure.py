@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import retrofit
-from retrofit.diagnose import Options, Unlabelled, check_folder, diagnose, sentences, write_report
+from retrofit.diagnose import Options, Unlabelled, check_folder, diagnose, gaussianity, sentences, write_report
 from retrofit.diagnose.measure import Batch
 from retrofit.diagnose.probe import Probe, probes
 from retrofit.errors import RetrofitError
@@ -66,6 +66,33 @@ def test_what_is_found() -> None:
     assert found.input_noise[0].agreement == 100
     assert {what for what, _, _ in steps} == {"layers", "statistics", "noise", "input noise"}
     json.dumps(found.to_dict())
+
+
+def test_noise_on_the_images_is_judged_against_clean_answers() -> None:
+    model = network("bnn").eval()
+    images, generator = [pixels for pixels, _ in batches()], torch.Generator().manual_seed(SMALL.seed)
+    drawn = [torch.randn(pixels.shape, generator=generator) for pixels in images]
+    with torch.no_grad():
+        clean, noisy = ([model(x).argmax(1) for x in xs] for xs in (images, map(torch.add, images, drawn)))
+    answers = [clean[0], clean[1] + 1]
+    found = diagnose(model, list(zip(images, answers, strict=True)), SMALL).input_noise
+    clean, noisy, labels = (torch.cat(of) for of in (clean, noisy, answers))
+    assert found[0].top1 == 50
+    assert (found[-1].level, found[-1].agreement) == (1.0, 100 * float((noisy == clean).double().mean()))
+    assert found[-1].top1 == 100 * float((noisy == labels).double().mean())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "looked"), [(1, [0]), (2, [0, 2]), (3, [0, 2]), (9, [0, 1, 2, 3])]
+)
+def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
+    wanted: int, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(gaussianity, "qq", lambda column: seen.append(round(column[0])))
+    numbered = [(torch.full((2, 1, 4, 4), float(number)), None) for number in range(4)]
+    diagnose(nn.Sequential(nn.BatchNorm2d(1)), numbered, Options(channels=1, batches=wanted))
+    assert seen == looked
 
 
 def test_noise_is_followed_from_where_it_is_added() -> None:

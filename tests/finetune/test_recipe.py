@@ -11,8 +11,6 @@ from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.shipped import read_shipped, shipped
 
 NAMES = [
-    "cifar10-dbnn",
-    "cifar10-noise",
     "cifar10",
     "digits",
     "imagenet-bnn-resnet50",
