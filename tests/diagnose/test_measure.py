@@ -82,9 +82,7 @@ def test_noise_on_the_images_is_judged_against_clean_answers() -> None:
     assert found[-1].top1 == 100 * float((noisy == labels).double().mean())
 
 
-@pytest.mark.parametrize(
-    ("wanted", "looked"), [(1, [0]), (2, [0, 2]), (3, [0, 2]), (9, [0, 1, 2, 3])]
-)
+@pytest.mark.parametrize(("wanted", "looked"), [(1, [0]), (2, [0, 2]), (3, [0, 2]), (9, [0, 1, 2, 3])])
 def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
     wanted: int, looked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from retrofit.layers.decorrelated import DecorrelatedNorm
 
 from .networks import train_a_little
 from .test_folding import FEEDERS
+from .test_folding import check as compare
 from .test_onnx import build
 
 TYPES: dict[str, tuple[Any, Any, Any]] = {
@@ -52,17 +53,7 @@ def check(model: nn.Module, size: tuple[int, ...] = (4, 9, 9), tolerance: float 
     """Give the model real statistics; compare its folded copy with it in float64; return the report."""
     generator = torch.Generator().manual_seed(1)
     model.train()(torch.randn(64, *size, generator=generator).exp())
-    model.eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    folded = fold_network(model, size)
-    x = torch.randn(3, *size, generator=generator) * 2
-    with torch.no_grad():
-        expected, found = model.double()(x.double()), folded.model(x)
-    model.float()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, before[name])
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
-    return folded.layers
+    return compare(model, size, tolerance)
 
 
 @TO
