@@ -20,9 +20,10 @@ class LinearityMeter:
 
     def update(self, x: Tensor, z: Tensor) -> None:
         """Add the activation's input and output, each of shape (N, C, positions)."""
-        (var_x, mean_x), (var_z, mean_z) = (torch.var_mean(v, 2, correction=0) for v in (x, z))
-        covariance = torch.linalg.vecdot(x - mean_x.unsqueeze(2), z) / x.shape[2]
-        a, b, aa, bb, ab = (moment.double() for moment in (mean_x, mean_z, var_x, var_z, covariance))
+        mean_x, mean_z = x.mean(2, keepdim=True), z.mean(2, keepdim=True)
+        x, z = x - mean_x, z - mean_z
+        aa, bb, ab = (torch.linalg.vecdot(u, v).double() / x.shape[2] for u, v in ((x, x), (z, z), (x, z)))
+        a, b = mean_x.squeeze(2).double(), mean_z.squeeze(2).double()
         sums = torch.stack([a, b, aa + a * a, bb + b * b, ab + a * b]).sum(1)
         self._sums = sums if self._sums is None else self._sums + sums
         self._images += len(x)
