@@ -36,7 +36,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     help="The transform itself (default), or a polynomial in its place.",
 )
 @click.option(
-    "--degree", type=int, metavar="N", help="Of all polynomials, 2 to 6; the lowest that will do if left out."
+    "--degree", type=int, metavar="N", help="Of all polynomials, 2 to 8; the lowest that will do if left out."
 )
 @click.option(
     "--tolerance",

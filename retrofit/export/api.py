@@ -130,7 +130,7 @@ def export_onnx(
         fold: "exact", the same function to rounding, or "poly", polynomials in place of the power transform.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
         opset: ONNX operator set, 18 to 22.
-        degree: Of all polynomials, 2 to 6; if None, for each layer the lowest with which the network stays within the
+        degree: Of all polynomials, 2 to 8; if None, for each layer the lowest with which the network stays within the
             tolerance.
         tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, and
             0.05 for approximate exports.

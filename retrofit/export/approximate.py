@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError
 from retrofit.export import layers
+from retrofit.export.allocation import Candidate, allocations
 from retrofit.export.forms import Clamp, Polynomial, constant_norm
 from retrofit.export.layers import ChannelMap
 from retrofit.export.polynomial import MAX_DEGREE, Fit, Fitter, gaussian_values
 from retrofit.lambdas import lambda_values
 
-LEVELS = (0.1, 0.05, 0.025, 0.0125, 0.006, 0.003, 0.0015)  # rms errors of a layer to try, of its output's deviation
 AFFINE = 1e-3  # with a degree given: what is as good as affine
+_FEW = 8  # images that show what errors do
 _SAMPLES = 2048  # values of each channel to fit on
+
+Transforms = Mapping[Any, tuple[ChannelMap, "float | None", Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,13 @@ def polynomial_parts(found: ChannelMap, fit: Fit, ndim: int) -> tuple[Tensor, Te
     return scale, shift, [Clamp(fit.low, 1.0), Polynomial(fit.coefficients, ndim)]
 
 
-def choose(
-    net: nn.Module, transforms: Mapping[Any, tuple[ChannelMap, float | None, int]], wanted: Approximation
-) -> dict[nn.Module, Fit]:
+def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dict[nn.Module, Fit]:
     """Fit a polynomial for each transform, of the lowest degree that keeps the network within the tolerance.
 
     Args:
         net: The network, in evaluation.
-        transforms: By layer: what it computes (upright), the upper limit of a ReLU behind it or None, and how many
-            dimensions its input has.
+        transforms: By layer: what it computes (upright), the upper limit of a ReLU behind it or None, and the
+            shape of its input.
         wanted: The tolerance and the images.
 
     Returns:
@@ -78,19 +79,9 @@ def choose(
     if wanted.degree is not None:
         return {layer: _of_degree(fitter, wanted.degree) for layer, fitter in fitters.items()}
     expected = answers(net, wanted.check)
-    best, before = math.inf, None
-    known: dict[nn.Module, list[Fit]] = {layer: [] for layer in fitters}
-    for level in LEVELS:
-        fits = {layer: _within(fitter, level, known[layer]) for layer, fitter in fitters.items()}
-        chosen = {layer: fit for layer, fit in fits.items() if fit is not None}
-        degrees = [fit.degree if fit else 0 for fit in fits.values()]
-        if degrees == before or not chosen:
-            continue
-        before = degrees
-        with ExitStack() as stack:
-            for layer, fit in chosen.items():
-                found, _, ndim = transforms[layer]
-                stack.callback(layer.register_forward_hook(_replacer(found, fit, ndim)).remove)
+    best = math.inf
+    for chosen in allocations(_candidates(net, transforms, fitters, wanted.fit or wanted.check)):
+        with _approximated(transforms, chosen):
             best = min(best, difference(expected, answers(net, wanted.check)))
         if best <= wanted.tolerance:
             return chosen
@@ -150,14 +141,31 @@ def _of_degree(fitter: Fitter, degree: int) -> Fit:
     return affine if affine.rms_error <= AFFINE else fitter.fit(degree)
 
 
-def _within(fitter: Fitter, level: float, known: list[Fit]) -> Fit | None:
-    """Return the fit of the lowest degree whose rms error is within `level`; `known` are those of lower degrees."""
-    for degree in range(1, MAX_DEGREE + 1):
-        if len(known) < degree:
-            known.append(fitter.fit(degree))
-        if known[degree - 1].rms_error <= level:
-            return known[degree - 1]
-    return None
+def _candidates(
+    net: nn.Module, transforms: Transforms, fitters: Mapping[nn.Module, Fitter], images: Sequence[Tensor]
+) -> list[Candidate]:
+    """Fit all degrees, and see what an error of each layer alone does to the output."""
+    few = torch.cat(list(images))[:_FEW]
+    expected = answers(net, [few])
+    found = []
+    for layer, fitter in fitters.items():
+        fits = [fitter.fit(degree) for degree in range(1, MAX_DEGREE + 1)]
+        with _approximated(transforms, {layer: fits[1]}):
+            gaps = [a.double() - b for a, b in zip(expected, answers(net, [few]), strict=True)]
+        change = sum(float(gap.square().sum()) for gap in gaps)
+        harm = change / max(fits[1].rms_error ** 2, 1e-30)
+        found.append(Candidate(layer, fits, harm, math.prod(transforms[layer][2])))
+    return found
+
+
+@contextmanager
+def _approximated(transforms: Transforms, fits: Mapping[nn.Module, Fit]) -> Iterator[None]:
+    """Let layers answer with their approximations for a while."""
+    with ExitStack() as stack:
+        for layer, fit in fits.items():
+            found, _, shape = transforms[layer]
+            stack.callback(layer.register_forward_hook(_replacer(found, fit, len(shape))).remove)
+        yield
 
 
 def _replacer(found: ChannelMap, fit: Fit, ndim: int) -> Callable[..., Tensor]:

@@ -89,7 +89,11 @@ def fold_network(
     size = tuple(input_size or own_input_size(model))
     layers.plain_convolutions(net)
     names = {module: name for name, module in net.named_modules()}
-    net, whitened = fold_whitening(layers.split_fused(net), names, lambda net, wanted: _ndims(net, wanted, size))
+    net, whitened = fold_whitening(
+        layers.split_fused(net),
+        names,
+        lambda net, wanted: {layer: len(shape) for layer, shape in _shapes(net, wanted, size).items()},
+    )
     folded = _Folding(net, size, names, approximation).run()
     folded.layers[:0] = [FoldedLayer(name, form) for name, form in whitened.items()]
     return folded
@@ -104,7 +108,7 @@ class _Folding:
         self.net = net
         self.names = names  # as the user knows them
         self.wanted = {module: name for name, module in net.named_modules() if layers.is_wanted(module)}
-        self.ndims = _ndims(net, list(self.wanted), size)
+        self.shapes = _shapes(net, list(self.wanted), size)
         found = find_sites(net, layers.is_wanted)
         self.sites = {net.get_submodule(site.norm): site for site in found.sites if site.places == 1}
         # of the given parameters, before any of them moves
@@ -121,15 +125,15 @@ class _Folding:
         if wanted.polynomial:
             transforms = {}
             for layer in self.wanted:
-                found = layers.channel_map(layer) if layer in self.ndims else None
+                found = layers.channel_map(layer) if layer in self.shapes else None
                 if found is not None and not found.is_affine:
-                    transforms[layer] = (found.upright(), _upper_limit(self.sites.get(layer)), self.ndims[layer])
+                    transforms[layer] = (found.upright(), _upper_limit(self.sites.get(layer)), self.shapes[layer])
             if transforms:
                 self.fits = choose(self.net, transforms, wanted)
 
     def run(self) -> Folded:
         for layer, name in self.wanted.items():
-            if layer in self.ndims:  # what the network never calls can stay
+            if layer in self.shapes:  # what the network never calls can stay
                 form, parts = self._fold(layer)
                 if parts is not None:
                     self._put(name, parts)
@@ -159,7 +163,7 @@ class _Folding:
             fold_after(feeder, *found.affine())
             return "folded", []
         plain = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        return "affine", None if plain else [constant_norm(*found.affine(), self.ndims[layer])]
+        return "affine", None if plain else [constant_norm(*found.affine(), len(self.shapes[layer]))]
 
     def _transform(self, layer: nn.Module, found: ChannelMap) -> tuple[str, list[nn.Module] | None]:
         found = found.upright()
@@ -176,7 +180,7 @@ class _Folding:
         if fit.degree == 1:
             ones, (scale, shift) = torch.ones_like(found.scale), fit.affine()
             return self._affine(layer, ChannelMap(found.scale, found.shift, ones, scale, shift))
-        scale, shift, parts = polynomial_parts(found, fit, self.ndims[layer])
+        scale, shift, parts = polynomial_parts(found, fit, len(self.shapes[layer]))
         site = self.sites.get(layer)
         if site is not None and fit.low == 0:
             self._drop_activation(site)  # a ReLU that stays does no harm
@@ -237,7 +241,7 @@ class _Folding:
         if feeder is not None:
             fold_after(feeder, scale, shift)
             return []
-        return [constant_norm(scale, shift, self.ndims[layer])]
+        return [constant_norm(scale, shift, len(self.shapes[layer]))]
 
     def _feeder(self, layer: Any) -> nn.Module | None:
         site = self.sites.get(layer)
@@ -245,7 +249,7 @@ class _Folding:
             return None
         feeder = self.net.get_submodule(site.feeder)
         channels = getattr(layer, "num_features", getattr(layer, "num_channels", None))
-        if isinstance(feeder, nn.Linear) and self.ndims[layer] != 2:
+        if isinstance(feeder, nn.Linear) and len(self.shapes[layer]) != 2:
             return None
         return feeder if out_channels(feeder) == channels else None
 
@@ -256,8 +260,8 @@ class _Folding:
         consumer = self.net.get_submodule(site.consumer)
         weight = getattr(layer, "weight", None)
         channels = getattr(layer, "num_features", None) or len(weight if weight is not None else ())
-        last = last or (layers.estimates(layer) and layers.kind_of(layer) == "layer") or self.ndims[layer] == 2
-        if isinstance(consumer, nn.Linear) != last and self.ndims[layer] != 2:
+        last = last or (layers.estimates(layer) and layers.kind_of(layer) == "layer") or len(self.shapes[layer]) == 2
+        if isinstance(consumer, nn.Linear) != last and len(self.shapes[layer]) != 2:
             return None
         return consumer if in_channels(consumer) == channels else None
 
@@ -304,11 +308,12 @@ def _upper_limit(site: Site | None) -> float | None:
     return None
 
 
-def _ndims(net: nn.Module, wanted: list[nn.Module], size: tuple[int, ...]) -> dict[nn.Module, int]:
-    """Run the network once and return how many dimensions the input of each layer has."""
-    found: dict[nn.Module, int] = {}
+def _shapes(net: nn.Module, wanted: list[nn.Module], size: tuple[int, ...]) -> dict[nn.Module, tuple[int, ...]]:
+    """Run the network once and return the shape of the input of each layer, for two samples."""
+    found: dict[nn.Module, tuple[int, ...]] = {}
     handles = [
-        module.register_forward_pre_hook(lambda module, args: found.update({module: args[0].ndim})) for module in wanted
+        module.register_forward_pre_hook(lambda module, args: found.update({module: tuple(args[0].shape)}))
+        for module in wanted
     ]
     place = next((p.device for p in net.parameters()), torch.device("cpu"))
     try:

@@ -13,6 +13,7 @@ the root is fitted, and the ReLU is gone. Each further degree costs two more pas
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from torch import Tensor
 from retrofit.export.layers import ChannelMap
 from retrofit.layers.transform import yeo_johnson
 
-MAX_DEGREE = 6
+MAX_DEGREE = 8
 GAUSSIAN = 511  # quantiles of h where there are no images
 _MARGIN = 1.2  # of the clamped range over that of the data, which others will exceed
+_SHARES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of that range to try
 _GRID = 64  # points over the whole clamped range, which keep the polynomial sane where there is no data
 _GRID_WEIGHT = 1e-3  # of all of them together, against the data's 1
 
@@ -73,6 +75,35 @@ def gaussian_values(channels: int) -> Tensor:
     return torch.special.ndtri(ranks).expand(channels, -1)
 
 
+class _Equations:
+    """Normal equations of the polynomials in p = to_p * h + from_p, of all degrees at once."""
+
+    def __init__(self, to_p: Tensor, from_p: Tensor) -> None:
+        self.to_p, self.from_p = to_p, from_p
+        self._powers = to_p.new_zeros(2 * MAX_DEGREE, len(to_p))  # sums of p, p^2, ...
+        self._products = to_p.new_zeros(MAX_DEGREE, len(to_p))  # of p * target, p^2 * target, ...
+        self._target = torch.zeros_like(to_p)
+
+    def add(self, p: Tensor, target: Tensor, weight: float) -> None:
+        """Add data, (C, S) each."""
+        power = torch.ones_like(p)
+        for k in range(2 * MAX_DEGREE):
+            power = power * p
+            self._powers[k] += weight * power.sum(1)
+            if k < MAX_DEGREE:
+                self._products[k] += weight * torch.linalg.vecdot(power, target)
+        self._target += weight * target.square().sum(1)
+
+    def solve(self, degree: int) -> tuple[Tensor, Tensor]:
+        """Return the coefficients, (degree, C), and the sum of squared errors, (C,)."""
+        k = torch.arange(degree, device=self.to_p.device)
+        gram, products = self._powers.T[:, k[:, None] + k + 1], self._products[:degree].T
+        ridge = 1e-12 * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-30  # dead channels have no data at all
+        gram = gram + torch.eye(degree, dtype=gram.dtype, device=gram.device) * ridge[:, None, None]
+        coefficients = torch.linalg.solve(gram, products[..., None])[..., 0]
+        return coefficients.T.contiguous(), self._target - (coefficients * products).sum(1)
+
+
 class Fitter:
     """All that the fits of one layer share.
 
@@ -89,35 +120,46 @@ class Fitter:
         spread = self.target - self.target.mean(1, keepdim=True)
         self.scale = max(float(spread.square().mean().sqrt()), 1e-30)
         low, top = h.amin(1), h.amax(1)
-        root = self._root(low, top)
-        reach = _MARGIN * (top - root if high is not None else torch.maximum(top - root, root - low))
+        self.root = self._root(low, top)
+        reach = _MARGIN * (top - self.root if high is not None else torch.maximum(top - self.root, self.root - low))
         if high is not None and high < float("inf"):  # beyond it nothing rises
-            reach = torch.minimum(reach, self._inverse(torch.full_like(top, high), root + reach) - root)
-        live = (reach > 0) & root.isfinite() & (found.gamma > 0)
-        constant = (found.gamma == 0).double()
-        self.to_p = torch.where(live, 1 / reach, 0.0)
-        self.from_p = torch.where(live, -root * self.to_p, constant)
+            reach = torch.minimum(reach, self._inverse(torch.full_like(top, high), self.root + reach) - self.root)
+        self.reach = torch.where((reach > 0) & self.root.isfinite() & (found.gamma > 0), reach, 0.0)
         self.low = -1.0 if high is None else 0.0
-        # the whole range of p, as values of h
-        grid = torch.linspace(self.low, 1.0, _GRID, dtype=torch.float64).expand(len(h), -1)
-        self.grid = torch.where(live[:, None], root[:, None] + grid * reach[:, None], 0.0)
 
     def fit(self, degree: int) -> Fit:
-        """Fit by least squares on the data; degree 1 has no limits and leaves a ReLU to itself."""
+        """Fit by least squares on the data; degree 1 has no limits and leaves a ReLU to itself.
+
+        Each channel is limited to as much of its range as serves it best: a few values far out would bend a polynomial
+        of low degree for all the others.
+        """
         if degree == 1:
-            return self._affine()
-        weight = torch.cat(
-            [torch.ones_like(self.h), torch.full_like(self.grid, _GRID_WEIGHT * self.h.shape[1] / _GRID)], 1
-        )
-        h = torch.cat([self.h, self.grid], 1)
-        p = torch.addcmul(self.from_p[:, None], h, self.to_p[:, None]).clamp(self.low, 1.0)
-        powers = torch.stack([p**k for k in range(1, degree + 1)], -1) * weight.sqrt()[..., None]
-        goal = self._function(h) * weight.sqrt()
-        gram = powers.mT @ powers
-        ridge = 1e-12 * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-30  # dead channels have no data at all
-        gram = gram + torch.eye(degree, dtype=gram.dtype, device=gram.device) * ridge[:, None, None]
-        coefficients = torch.linalg.solve(gram, (powers.mT @ goal[..., None]))[..., 0]
-        return self._measured(Fit(self.to_p, self.from_p, self.low, coefficients.T.contiguous(), 0.0, 0.0))
+            return self._measured(self._affine())
+        found = [equations.solve(degree) for equations in self._equations]
+        best = torch.stack([error for _, error in found]).argmin(0)
+
+        def pick(values: list[Tensor]) -> Tensor:
+            return torch.stack(values).take_along_dim(best.expand_as(values[0])[None], 0)[0]
+
+        to_p, from_p = (pick([getattr(one, name) for one in self._equations]) for name in ("to_p", "from_p"))
+        return self._measured(Fit(to_p, from_p, self.low, pick([values for values, _ in found]), 0.0, 0.0))
+
+    @cached_property
+    def _equations(self) -> list[_Equations]:
+        live, dead = self.reach > 0, (self.found.gamma == 0).double()
+        grid = torch.linspace(self.low, 1.0, _GRID, dtype=self.h.dtype, device=self.h.device).expand(len(self.h), -1)
+        weight = _GRID_WEIGHT * self.h.shape[1] / _GRID
+        found = []
+        for share in _SHARES:
+            to_p = torch.where(live, 1 / (share * self.reach), 0.0)
+            from_p = torch.where(live, -self.root * to_p, dead)
+            h = torch.where(live[:, None], self.root[:, None] + grid * (share * self.reach)[:, None], 0.0)
+            equations = _Equations(to_p, from_p)
+            for values, target, amount in ((self.h, self.target, 1.0), (h, self._function(h), weight)):
+                p = torch.addcmul(from_p[:, None], values, to_p[:, None]).clamp(self.low, 1.0)
+                equations.add(p, target, amount)
+            found.append(equations)
+        return found
 
     def _affine(self) -> Fit:
         """Return slope * h + offset, as slope * (h + offset / slope)."""
@@ -126,9 +168,7 @@ class Fitter:
         centred = self.h - centre[:, None]
         power = centred.square().sum(1)
         slope = torch.where(power > 0, (centred * value).sum(1) / power, 0.0)
-        ones = torch.ones_like(slope)
-        fit = Fit(slope, mean - slope * centre, -1.0, ones[None], 0.0, 0.0)
-        return self._measured(fit)
+        return Fit(slope, mean - slope * centre, -1.0, torch.ones_like(slope)[None], 0.0, 0.0)
 
     def _measured(self, fit: Fit) -> Fit:
         values = fit(self.h)

@@ -32,9 +32,11 @@ from retrofit.finetune.sync import local_norms, sync_norms
 from retrofit.finetune.watch import Result, Step, Watcher
 from retrofit.lambdas import lambda_values
 from retrofit.layers import NormalityMixin, StrengthMixin
+from retrofit.layers.batch import RunningNormality
 from retrofit.models import Network, open_model
 
 _REDRAW = 60.0  # seconds between pictures of a run in progress
+_OLD = 0.05  # of running statistics, at the end of a run
 
 
 @dataclass
@@ -149,6 +151,12 @@ class _Run:
             for module in model.modules():
                 if isinstance(module, nn.modules.batchnorm._NormBase):
                     module.momentum = recipe.bn_momentum
+        running = [m.momentum for m in model.modules() if isinstance(m, RunningNormality) and m.momentum is not None]
+        if running and (old := (1 - min(running)) ** self.steps) > _OLD:
+            self.watcher.note(
+                f"warning: running statistics move by {min(running):g} a step, so after {self.steps} steps {old:.0%} "
+                "of them are those from before; raise --bn-momentum"
+            )
         if recipe.freeze == "all-but-norm":
             trained = freeze_all_but_norm(model, self.fresh)
             self.watcher.note(f"training {trained:,} parameters, those of the converted normalization layers")

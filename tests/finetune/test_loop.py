@@ -248,3 +248,10 @@ def test_an_unconverted_network_is_trained_plainly(train: Train) -> None:
     assert train("run", small_network(None), epochs=1, watcher=listener).finished
     assert listener.steps[-1].strength is None
     assert any("plain training" in note for note in listener.notes)
+
+
+@pytest.mark.parametrize(("momentum", "warned"), [(0.01, True), (0.9, False)])
+def test_running_statistics_that_will_not_catch_up(train: Train, momentum: float, warned: bool) -> None:
+    listener = Listener()
+    train("run", epochs=1, bn_momentum=momentum, watcher=listener)
+    assert any("raise --bn-momentum" in note for note in listener.notes) is warned

@@ -1,0 +1,69 @@
+"""Which layers get how good a polynomial: what error a network can bear, spread to where it is cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from retrofit.export.polynomial import Fit
+
+_EXACT = 20  # what an element of an exact transform costs, one of a polynomial costing its degree
+_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a layer may become.
+
+    Attributes:
+        layer: The layer.
+        fits: Polynomials for it, of rising degree.
+        harm: What a squared error of the layer, relative to its output's variance, adds to that of the network.
+        elements: Of its output.
+    """
+
+    layer: nn.Module
+    fits: Sequence[Fit]
+    harm: float
+    elements: int
+
+    def upgrades(self) -> list[tuple[float, Fit | None, float]]:
+        """Return the steps from the first fit to the exact transform (None) that are worth taking, best first.
+
+        Each with the error that it takes off by its cost, what it leads to, and the error that is left then: the lower
+        convex hull of error over cost.
+        """
+        points = [(self.elements * _cost(fit), self.harm * fit.rms_error**2, fit) for fit in self.fits]
+        ends: list[tuple[float, float, Fit | None]] = [*points, (self.elements * _EXACT, 0.0, None)]
+        hull = ends[:1]
+        while hull[-1][2] is not None:
+            cost, error, _ = hull[-1]
+            hull.append(max((end for end in ends if end[0] > cost), key=lambda end: (error - end[1]) / (end[0] - cost)))
+        return [((a[1] - b[1]) / (b[0] - a[0]), b[2], b[1]) for a, b in pairwise(hull)]
+
+
+def allocations(candidates: Sequence[Candidate]) -> Iterator[dict[nn.Module, Fit]]:
+    """Yield polynomials for the layers, from the cheapest on, each time with half the squared error or less.
+
+    A layer that is missing is to stay exact.
+    """
+    state: dict[nn.Module, Fit | None] = {one.layer: one.fits[0] for one in candidates}
+    errors = {one.layer: one.harm * one.fits[0].rms_error ** 2 for one in candidates}
+    steps = [(worth, one.layer, fit, error) for one in candidates for worth, fit, error in one.upgrades()]
+    steps.sort(key=lambda step: step[0])
+    level = sum(errors.values())
+    for _ in range(_STEPS):
+        while steps and sum(errors.values()) > level:
+            _, layer, state[layer], errors[layer] = steps.pop()
+        chosen = {layer: fit for layer, fit in state.items() if fit is not None}
+        if not chosen:
+            return
+        yield chosen
+        level /= 2
+
+
+def _cost(fit: Fit) -> int:
+    return 0 if fit.degree == 1 else fit.degree

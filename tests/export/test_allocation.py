@@ -1,0 +1,66 @@
+"""Error is taken off where it is cheapest, until none is left."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from retrofit.export.allocation import Candidate, allocations
+from retrofit.export.polynomial import Fit
+
+
+def fit(degree: int, error: float) -> Fit:
+    return Fit(torch.ones(1), torch.zeros(1), -1.0, torch.ones(degree, 1), error, error)
+
+
+def candidate(errors: list[float], harm: float = 1.0, elements: int = 1) -> Candidate:
+    return Candidate(nn.Identity(), [fit(degree, error) for degree, error in enumerate(errors, 1)], harm, elements)
+
+
+def total(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
+    return sum(one.harm * chosen[one.layer].rms_error ** 2 for one in candidates if one.layer in chosen)
+
+
+def cost(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
+    degrees = [chosen[one.layer].degree if one.layer in chosen else 20 for one in candidates]
+    return sum(one.elements * degree * (degree > 1) for one, degree in zip(candidates, degrees, strict=True))
+
+
+def test_harm_and_size_decide() -> None:
+    errors = [0.1, 0.01, 0.001]
+    ordinary, harmful, large = candidate(errors), candidate(errors, harm=9.0), candidate(errors, elements=50)
+    degrees = [
+        [chosen[one.layer].degree if one.layer in chosen else 9 for one in (ordinary, harmful, large)]
+        for chosen in allocations([ordinary, harmful, large])
+    ]
+    assert degrees[0] == [1, 1, 1]
+    assert all(large <= ordinary <= harmful for ordinary, harmful, large in degrees)
+    assert degrees[1] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("errors", [[0.0, 0.0], [0.5, 0.5, 0.5], [1e-9, 1e-10]])
+def test_nothing_to_gain(errors: list[float]) -> None:
+    assert next(allocations([candidate(errors)]))
+
+
+errors = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3).map(lambda values: sorted(values, reverse=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(errors, st.floats(0.01, 100), st.integers(1, 1000)), min_size=1, max_size=3))
+def test_error_falls_and_no_cheaper_choice_has_less(layers: list[tuple[list[float], float, int]]) -> None:
+    candidates = [candidate(*layer) for layer in layers]
+    found = list(allocations(candidates))
+    left = [total(candidates, chosen) for chosen in found]
+    for before, after in pairwise(left):
+        assert after <= before
+    for chosen in found:
+        ours, spent = total(candidates, chosen), cost(candidates, chosen)
+        for other in product(*([*one.fits, None] for one in candidates)):
+            them = {one.layer: fit for one, fit in zip(candidates, other, strict=True) if fit is not None}
+            assert not (cost(candidates, them) <= spent and total(candidates, them) < ours * (1 - 1e-9) - 1e-30)
