@@ -70,9 +70,11 @@ def export(name: str, folder: Path, args: argparse.Namespace) -> list[Path]:
         network = open_model(args.checkpoint)
         model, images = network.model.eval(), sample_batches(args.data_dir, network.preprocess)
         source = timm.create_model(network.source.name, num_classes=model.num_classes)
+        size: Sequence[int] = network.preprocess.input_size
     else:
         source = timm.create_model(name).eval()
-        images = list(torch.randn(32, *source.pretrained_cfg["input_size"]).split(8))
+        size = source.pretrained_cfg["input_size"]
+        images = list(torch.randn(32, *size).split(8))
         to = "lnn" if name.startswith("vit") else "bnn"
         model = retrofit.convert(copy.deepcopy(source), to)[0]
         retrofit.set_strength(model, 1.0)
@@ -88,7 +90,7 @@ def export(name: str, folder: Path, args: argparse.Namespace) -> list[Path]:
         ({}, {}, {}, {**approximate, "calibrate": images, "tolerance": loose if args.degree else args.tolerance}),
         strict=True,
     ):
-        report = retrofit.export_onnx(net, file, force=True, **extra)
+        report = retrofit.export_onnx(net, file, input_size=size, force=True, **extra)
         degrees = sorted({layer.degree for layer in report.layers if layer.degree})
         agreement = report.parity.top1_agreement
         share = report.parity.max_abs_diff / report.parity.scale
