@@ -10,7 +10,9 @@ from torch import nn
 
 from retrofit.export.polynomial import Fit
 
-_EXACT = 20  # what an element of an exact transform costs, one of a polynomial costing its degree
+_EXACT = (
+    60  # what an element of an exact transform costs in a runtime that fuses, one of a polynomial costing its degree
+)
 _STEPS = 16
 
 

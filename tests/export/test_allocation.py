@@ -27,7 +27,7 @@ def total(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
 
 
 def cost(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
-    degrees = [chosen[one.layer].degree if one.layer in chosen else 20 for one in candidates]
+    degrees = [chosen[one.layer].degree if one.layer in chosen else 60 for one in candidates]
     return sum(one.elements * degree * (degree > 1) for one, degree in zip(candidates, degrees, strict=True))
 
 
