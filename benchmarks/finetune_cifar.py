@@ -17,7 +17,6 @@ import platform
 import statistics
 import tarfile
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,7 +134,7 @@ def start(args: argparse.Namespace, arm: Arm) -> Network:
 
 def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
     """Fine-tune once and return the run's line."""
-    arm, began = ARMS[name], time.monotonic()
+    arm = ARMS[name]
     settings = recipe(args, arm, seed)
     network = start(args, arm)
     line: dict[str, Any] = {"arm": name, "seed": seed, **conditions(args)}
@@ -143,12 +142,12 @@ def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
         try:
             result = finetune(network, settings, Path(folder))
         except RetrofitError as error:
-            return {**line, "top1": None, "loss": None, "diverged": str(error), "seconds": time.monotonic() - began}
+            return {**line, "top1": None, "loss": None, "diverged": str(error)}
         tuned = open_model(str(Path(folder) / "best.safetensors"))
     test = open_images(args.folder / "test", labels=tuned.labels)
     top1 = evaluate(tuned.model, test, tuned.preprocess, workers=0, device=torch.device(args.device or "cpu")).top1
     loss = [round(row["train_loss"], 4) for row in result.rows]
-    return {**line, "top1": top1, "loss": loss, "diverged": None, "seconds": round(time.monotonic() - began, 1)}
+    return {**line, "top1": top1, "loss": loss, "diverged": None}
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:

@@ -56,6 +56,11 @@ def weights_sentence(weights: Mapping[str, Any]) -> str:
             return "weights: of unknown origin (saved from Python without weights=)"
 
 
+def is_artifact(text: str) -> bool:
+    """Whether `text` names an artifact, which has weights and sizes of its own, rather than a network."""
+    return Path(text).suffix == ".safetensors"
+
+
 def open_model(
     text: str,
     *,
@@ -84,7 +89,7 @@ def open_model(
         RetrofitError: If weights or the artifact cannot be read or do not fit.
     """
     options = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size, "model_kwargs": model_kwargs}
-    if Path(text).suffix == ".safetensors":
+    if is_artifact(text):
         flags = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
         given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, False)]
         if given:

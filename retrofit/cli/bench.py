@@ -87,9 +87,10 @@ def _reference(model: str, network: Network, against: str | None) -> tuple[str, 
 
     from retrofit.cli.network import open_network
     from retrofit.library import build
+    from retrofit.models import is_artifact
 
     if against is not None:
-        size = {} if against.endswith(".safetensors") else {"img_size": network.preprocess.input_size[-1]}
+        size = {} if is_artifact(against) else {"img_size": network.preprocess.input_size[-1]}
         return against, open_network(against, **size)
     if network.artifact is None:
         raise UsageError(f"{model} is no artifact, whose source would be the reference; give --against MODEL")

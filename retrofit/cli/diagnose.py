@@ -62,6 +62,7 @@ def command(
     from retrofit.cli.network import file_stem, open_network
     from retrofit.data import SampledBatches, open_images
     from retrofit.diagnose import Options, Unlabelled, check_folder, diagnose, sentences, write_report
+    from retrofit.models import is_artifact
 
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to measure on; give --data-dir DIR or --dataset NAME")
@@ -70,7 +71,7 @@ def command(
     opened = {file_stem(model): open_network(model, **options)}
     if against is not None:
         name = file_stem(against)
-        second = {"pretrained": options["pretrained"] and not against.endswith(".safetensors")}
+        second = {"pretrained": options["pretrained"] and not is_artifact(against)}
         opened[f"{name} (against)" if name in opened else name] = open_network(against, **second)
     found: dict[str, Diagnosis] = {}
     for name, network in opened.items():

@@ -60,7 +60,7 @@ def page(networks: Mapping[str, Diagnosis], plots: Sequence[Plot], sentences: Se
 
 
 def _figure(plot: Plot) -> str:
-    light, dark = _uri(plot.png("light")), _uri(plot.png("dark"))
+    light, dark = _uri(plot.pictures["light"]), _uri(plot.pictures["dark"])
     return (
         f"<figure><h2>{escape(plot.title)}</h2><picture>"
         f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'

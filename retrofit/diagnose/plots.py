@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ Theme = Literal["light", "dark"]
 Networks = Mapping[str, Diagnosis]
 
 _INK = {"light": "#1f2328", "dark": "#e6edf3"}
-_PAPER = {"light": "#ffffff", "dark": "#0d1117"}
+_PAPER: dict[Theme, str] = {"light": "#ffffff", "dark": "#0d1117"}
 _GRID = {"light": "#d8dee4", "dark": "#30363d"}
 _COLOURS = ("#2f81f7", "#e2701a")
 _SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
@@ -40,9 +40,12 @@ class Plot:
     text: str
     draw: Callable[[Figure], None]
 
-    @cache  # noqa: B019  (a handful of figures, which live as long as their report)
-    def png(self, theme: Theme) -> bytes:
-        """Return the figure as PNG."""
+    @cached_property
+    def pictures(self) -> dict[Theme, bytes]:
+        """The figure as PNG."""
+        return {theme: self._png(theme) for theme in _PAPER}
+
+    def _png(self, theme: Theme) -> bytes:
         figure = Figure(figsize=(5.6, 3.5), dpi=190, facecolor=_PAPER[theme], layout="constrained")
         self.draw(figure)
         _paint(figure, theme)

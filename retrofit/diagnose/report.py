@@ -51,7 +51,7 @@ def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], fo
     try:
         staged.chmod(0o755)
         for plot in drawn:
-            (staged / f"{plot.name}.png").write_bytes(plot.png("light"))
+            (staged / f"{plot.name}.png").write_bytes(plot.pictures["light"])
         results = {**facts, "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()}}
         (staged / _OURS).write_text(json.dumps(results, indent=1) + "\n")
         (staged / "index.html").write_text(page(networks, drawn, sentences(networks), title), encoding="utf-8")

@@ -32,13 +32,17 @@ class Candidate:
     harm: float
     elements: int
 
+    def error(self, fit: Fit) -> float:
+        """Return what a fit adds to the squared error of the network."""
+        return self.harm * fit.rms_error**2
+
     def upgrades(self) -> list[tuple[float, Fit | None, float]]:
         """Return the steps from the first fit to the exact transform (None) that are worth taking, best first.
 
         Each with the error that it takes off by its cost, what it leads to, and the error that is left then: the lower
         convex hull of error over cost.
         """
-        points = [(self.elements * _cost(fit), self.harm * fit.rms_error**2, fit) for fit in self.fits]
+        points = [(self.elements * _cost(fit), self.error(fit), fit) for fit in self.fits]
         ends: list[tuple[float, float, Fit | None]] = [*points, (self.elements * _EXACT, 0.0, None)]
         hull = ends[:1]
         while hull[-1][2] is not None:
@@ -48,22 +52,23 @@ class Candidate:
 
 
 def allocations(candidates: Sequence[Candidate]) -> Iterator[dict[nn.Module, Fit]]:
-    """Yield polynomials for the layers, from the cheapest on, each time with half the squared error or less.
+    """Yield polynomials for the layers, from the cheapest on, as the squared error falls by factors of two.
 
     A layer that is missing is to stay exact.
     """
     state: dict[nn.Module, Fit | None] = {one.layer: one.fits[0] for one in candidates}
-    errors = {one.layer: one.harm * one.fits[0].rms_error ** 2 for one in candidates}
+    errors = {one.layer: one.error(one.fits[0]) for one in candidates}
     steps = [(worth, one.layer, fit, error) for one in candidates for worth, fit, error in one.upgrades()]
     steps.sort(key=lambda step: step[0])
     level = sum(errors.values())
+    left = None
     for _ in range(_STEPS):
         while steps and sum(errors.values()) > level:
             _, layer, state[layer], errors[layer] = steps.pop()
         chosen = {layer: fit for layer, fit in state.items() if fit is not None}
-        if not chosen:
-            return
-        yield chosen
+        if chosen and len(steps) != left:
+            yield chosen
+        left = len(steps)
         level /= 2
 
 

@@ -130,8 +130,8 @@ def export_onnx(
         fold: "exact", the same function to rounding, or "poly", polynomials in place of the power transform.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
         opset: ONNX operator set, 18 to 22.
-        degree: Of all polynomials, 2 to 8; if None, for each layer the lowest with which the network stays within the
-            tolerance.
+        degree: Of all polynomials, 2 to 8; if None, each layer gets one by what its error does to the output, as low as
+            the tolerance allows.
         tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, and
             0.05 for approximate exports.
         calibrate: Batches of preprocessed images to check on. Where something is approximated, every second image is

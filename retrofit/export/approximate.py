@@ -24,7 +24,7 @@ AFFINE = 1e-3  # with a degree given: what is as good as affine
 _FEW = 8  # images that show what errors do
 _SAMPLES = 2048  # values of each channel to fit on
 
-Transforms = Mapping[Any, tuple[ChannelMap, "float | None", Sequence[int]]]
+Transforms = Mapping[Any, tuple[ChannelMap, float | None, Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def polynomial_parts(found: ChannelMap, fit: Fit, ndim: int) -> tuple[Tensor, Te
 
 
 def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dict[nn.Module, Fit]:
-    """Fit a polynomial for each transform, of the lowest degree that keeps the network within the tolerance.
+    """Fit polynomials for transforms, with as little computation as keeps the network within the tolerance.
 
     Args:
         net: The network, in evaluation.
@@ -67,7 +67,7 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
         A fit for each layer that is approximated; the others stay exact.
 
     Raises:
-        RetrofitError: If no degree meets the tolerance.
+        RetrofitError: If no choice of degrees meets the tolerance.
     """
     values = layer_values(net, list(transforms), wanted.fit)
     fitters = {}
@@ -118,7 +118,10 @@ def layer_values(net: nn.Module, watched: Sequence[nn.Module], images: Sequence[
         extremes = torch.stack(values.aminmax(dim=1), 1)
         found.setdefault(layer, []).append(torch.cat([values[:, chosen], extremes], 1))
 
-    _watch(net, watched, hook, images)
+    with ExitStack() as stack:
+        for layer in watched:
+            stack.callback(layer.register_forward_pre_hook(hook).remove)
+        answers(net, images)
     return {layer: torch.cat(parts, 1) for layer, parts in found.items()}
 
 
@@ -177,13 +180,3 @@ def _replacer(found: ChannelMap, fit: Fit, ndim: int) -> Callable[..., Tensor]:
         scale, shift, parts = polynomial_parts(found, fit, ndim)
         form = nn.Sequential(constant_norm(scale, shift, ndim), *parts)
     return lambda _layer, args, _out: form(args[0])
-
-
-@torch.no_grad()
-def _watch(net: nn.Module, watched: Sequence[nn.Module], hook: Any, images: Sequence[Tensor]) -> None:
-    place = next((p.device for p in net.parameters()), torch.device("cpu"))
-    with ExitStack() as stack:
-        for layer in watched:
-            stack.callback(layer.register_forward_pre_hook(hook).remove)
-        for batch in images:
-            net(batch.to(place))

@@ -92,7 +92,7 @@ def fold_network(
     net, whitened = fold_whitening(
         layers.split_fused(net),
         names,
-        lambda net, wanted: {layer: len(shape) for layer, shape in _shapes(net, wanted, size).items()},
+        lambda net, wanted: _shapes(net, wanted, size),
     )
     folded = _Folding(net, size, names, approximation).run()
     folded.layers[:0] = [FoldedLayer(name, form) for name, form in whitened.items()]

@@ -134,7 +134,7 @@ class Fitter:
         of low degree for all the others.
         """
         if degree == 1:
-            return self._measured(self._affine())
+            return self._affine()
         found = [equations.solve(degree) for equations in self._equations]
         best = torch.stack([error for _, error in found]).argmin(0)
 
@@ -168,7 +168,9 @@ class Fitter:
         centred = self.h - centre[:, None]
         power = centred.square().sum(1)
         slope = torch.where(power > 0, (centred * value).sum(1) / power, 0.0)
-        return Fit(slope, mean - slope * centre, -1.0, torch.ones_like(slope)[None], 0.0, 0.0)
+        ones = torch.ones_like(slope)
+        fit = Fit(slope, mean - slope * centre, -1.0, ones[None], 0.0, 0.0)
+        return self._measured(fit)
 
     def _measured(self, fit: Fit) -> Fit:
         values = fit(self.h)

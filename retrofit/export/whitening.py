@@ -6,7 +6,7 @@ In evaluation they are linear within each group of channels, up to the power tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ def is_decorrelated(module: nn.Module) -> bool:
 
 
 def fold_whitening(
-    net: nn.Module, names: dict[nn.Module, str], ndims: Callable[[nn.Module, list[nn.Module]], Mapping[nn.Module, int]]
+    net: nn.Module,
+    names: dict[nn.Module, str],
+    shapes: Callable[[nn.Module, list[nn.Module]], Mapping[nn.Module, Sequence[int]]],
 ) -> tuple[nn.Module, dict[str, str]]:
     """Take the whitening out of decorrelated layers, in place.
 
@@ -42,7 +44,7 @@ def fold_whitening(
     Args:
         net: The network, in evaluation, its norm+activation layers split.
         names: What the user calls the modules; a BatchNorm that takes a layer's place is added.
-        ndims: Tells how many dimensions the input of each of the given layers of a network has, if it is called.
+        shapes: Tells the shape of the input of each of the given layers of a network, if it is called.
 
     Returns:
         The network, and by the user's name what became of each layer of which no norm is left: "folded" or "group
@@ -57,11 +59,11 @@ def fold_whitening(
     for layer, name in found.items():
         if layer.running_mean is None:
             raise RetrofitError(f"{name} tracks no running statistics, so its whitening is no constant; keep it out")
-    sides = ndims(net, list(found))
+    ndims = {layer: len(shape) for layer, shape in shapes(net, list(found)).items()}
     sites = {net.get_submodule(site.norm): site for site in find_sites(net, is_decorrelated).sites if site.places == 1}
     forms: dict[str, str] = {}
     for layer, name in found.items():
-        if layer not in sides:  # what the network never calls can stay
+        if layer not in ndims:  # what the network never calls can stay
             continue
         matrix, shift = _linear(layer)
         normal, channels = isinstance(layer, RunningNormality), len(shift)
@@ -70,16 +72,16 @@ def fold_whitening(
         if torch.equal(matrix, torch.diag_embed(diagonal)) and normal:
             parts = [_without_whitening(layer, layer.running_mean, diagonal.flatten().pow(-2))]
         elif torch.equal(matrix, torch.diag_embed(diagonal)):
-            parts = [constant_norm(diagonal.flatten(), shift, sides[layer])]
+            parts = [constant_norm(diagonal.flatten(), shift, ndims[layer])]
             names[parts[0]] = names[layer]
         else:
             site = sites.get(layer)
             feeder = net.get_submodule(site.feeder) if site is not None and site.feeder is not None else None
             parts = []
-            if feeder is not None and _takes(feeder, matrix, sides[layer]):
+            if feeder is not None and _takes(feeder, matrix, ndims[layer]):
                 fold_groups_after(feeder, matrix, shift)
             else:
-                parts.append(_group_convolution(matrix, shift, sides[layer]))
+                parts.append(_group_convolution(matrix, shift, ndims[layer]))
             if normal:
                 parts.append(_without_whitening(layer, shift.new_zeros(channels), shift.new_ones(channels)))
             else:

@@ -152,9 +152,10 @@ class _Run:
                 if isinstance(module, nn.modules.batchnorm._NormBase):
                     module.momentum = recipe.bn_momentum
         running = [m.momentum for m in model.modules() if isinstance(m, RunningNormality) and m.momentum is not None]
-        if running and (old := (1 - min(running)) ** self.steps) > _OLD:
+        batches = self.steps * recipe.grad_accum_steps
+        if running and (old := (1 - min(running)) ** batches) > _OLD:
             self.watcher.note(
-                f"warning: running statistics move by {min(running):g} a step, so after {self.steps} steps {old:.0%} "
+                f"warning: running statistics move by {min(running):g} a batch, so after {batches} batches {old:.0%} "
                 "of them are those from before; raise --bn-momentum"
             )
         if recipe.freeze == "all-but-norm":

@@ -43,9 +43,13 @@ def test_harm_and_size_decide() -> None:
     assert degrees[1] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("errors", [[0.0, 0.0], [0.5, 0.5, 0.5], [1e-9, 1e-10]])
-def test_nothing_to_gain(errors: list[float]) -> None:
-    assert next(allocations([candidate(errors)]))
+@pytest.mark.parametrize(
+    ("errors", "degrees"), [([0.0, 0.0], [1]), ([0.5, 0.5, 0.5], [1, None]), ([0.5, 0.3, 0.3], [1, 2, None])]
+)
+def test_only_what_helps_and_once(errors: list[float], degrees: list[int | None]) -> None:
+    one, bystander = candidate(errors), candidate([0.0])
+    found = [chosen.get(one.layer) for chosen in allocations([one, bystander])]
+    assert [fit and fit.degree for fit in found] == degrees
 
 
 errors = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3).map(lambda values: sorted(values, reverse=True))

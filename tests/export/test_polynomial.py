@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -119,6 +120,24 @@ def test_lowest_degree_within_tolerance(act: nn.Module, images: list[Tensor]) ->
             assert isinstance(folded.model[2], nn.SiLU if isinstance(act, nn.SiLU) else nn.Identity)
     assert degrees == sorted(degrees)
     assert degrees[0] < degrees[-1]  # 9: exact
+
+
+class Branches(nn.Module):
+    """Two equal branches, the second of which counts for little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud = network(0.2, 1.8, nn.ReLU())
+        self.quiet = copy.deepcopy(self.loud)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loud(x) + 0.05 * self.quiet(x)
+
+
+def test_a_layer_gets_what_its_errors_cost_the_network(images: list[Tensor]) -> None:
+    loud, quiet = fold(Branches().eval(), images, tolerance=0.01).layers
+    assert loud.name.startswith("loud")
+    assert (loud.degree or 9) > (quiet.degree or 9)
 
 
 def test_nearly_affine_layer_folds_away(images: list[Tensor]) -> None:
