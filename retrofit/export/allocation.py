@@ -13,7 +13,7 @@ from retrofit.export.polynomial import Fit
 _EXACT = (
     60  # what an element of an exact transform costs in a runtime that fuses, one of a polynomial costing its degree
 )
-_STEPS = 16
+_FALL = 1.5  # of the squared error, from one choice to the next
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Candidate:
         return self.harm * fit.rms_error**2
 
     def upgrades(self) -> list[tuple[float, Fit | None, float]]:
-        """Return the steps from the first fit to the exact transform (None) that are worth taking, best first.
+        """Return the steps from the first fit to the exact transform (None) that take off error, best first.
 
         Each with the error that it takes off by its cost, what it leads to, and the error that is left then: the lower
         convex hull of error over cost.
@@ -45,31 +45,28 @@ class Candidate:
         points = [(self.elements * _cost(fit), self.error(fit), fit) for fit in self.fits]
         ends: list[tuple[float, float, Fit | None]] = [*points, (self.elements * _EXACT, 0.0, None)]
         hull = ends[:1]
-        while hull[-1][2] is not None:
+        while hull[-1][1] > 0:
             cost, error, _ = hull[-1]
             hull.append(max((end for end in ends if end[0] > cost), key=lambda end: (error - end[1]) / (end[0] - cost)))
         return [((a[1] - b[1]) / (b[0] - a[0]), b[2], b[1]) for a, b in pairwise(hull)]
 
 
 def allocations(candidates: Sequence[Candidate]) -> Iterator[dict[nn.Module, Fit]]:
-    """Yield polynomials for the layers, from the cheapest on, as the squared error falls by factors of two.
+    """Yield choices of polynomials for the layers, from the cheapest on, with ever less squared error.
 
-    A layer that is missing is to stay exact.
+    A layer that is missing is to stay exact; that all of them do is not among the choices.
     """
     state: dict[nn.Module, Fit | None] = {one.layer: one.fits[0] for one in candidates}
     errors = {one.layer: one.error(one.fits[0]) for one in candidates}
     steps = [(worth, one.layer, fit, error) for one in candidates for worth, fit, error in one.upgrades()]
     steps.sort(key=lambda step: step[0])
-    level = sum(errors.values())
-    left = None
-    for _ in range(_STEPS):
+    while chosen := {layer: fit for layer, fit in state.items() if fit is not None}:
+        yield chosen
+        if not steps:
+            return
+        level = sum(errors.values()) / _FALL
         while steps and sum(errors.values()) > level:
             _, layer, state[layer], errors[layer] = steps.pop()
-        chosen = {layer: fit for layer, fit in state.items() if fit is not None}
-        if chosen and len(steps) != left:
-            yield chosen
-        left = len(steps)
-        level /= 2
 
 
 def _cost(fit: Fit) -> int:

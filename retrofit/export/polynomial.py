@@ -24,6 +24,7 @@ from retrofit.layers.transform import yeo_johnson
 MAX_DEGREE = 8
 GAUSSIAN = 511  # quantiles of h where there are no images
 _MARGIN = 1.2  # of the clamped range over that of the data, which others will exceed
+_ROOM = 0.5  # of the data's range, at most, between it and a root below: the polynomial is to see more than a sliver
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of that range to try
 _GRID = 64  # points over the whole clamped range, which keep the polynomial sane where there is no data
 _GRID_WEIGHT = 1e-3  # of all of them together, against the data's 1
@@ -121,6 +122,8 @@ class Fitter:
         self.scale = max(float(spread.square().mean().sqrt()), 1e-30)
         low, top = h.amin(1), h.amax(1)
         self.root = self._root(low, top)
+        if high is not None:
+            self.root = self.root.maximum(low - _ROOM * (top - low).clamp_min(1.0))
         reach = _MARGIN * (top - self.root if high is not None else torch.maximum(top - self.root, self.root - low))
         if high is not None and high < float("inf"):  # beyond it nothing rises
             reach = torch.minimum(reach, self._inverse(torch.full_like(top, high), self.root + reach) - self.root)
