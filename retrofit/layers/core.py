@@ -19,7 +19,7 @@ from retrofit.layers import distributed, kernels
 from retrofit.layers.estimate import first_step, newton_lmbda, step_bounds, step_derivative
 from retrofit.layers.kernels import formulas
 from retrofit.layers.kernels.eager import blocks
-from retrofit.layers.kernels.formulas import Noise, Reductions, affine, compute_dtype, reductions
+from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype, reductions
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
 from retrofit.layers.transform import lmbda_derivative, yeo_johnson
@@ -151,8 +151,8 @@ def normality_norm(
 class _NormalityNorm(torch.autograd.Function):
     """Algorithm 1 with one Newton step, and its closed-form backward.
 
-    Plain tensors go through `kernels`; tensors that a compiler traces, and sets that ranks share, through the same
-    formulas as a whole. `t` multiplies lambda's step, `factor` the noise (None: no noise).
+    Plain tensors go through `kernels`, tensors that a compiler traces through the same formulas as a whole. `t`
+    multiplies lambda's step, `factor` the noise (None: no noise).
     """
 
     @staticmethod
@@ -168,16 +168,16 @@ class _NormalityNorm(torch.autograd.Function):
         group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         shapes = [None if p is None else p.shape for p in (weight, bias)]
-        ctx.layout = Layout.of(x, dim, *shapes) if group is None and kernels.fits(x) else None
+        ctx.layout = Layout.of(x, dim, *shapes) if kernels.fits(x) else None
         ctx.dim, ctx.group = dim, group
         seed = None if factor is None else draw_seed(x.device if ctx.layout is None else None)
         if ctx.layout is None:
-            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), _over(ctx))
+            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), reductions(dim, group))
             statistics = stats[:4]
         else:
             gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
             view, out = ctx.layout.view, ctx.layout.empty_like(x)
-            arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, 0 * t if factor is None else factor, seed
+            arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, 0 * t if factor is None else factor, seed, group
             stats = kernels.run("forward", view(out), *arguments)
             statistics = torch.stack([ctx.layout.undo_set(s) for s in stats[:4]])
         ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
@@ -189,14 +189,16 @@ class _NormalityNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, t, factor, seed, stats = ctx.saved_tensors
         if ctx.layout is None:
-            grad_x, y = formulas.backward(grads[0], x, weight, t, stats, _noise(x, factor, seed), _over(ctx))
+            over = reductions(ctx.dim, ctx.group)
+            grad_x, y = formulas.backward(grads[0], x, weight, t, stats, _noise(x, factor, seed), over)
             grad = grads[0].to(y.dtype)
             grad_weight, grad_bias = grad * y, grad
         else:
             view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
             gamma = None if weight is None else ctx.layout.view_affine(weight)
-            arguments = t, stats, ctx.layout.dims, 0 * t if factor is None else factor, seed, ctx.layout.affine
-            grads_affine = kernels.run("backward", view(grad_x), view(x), view(grads[0]), gamma, *arguments)
+            arguments = t, stats, ctx.layout.dims, 0 * t if factor is None else factor, seed
+            places = view(grad_x), view(x), view(grads[0]), gamma
+            grads_affine = kernels.run("backward", *places, *arguments, ctx.layout.affine, ctx.group)
             grad_weight, grad_bias = (ctx.layout.undo_affine(g) for g in grads_affine)
         return (
             grad_x,
@@ -204,15 +206,6 @@ class _NormalityNorm(torch.autograd.Function):
             None if bias is None else grad_bias.sum_to_size(bias.shape).to(bias.dtype),
             *(None,) * 5,
         )
-
-
-def _over(ctx: Any) -> Reductions:
-    if ctx.group is None:
-        return reductions(ctx.dim)
-    return Reductions(
-        means=lambda tensors: distributed.means(tensors, ctx.dim, ctx.group),
-        extremes=lambda h: distributed.extremes(h, ctx.dim, ctx.group),
-    )
 
 
 def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | None:

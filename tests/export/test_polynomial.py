@@ -67,6 +67,14 @@ def test_a_few_far_values_do_not_bend_the_rest(high: float | None, monkeypatch: 
     assert limited < 0.9 * Fitter(found, h, high).fit(2).rms_error
 
 
+def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = -gaussian_values(8).exp()
+    found = channels(torch.full((8,), 2.2), 0.75, 5.5)
+    near = Fitter(found, h, float("inf")).fit(4).rms_error
+    monkeypatch.setattr(polynomial, "_ROOM", 1e9)
+    assert near < 0.5 * Fitter(found, h, float("inf")).fit(4).rms_error
+
+
 @pytest.mark.parametrize("high", [None, float("inf"), 6.0])
 @pytest.mark.parametrize(
     ("lmbda", "gamma", "beta"),

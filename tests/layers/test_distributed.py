@@ -1,6 +1,7 @@
 """Synchronized statistics: several gloo processes with shares of a batch against one process with the whole batch."""
 
 import copy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from retrofit.layers import BatchNormalNorm2d, SyncBatchNormalNorm
+from retrofit.layers import BatchNormalNorm2d, SyncBatchNormalNorm, kernels
+from retrofit.layers.kernels import compiled
 
 SHARES = {"equal": [4, 4], "unequal": [5, 3], "one empty": [8, 0]}
 
@@ -28,11 +30,11 @@ def layer(cls: type[nn.Module], noise: float = 0.0) -> nn.Module:
     return module
 
 
-def work(rank: int, shares: list[int], folder: str) -> None:
+def work(rank: int, shares: list[int], folder: str, memory_format: torch.memory_format) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(shares))
     x, g = (part.split(shares)[rank].clone() for part in batch())
-    x.requires_grad_()
+    x = x.contiguous(memory_format=memory_format).requires_grad_()
     module = layer(SyncBatchNormalNorm)
     out = module(x)
     out.backward(g)
@@ -56,9 +58,29 @@ def work(rank: int, shares: list[int], folder: str) -> None:
     dist.destroy_process_group()
 
 
+KERNELS = [
+    "eager",
+    pytest.param("compile", marks=pytest.mark.skipif(not compiled.available(), reason="needs a C++ compiler")),
+    pytest.param(
+        "triton", marks=[pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs it")]
+    ),
+]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("choice", KERNELS)
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES.keys())
-def test_shares_of_a_batch_are_one_batch(shares: list[int], tmp_path: Path) -> None:
-    mp.spawn(work, args=(shares, str(tmp_path)), nprocs=len(shares))
+def test_shares_of_a_batch_are_one_batch(
+    shares: list[int],
+    choice: str,
+    memory_format: torch.memory_format,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as environment:  # of the processes
+        environment.setenv(kernels.VARIABLE, choice)
+        environment.setenv("TRITON_INTERPRET", "1")
+        mp.spawn(work, args=(shares, str(tmp_path), memory_format), nprocs=len(shares))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(len(shares))]
 
     x, g = batch()

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <omp.h>
 
 namespace {
@@ -28,7 +29,12 @@ struct Geometry {
     int64_t affine_inner, affine_run, affine_lane, affine_size;
 };
 
-struct Options { float t, eps, factor; uint32_t seed0, seed1; int noise, threads; };
+struct Options { float t, eps, factor; uint32_t seed0, seed1; int noise, threads, stage; };
+
+// Where ranks share the sets, a stage a call, and between them `parts`, a column a set: means over this rank's values
+// going out, over all ranks' coming back (ranks.py).
+enum { ALL = -1 };
+enum { PART_MEAN, PART_VAR, PART_M1, PART_M2, PART_M3, PART_M45, PART_V, PART_LOW, PART_HIGH, PART_CENTRE, PART_SPREAD };
 
 enum { MEAN, VAR, RSTD, STEP, C1, C2, C3, C45, CV, SPREAD, FIELDS };  // rows of `stats`, a column a set
 
@@ -134,6 +140,8 @@ struct Sum {  // of one quantity over a set
     D total{};
     void add(V v) { part += v; }
     void flush() { total += __builtin_convertvector(part, D), part = V{}; }
+    explicit Sum(V mean) : total(__builtin_convertvector(mean, D)) {}
+    Sum() = default;
     template <bool COLUMNS> void finish(double scale) {
         double all = 0;
         if (!COLUMNS) for (int i = 0; i < W; i++) all += total[i];
@@ -218,32 +226,39 @@ inline void newton(const Moments& m, float* out) {
 
 template <class T, bool COLUMNS>
 void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const float* weight, const float* bias,
-                 float* stats, const Options& o) {
+                 float* stats, float* parts, const Options& o) {
     constexpr bool KEEP = sizeof(T) == 4;  // whether `out` can hold y until the noise's scale is known
     double scale = 1 / s.count;
-    Sum sum, power;
-    s.walk([&](int64_t i, int64_t, auto k) { sum.add(load(x + i, k)); }, [&] { sum.flush(); });
-    finish<COLUMNS>(scale, sum);
-    V mean = sum.value();
-    Sum offset;
-    s.walk([&](int64_t i, int64_t, auto k) {
-        V c = keep(load(x + i, k) - mean, k);
-        offset.add(c), power.add(c * c);
-    }, [&] { offset.flush(), power.flush(); });
-    finish<COLUMNS>(scale, offset);
-    finish<COLUMNS>(scale, power);
-    V var{}, rstd{};
-    for (int i = 0; i < W; i++) {
-        double shift = offset.total[i], all = power.total[i] - shift * shift;
-        mean[i] = float(sum.total[i] + (std::isnan(shift) ? 0 : shift));
-        all = all < 0 ? 0 : all;
-        var[i] = float(all);
-        rstd[i] = float(1 / std::sqrt(all + o.eps));
+    auto now = [&](int stage) { return o.stage == ALL || o.stage == stage; };
+    V mean{}, var{}, rstd{};
+    if (now(0)) {
+        Sum sum, power;
+        s.walk([&](int64_t i, int64_t, auto k) { sum.add(load(x + i, k)); }, [&] { sum.flush(); });
+        finish<COLUMNS>(scale, sum);
+        mean = sum.value();
+        Sum offset;
+        s.walk([&](int64_t i, int64_t, auto k) {
+            V c = keep(load(x + i, k) - mean, k);
+            offset.add(c), power.add(c * c);
+        }, [&] { offset.flush(), power.flush(); });
+        finish<COLUMNS>(scale, offset);
+        finish<COLUMNS>(scale, power);
+        for (int i = 0; i < W; i++) {
+            double shift = offset.total[i], all = power.total[i] - shift * shift;
+            mean[i] = float(sum.total[i] + (std::isnan(shift) ? 0 : shift));
+            all = all < 0 ? 0 : all;
+            var[i] = float(all);
+            rstd[i] = float(1 / std::sqrt(all + o.eps));
+        }
+        if (o.stage == 0) return s.put(parts, PART_MEAN, sets, mean), s.put(parts, PART_VAR, sets, var);
+    } else {
+        mean = s.field(parts, PART_MEAN, sets), var = s.field(parts, PART_VAR, sets);
+        for (int i = 0; i < W; i++) rstd[i] = float(1 / std::sqrt(double(var[i]) + o.eps));
     }
 
     Sum m1, m2, m3, m45, v;
     V low = splat(INFINITY), high = splat(-INFINITY);
-    s.walk([&](int64_t i, int64_t, auto k) {
+    if (now(1)) s.walk([&](int64_t i, int64_t, auto k) {
         V h = keep((load(x + i, k) - mean) * rstd, k), a = absolute(h), log = log1p(a);
         V grown = log + a * log, d = grown - a, e = grown * log - 2 * d;
         m1.add(signed_as(h, log)), m2.add(h * d), m3.add(d), m45.add(a * e + d * d), v.add(h * h);
@@ -253,6 +268,15 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
     finish<COLUMNS>(scale, m1, m2, m3, m45, v);
     if (!COLUMNS)
         for (int i = 1; i < W; i++) low[0] = low[i] < low[0] ? low[i] : low[0], high[0] = high[i] > high[0] ? high[i] : high[0];
+    const std::pair<int, Sum*> moments[] = {{PART_M1, &m1}, {PART_M2, &m2}, {PART_M3, &m3}, {PART_M45, &m45}, {PART_V, &v}};
+    if (o.stage == 1) {
+        for (auto& [row, sum] : moments) s.put(parts, row, sets, sum->value());
+        return s.put(parts, PART_LOW, sets, low), s.put(parts, PART_HIGH, sets, high);
+    }
+    if (o.stage > 1) {
+        for (auto& [row, sum] : moments) *sum = Sum(s.field(parts, row, sets));
+        low = s.field(parts, PART_LOW, sets), high = s.field(parts, PART_HIGH, sets);
+    }
     V found[FIELDS] = {mean, var, rstd};
     for (int i = 0; i < (COLUMNS ? W : 1); i++) {
         float row[FIELDS];
@@ -273,17 +297,19 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
     };
     if (o.noise) {
         Sum total, deviation;
-        s.walk([&](int64_t i, int64_t, auto k) {
+        if (now(2)) s.walk([&](int64_t i, int64_t, auto k) {
             V y = transform(i, k);
             if constexpr (KEEP) store(out + i, y, k);
             total.add(keep(y, k));
         }, [&] { total.flush(); });
         finish<COLUMNS>(scale, total);
-        V centre = total.value();
-        s.walk([&](int64_t i, int64_t, auto k) { deviation.add(keep(absolute(y_at(i, k) - centre), k)); },
-               [&] { deviation.flush(); });
+        if (o.stage == 2) return s.put(parts, PART_CENTRE, sets, total.value());
+        V centre = o.stage > 2 ? s.field(parts, PART_CENTRE, sets) : total.value();
+        if (now(3)) s.walk([&](int64_t i, int64_t, auto k) { deviation.add(keep(absolute(y_at(i, k) - centre), k)); },
+                           [&] { deviation.flush(); });
         finish<COLUMNS>(scale, deviation);
-        found[SPREAD] = deviation.value();
+        if (o.stage == 3) return s.put(parts, PART_SPREAD, sets, deviation.value());
+        found[SPREAD] = o.stage > 3 ? s.field(parts, PART_SPREAD, sets) : deviation.value();
         amount = o.factor * found[SPREAD];
     }
     bool by_lane = s.by_lane();
@@ -308,7 +334,7 @@ constexpr float SERIES[] = {1 / 5760.f, 1 / 840.f, 1 / 144.f, 1 / 30.f, 1 / 8.f,
 
 template <class T, bool COLUMNS>
 void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_weight, float* grad_bias, const T* x,
-                  const T* grad, const float* weight, const float* stats, const Options& o) {
+                  const T* grad, const float* weight, const float* stats, float* parts, const Options& o) {
     constexpr bool KEEP = sizeof(T) == 4;  // whether `grad_x` can hold the direct part until the projections are known
     V mean = s.field(stats, MEAN, sets), rstd = s.field(stats, RSTD, sets);
     V c1 = s.field(stats, C1, sets), c2 = s.field(stats, C2, sets), c3 = s.field(stats, C3, sets);
@@ -327,7 +353,7 @@ void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_we
 
     Sum to_lmbda, d0, dh, s0, sh, w, b;
     bool once = !by_lane && !s.g.affine_run, runwise = !by_lane && s.g.affine_run;
-    s.walk(begin, [&](int64_t i, int64_t at, auto k) {
+    if (o.stage <= 0) s.walk(begin, [&](int64_t i, int64_t at, auto k) {
         V h = keep((load(x + i, k) - mean) * rstd, k), grad_y = load(grad + i, k);
         V a = absolute(h), log = log1p(a), u = psi.exponent(h, log), growth = expm1(u), inverse = 1 / (1 + a);
         V g = grad_y * gain(at, k), direct = g * ((growth + 1) * inverse), shift = keep(shift_of(h, a, log, inverse), k);
@@ -351,7 +377,7 @@ void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_we
     }, [&] {
         flush(to_lmbda, d0, dh, s0, sh, w, b);
     });
-    if (once) {
+    if (once && o.stage <= 0) {
         finish<COLUMNS>(1, w, b);
         for (int i = 0; i < s.lanes(); i++) {
             int64_t at = s.affine + i * s.g.affine_lane;
@@ -359,6 +385,12 @@ void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_we
         }
     }
     finish<COLUMNS>(1 / s.count, to_lmbda, d0, dh, s0, sh);
+    Sum* means[] = {&to_lmbda, &d0, &dh, &s0, &sh};
+    for (int row = 0; row < 5; row++) {
+        if (o.stage == 0) s.put(parts, row, sets, means[row]->value());
+        if (o.stage == 1) *means[row] = Sum(s.field(parts, row, sets));
+    }
+    if (o.stage == 0) return;
     V pull = o.t * to_lmbda.value();
     V centre = d0.value() + pull * s0.value(), slope = dh.value() + pull * sh.value();
     s.walk(begin, [&](int64_t i, int64_t at, auto k) {
@@ -405,24 +437,24 @@ extern "C" {
 int width() { return W; }
 
 void forward(int half, int columns, const Geometry* g, const Options* o, void* out, const void* x, const float* weight,
-             const float* bias, float* stats) {
+             const float* bias, float* stats, float* parts) {
     dispatch(half, columns, [&](auto type, auto column) {
         typedef decltype(type) T;
         each_set<column.value>(*g, o->threads, [&](auto set, int) {
-            forward_set<T>(set, sets_of(*g, column.value), (T*)out, (const T*)x, weight, bias, stats, *o);
+            forward_set<T>(set, sets_of(*g, column.value), (T*)out, (const T*)x, weight, bias, stats, parts, *o);
         });
     });
 }
 
 // `shares` holds, a thread, the gradients of weight and bias of the sets it worked on: zero at first.
 void backward(int half, int columns, const Geometry* g, const Options* o, void* grad_x, float* shares, const void* x,
-              const void* grad, const float* weight, const float* stats) {
+              const void* grad, const float* weight, const float* stats, float* parts) {
     dispatch(half, columns, [&](auto type, auto column) {
         typedef decltype(type) T;
         each_set<column.value>(*g, o->threads, [&](auto set, int thread) {
             float* share = shares + thread * 2 * g->affine_size;
             backward_set<T>(set, sets_of(*g, column.value), (T*)grad_x, share, share + g->affine_size, (const T*)x,
-                            (const T*)grad, weight, stats, *o);
+                            (const T*)grad, weight, stats, parts, *o);
         });
     });
 }

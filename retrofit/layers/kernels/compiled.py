@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from retrofit.layers.kernels import eager
+from retrofit.layers.kernels import eager, ranks
 from retrofit.layers.kernels.formulas import FIELDS
 from retrofit.layers.kernels.layout import Geometry, geometry
 
@@ -30,6 +31,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
+_ALL = -1  # stages in one call
 _SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
 
 
@@ -41,7 +43,7 @@ class _Options(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_float) for name in ("t", "eps", "factor")),
         *((name, ctypes.c_uint32) for name in ("seed0", "seed1")),
-        *((name, ctypes.c_int) for name in ("noise", "threads")),
+        *((name, ctypes.c_int) for name in ("noise", "threads", "stage")),
     )
 
 
@@ -55,14 +57,24 @@ def forward(
     eps: float,
     factor: Tensor,
     seed: Tensor | None,
+    group: ProcessGroup | None,
 ) -> Tensor:
     """See `eager.forward`."""
     plan = _plan(x, dims, weight, bias)
     if plan is None:
-        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed)
+        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed, group)
     stats = torch.empty((FIELDS, *(1 if d in dims else n for d, n in enumerate(x.shape))), dtype=torch.float32)
     options = _options(x, t.item(), eps, factor, seed)
-    _call("forward", x, plan, options, out, x, _floats(weight), _floats(bias), stats)
+    tensors = out, x, _floats(weight), _floats(bias), stats
+    if group is None:
+        _call("forward", x, plan, options, *tensors, None)
+        return stats
+    parts = torch.empty(ranks.ROWS, plan.sets)
+    for options.stage, rows in ranks.forward_stages(seed is not None):
+        _call("forward", x, plan, options, *tensors, parts)
+        parts[rows] = ranks.share_forward(options.stage, parts[rows], x.numel() // plan.sets, group)
+    options.stage = ranks.LAST
+    _call("forward", x, plan, options, *tensors, parts)
     return stats
 
 
@@ -77,14 +89,22 @@ def backward(
     factor: Tensor,
     seed: Tensor | None,
     affine: tuple[int, ...],
+    group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """See `eager.backward`."""
     plan = _planned(x, dims, affine)
     if plan is None:
-        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine)
+        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine, group)
     options = _options(x, t.item(), 0.0, factor, seed)
     shares = torch.zeros(options.threads, 2, *affine)
-    _call("backward", x, plan, options, grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats)
+    tensors = grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats
+    if group is None:
+        _call("backward", x, plan, options, *tensors, None)
+    else:
+        parts, options.stage = torch.empty(5, plan.sets), 0
+        _call("backward", x, plan, options, *tensors, parts)
+        parts, options.stage = ranks.average(parts, x.numel() // plan.sets, group), 1
+        _call("backward", x, plan, options, *tensors, parts)
     grad_weight, grad_bias = shares.sum(0)
     return grad_weight, grad_bias
 
@@ -124,7 +144,7 @@ def _planned(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geome
 def _options(x: Tensor, t: float, eps: float, factor: Tensor | None, seed: Tensor | None) -> _Options:
     words = (0, 0) if seed is None else (word % 2**32 for word in seed.tolist())
     threads = torch.get_num_threads() if x.numel() >= _SINGLE_THREADED else 1
-    return _Options(t, eps, 0.0 if factor is None else factor.item(), *words, seed is not None, threads)
+    return _Options(t, eps, 0.0 if factor is None else factor.item(), *words, seed is not None, threads, _ALL)
 
 
 def _floats(parameter: Tensor | None) -> Tensor | None:

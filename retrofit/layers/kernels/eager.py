@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from retrofit.layers.kernels import formulas, noise
 from retrofit.layers.kernels.formulas import Noise, reductions
@@ -30,6 +31,7 @@ def forward(
     eps: float,
     factor: Tensor,
     seed: Tensor | None,
+    group: ProcessGroup | None,
 ) -> Tensor:
     """Normalize over the sets that span `dims`; tensors are in a layout's view.
 
@@ -43,14 +45,15 @@ def forward(
         eps: Added to the variance.
         factor: xi * t, a 0-dim tensor.
         seed: The noise's, or None for no noise.
+        group: Ranks that share the sets, or None.
 
     Returns:
         `formulas.forward`'s numbers of each set.
     """
     stats = []
-    for block in blocks(x, dims):
+    for block in blocks(x, dims, group is not None):
         part, found = formulas.forward(
-            block(x), block.of(weight), block.of(bias), t, eps, block.noise(x, factor, seed), reductions(dims)
+            block(x), block.of(weight), block.of(bias), t, eps, block.noise(x, factor, seed), reductions(dims, group)
         )
         block(out).copy_(part)
         stats.append(found)
@@ -68,10 +71,11 @@ def backward(
     factor: Tensor,
     seed: Tensor | None,
     affine: tuple[int, ...],
+    group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """Fill `grad_x`; return the affine parameters' gradients, of shape `affine` and in float32 at least."""
     grad_weight, grad_bias = torch.zeros((2, *affine), dtype=stats.dtype, device=x.device)
-    for block in blocks(x, dims):
+    for block in blocks(x, dims, group is not None):
         part, y = formulas.backward(
             block(grad),
             block(x),
@@ -79,7 +83,7 @@ def backward(
             t,
             torch.stack([block.of(s) for s in stats]),
             block.noise(x, factor, seed),
-            reductions(dims),
+            reductions(dims, group),
         )
         block(grad_x).copy_(part)
         g = block(grad).to(y.dtype)
@@ -115,11 +119,16 @@ class _Block:
         return Noise(factor, partial(noise.normal, self(x).shape, moved, x.stride()))
 
 
-def blocks(x: Tensor, dims: tuple[int, ...]) -> Iterator[_Block]:
-    """Slice evenly along the outermost dimension that separates sets; `dims` are those of a set, counted from 0."""
+def blocks(x: Tensor, dims: tuple[int, ...], whole: bool = False) -> Iterator[_Block]:
+    """Slice evenly along the outermost dimension that separates sets; `dims` are those of a set, counted from 0.
+
+    One block is the whole tensor if `whole`, on a GPU, which large operations keep busy, and for a compiler.
+    """
     axis = next((d for d in range(x.ndim) if d not in dims), None)
     total = x.shape[axis or 0]
-    whole = axis is None or x.is_cuda or torch.compiler.is_compiling()  # a GPU is kept busy by large operations
+    whole = (
+        whole or axis is None or x.is_cuda or torch.compiler.is_compiling()
+    )  # a GPU is kept busy by large operations
     count = 1 if whole else min(total, -(-x.numel() // _BLOCK))
     for i in range(count):
         start = total * i // count

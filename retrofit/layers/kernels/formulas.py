@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from retrofit.layers import distributed
 from retrofit.layers.estimate import first_step, step_bounds, step_derivative
 from retrofit.layers.transform import lmbda_derivative
 
@@ -41,11 +43,11 @@ class Reductions:
     extremes: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def reductions(dims: tuple[int, ...]) -> Reductions:
-    """Reduce over `dims` of tensors that hold whole sets."""
+def reductions(dims: tuple[int, ...], group: ProcessGroup | None = None) -> Reductions:
+    """Reduce over `dims` of tensors that hold whole sets, or with a group this rank's share of them."""
     return Reductions(
-        means=lambda tensors: [tensor.mean(dims, True) for tensor in tensors],
-        extremes=lambda x: (x.amin(dims, True), x.amax(dims, True)),
+        means=lambda tensors: distributed.means(tensors, dims, group),
+        extremes=lambda x: distributed.extremes(x, dims, group),
     )
 
 

@@ -16,11 +16,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from retrofit.layers.kernels import eager
+from retrofit.layers.kernels import eager, ranks
 from retrofit.layers.kernels.formulas import FIELDS
 from retrofit.layers.kernels.layout import Geometry, geometry
 
+_ALL = -1  # stages in one launch
 _COLUMNS = 16  # neighbouring sets a program works on where they alternate in memory
 _TILE = 1024  # elements
 _PROGRAMS_PER_PROCESSOR = 4
@@ -540,15 +542,39 @@ class _Launch:
         self.grid = (tasks, self.splits)
         self.place = (place.outer_stride, place.inner, place.inner_stride, place.run_stride, place.length)
         self.affine = (place.affine_inner, place.affine_run, place.affine_lane)
+        self.count = elements
         self.size = (place.sets, elements, share, self.splits)
 
     def parts(self, fields: int) -> Tensor:
         """Room for `fields` partial sums of each set."""
         return torch.empty(fields, self.splits, self.size[0], dtype=torch.float32, device=self.device)
 
-    def stages(self, last: int, skip: tuple[int, ...] = ()) -> list[int]:
-        """The stages to launch one after the other; one program a set goes through all of them in one launch."""
-        return [-1] if self.splits == 1 else [stage for stage in range(last + 1) if stage not in skip]
+    def own(self, parts: Tensor, rows: slice) -> Tensor:
+        """What the programs left in `rows`, (rows, sets): means over this rank's values, or extremes."""
+        found = parts[rows]
+        if rows == ranks.MEAN_AND_VARIANCE:
+            mean = (found[0] * self._counts()).sum(0) / self.count
+            return torch.stack([mean, (found[1] + self._counts() * (found[0] - mean) ** 2).sum(0) / self.count])
+        if rows == ranks.MOMENTS:
+            return torch.stack([*found[:5].sum(1) / self.count, found[5].amin(0), found[6].amax(0)])
+        return found.sum(1) / self.count
+
+    def put(self, parts: Tensor, rows: slice, whole: Tensor) -> None:
+        """Undo `own`, for the next stage to add up."""
+        found = parts[rows]
+        if rows == ranks.MEAN_AND_VARIANCE:
+            found[0], found[1] = whole[0], whole[1] * self._counts()
+            return
+        found.zero_()[:, 0] = whole * self.count
+        if rows == ranks.MOMENTS:
+            found[5:] = whole[5:, None]
+
+    def _counts(self) -> Tensor:
+        """Values a set of each program, (splits, 1)."""
+        share = self.size[2]
+        return torch.tensor(
+            [[min((s + 1) * share, self.count) - s * share] for s in range(self.splits)], device=self.device
+        )
 
 
 def _programs(device: torch.device) -> int:
@@ -567,21 +593,32 @@ def forward(
     eps: float,
     factor: Tensor,
     seed: Tensor | None,
+    group: ProcessGroup | None,
 ) -> Tensor:
     """See `eager.forward`."""
     affine = next((tuple(p.shape) for p in (weight, bias) if p is not None), (1,) * x.ndim)
     place = geometry(tuple(x.shape), dims, affine, _COLUMNS)
     if place is None or x.dtype == torch.float64:
-        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed)
+        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed, group)
     launch, noise = _Launch(x, place), seed is not None
     kept = (1 if d in dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
     seed, parts = _moved(seed, x), launch.parts(11)
     pointers = out, x, _flat(weight), _flat(bias), stats, parts, t, _moved(factor, x), seed
-    for stage in launch.stages(4, () if noise else (2, 3)):
+
+    def run(stage: int) -> None:
         _forward[launch.grid](
             *pointers, *launch.place, *launch.affine, *launch.size, eps, stage, noise, launch.rows, launch.columns
         )
+
+    if group is None and launch.splits == 1:
+        run(_ALL)
+        return stats
+    for stage, rows in ranks.forward_stages(noise):
+        run(stage)
+        if group is not None:
+            launch.put(parts, rows, ranks.share_forward(stage, launch.own(parts, rows), launch.count, group))
+    run(ranks.LAST)
     return stats
 
 
@@ -596,18 +633,29 @@ def backward(
     factor: Tensor,
     seed: Tensor | None,
     affine: tuple[int, ...],
+    group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """See `eager.backward`."""
     place = geometry(tuple(x.shape), dims, affine, _COLUMNS)
     if place is None or x.dtype == torch.float64:
-        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine)
+        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine, group)
     launch, noise = _Launch(x, place), seed is not None
     seed, factor, parts = _moved(seed, x), _moved(factor, x), launch.parts(7)
     pointers = grad_x, x, grad, _flat(weight), stats, parts, t, factor, seed
-    for stage in launch.stages(1):
+
+    def run(stage: int) -> None:
         _backward[launch.grid](
             *pointers, *launch.place, *launch.affine, *launch.size, stage, noise, launch.rows, launch.columns
         )
+
+    if group is None and launch.splits == 1:
+        run(_ALL)
+    else:
+        run(0)
+        if group is not None:
+            rows = ranks.BACKWARD
+            launch.put(parts, rows, ranks.average(launch.own(parts, rows), launch.count, group))
+        run(1)
     if all(affine[d] == 1 for d in dims):  # one parameter a set, or several sets
         sums = parts[5:].sum(1).view(2, *stats.shape[1:])
         grad_weight, grad_bias = (s.sum_to_size(affine) for s in sums)

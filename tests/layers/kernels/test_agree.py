@@ -3,11 +3,13 @@
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from retrofit.layers.core import Statistics, apply_statistics, normality_norm
@@ -62,7 +64,12 @@ KERNELS = pytest.mark.parametrize(
 
 
 def run(
-    sets: Sets, dtype: torch.dtype, affine: bool = True, noise: float = 0.0, strength: float = 0.8
+    sets: Sets,
+    dtype: torch.dtype,
+    affine: bool = True,
+    noise: float = 0.0,
+    strength: float = 0.8,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, Tensor], Statistics]:
     """Forward and backward; what came of it by name."""
     x = sets.input(dtype).requires_grad_()
@@ -70,7 +77,7 @@ def run(
         affine_of(sets, torch.float64 if dtype == torch.float64 else torch.float32) if affine else (None, None)
     )
     torch.manual_seed(5)
-    out, found = normality_norm(x, weight, bias, dim=sets.dim, eps=EPS, strength=strength, noise=noise)
+    out, found = normality_norm(x, weight, bias, dim=sets.dim, eps=EPS, strength=strength, noise=noise, group=group)
     out.backward(upstream(sets, dtype))
     grads = {"x": x.grad}
     if weight is not None and bias is not None:
@@ -269,10 +276,36 @@ TINY = {  # the interpreter takes about a second a program
 }
 
 
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@ALL
+@pytest.mark.parametrize("kernels", ["eager", pytest.param("compile", marks=COMPILER)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stages_of_ranks_are_the_whole(
+    kernels: str, sets: Sets, dtype: torch.dtype, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
+    wanted, _ = run(sets, dtype, noise=0.5)
+    got, _ = run(sets, dtype, noise=0.5, group=alone)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for key, value in wanted.items():
+        torch.testing.assert_close(got[key], value, **tolerance)
+
+
 @pytest.mark.skipif(not INTERPRETER, reason="test_triton.py runs it")
+@pytest.mark.parametrize("ranks", [False, True])
 @pytest.mark.parametrize(("name", "shared"), [*((name, False) for name in TINY), ("batch", True), ("columns", True)])
-def test_interpreted_briefly(name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise, outputs and gradients, with one program a set and with sets that several share."""
+def test_interpreted_briefly(
+    name: str, shared: bool, ranks: bool, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise, outputs and gradients, with one program a set and with sets that several share, and ranks too."""
     from retrofit.layers.kernels import fused
 
     if shared:
@@ -280,7 +313,7 @@ def test_interpreted_briefly(name: str, shared: bool, monkeypatch: pytest.Monkey
         monkeypatch.setattr(fused, "_TILE", 4 * (fused._COLUMNS if name == "columns" else 1))
         monkeypatch.setattr(fused, "_ROUNDS", 1)
     monkeypatch.setenv(VARIABLE, "triton")
-    got, _ = run(TINY[name], torch.float32, noise=0.5)
+    got, _ = run(TINY[name], torch.float32, noise=0.5, group=alone if ranks else None)
     monkeypatch.setenv(VARIABLE, "eager")
     for key, wanted in run(TINY[name], torch.float32, noise=0.5)[0].items():
         torch.testing.assert_close(got[key], wanted, rtol=1e-4, atol=1e-5)
