@@ -10,9 +10,7 @@ from torch import nn
 
 from retrofit.export.polynomial import Fit
 
-_EXACT = (
-    60  # what an element of an exact transform costs in a runtime that fuses, one of a polynomial costing its degree
-)
+_EXACT = 60  # what an element of an exact transform costs in a runtime that fuses; of a polynomial, its degree
 _FALL = 1.5  # of the squared error, from one choice to the next
 
 
