@@ -88,8 +88,8 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
             return chosen
     advice = "raise --tolerance" if wanted.fit else "raise --tolerance, give --calibrate images"
     raise RetrofitError(
-        f"polynomials up to degree {MAX_DEGREE} change the output by {best:.2g} of its scale, more than "
-        f"{wanted.tolerance:g}; {advice} or use --fold exact"
+        f"polynomials up to degree {MAX_DEGREE} change the output by {best:.2g} of its scale, not safely less "
+        f"than {wanted.tolerance:g}; {advice} or use --fold exact"
     )
 
 

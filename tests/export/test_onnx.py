@@ -155,7 +155,7 @@ def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
 
 def test_polynomials_beyond_the_tolerance_leave_no_file(model: nn.Module, tmp_path: Path) -> None:
     images = [torch.randn(8, 3, 6, 6)]
-    with pytest.raises(RetrofitError, match="more than 1e-07"):
+    with pytest.raises(RetrofitError, match="less than 1e-07"):
         export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, tolerance=1e-7)
     with pytest.raises(RetrofitError, match="raise --tolerance"):
         export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, tolerance=1e-7, degree=2)

@@ -101,7 +101,7 @@ def backward(
     if group is None:
         _call("backward", x, plan, options, *tensors, None)
     else:
-        parts, options.stage = torch.empty(5, plan.sets), 0
+        parts, options.stage = torch.empty(ranks.BACKWARD.stop, plan.sets), 0
         _call("backward", x, plan, options, *tensors, parts)
         parts, options.stage = ranks.average(parts, x.numel() // plan.sets, group), 1
         _call("backward", x, plan, options, *tensors, parts)

@@ -126,9 +126,7 @@ def blocks(x: Tensor, dims: tuple[int, ...], whole: bool = False) -> Iterator[_B
     """
     axis = next((d for d in range(x.ndim) if d not in dims), None)
     total = x.shape[axis or 0]
-    whole = (
-        whole or axis is None or x.is_cuda or torch.compiler.is_compiling()
-    )  # a GPU is kept busy by large operations
+    whole = whole or axis is None or x.is_cuda or torch.compiler.is_compiling()
     count = 1 if whole else min(total, -(-x.numel() // _BLOCK))
     for i in range(count):
         start = total * i // count

@@ -9,6 +9,7 @@ which program comes first. Offsets are 64-bit.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -553,8 +554,8 @@ class _Launch:
         """What the programs left in `rows`, (rows, sets): means over this rank's values, or extremes."""
         found = parts[rows]
         if rows == ranks.MEAN_AND_VARIANCE:
-            mean = (found[0] * self._counts()).sum(0) / self.count
-            return torch.stack([mean, (found[1] + self._counts() * (found[0] - mean) ** 2).sum(0) / self.count])
+            mean = (found[0] * self._counts).sum(0) / self.count
+            return torch.stack([mean, (found[1] + self._counts * (found[0] - mean) ** 2).sum(0) / self.count])
         if rows == ranks.MOMENTS:
             return torch.stack([*found[:5].sum(1) / self.count, found[5].amin(0), found[6].amax(0)])
         return found.sum(1) / self.count
@@ -563,12 +564,13 @@ class _Launch:
         """Undo `own`, for the next stage to add up."""
         found = parts[rows]
         if rows == ranks.MEAN_AND_VARIANCE:
-            found[0], found[1] = whole[0], whole[1] * self._counts()
+            found[0], found[1] = whole[0], whole[1] * self._counts
             return
         found.zero_()[:, 0] = whole * self.count
         if rows == ranks.MOMENTS:
             found[5:] = whole[5:, None]
 
+    @cached_property
     def _counts(self) -> Tensor:
         """Values a set of each program, (splits, 1)."""
         share = self.size[2]
@@ -603,7 +605,7 @@ def forward(
     launch, noise = _Launch(x, place), seed is not None
     kept = (1 if d in dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
-    seed, parts = _moved(seed, x), launch.parts(11)
+    seed, parts = _moved(seed, x), launch.parts(ranks.ROWS)
     pointers = out, x, _flat(weight), _flat(bias), stats, parts, t, _moved(factor, x), seed
 
     def run(stage: int) -> None:

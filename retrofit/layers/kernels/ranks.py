@@ -6,15 +6,11 @@ all ranks, in the order and the dtype in which `formulas` reduces them, so that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from retrofit.layers import distributed
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 ROWS = 11
 """Of the parts of `forward`."""
