@@ -1,4 +1,4 @@
-"""What the power transform costs after export: the source folded, exact and poly, in ONNX Runtime and OpenVINO.
+"""What the power transform costs after export: the source folded, exact and poly (for either), in ONNX Runtime and OpenVINO.
 
     pip install openvino
     python benchmarks/export_latency.py
@@ -59,11 +59,14 @@ def spread(model: nn.Module, images: Tensor) -> nn.Module:
     return model
 
 
-def export(name: str, folder: Path, args: argparse.Namespace) -> list[Path]:
-    """Write what is missing of a network's variants."""
+def export(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list[Path]]:
+    """Write what is missing of a network's variants; return them for each runtime."""
     stem = "checkpoint" if args.checkpoint else name
-    files = [folder / f"{stem}-{variant.replace(' ', '')}.onnx" for variant in VARIANTS]
-    if all(file.exists() for file in files):
+    *shared, poly = (f"{stem}-{variant.replace(' ', '')}" for variant in VARIANTS)
+    common = [folder / f"{variant}.onnx" for variant in shared]
+    polys = {runtime: folder / f"{poly}-{runtime}.onnx" for runtime in args.runtimes}
+    files = {runtime: [*common, file] for runtime, file in polys.items()}
+    if all(file.exists() for file in [*common, *polys.values()]):
         return files
     torch.manual_seed(0)
     if args.checkpoint:
@@ -82,19 +85,23 @@ def export(name: str, folder: Path, args: argparse.Namespace) -> list[Path]:
     at_0 = copy.deepcopy(model)
     retrofit.set_strength(at_0, 0.0)
     estimated = not any(isinstance(layer, RunningNormality) for layer in model.modules())
-    approximate: dict[str, Any] = {"freeze_lambda": True} if estimated else {"fold": "poly", "degree": args.degree}
     loose = 1.0 if args.tolerance is None else args.tolerance
-    for file, net, extra in zip(
-        files,
-        (source, at_0, model, model),
-        ({}, {}, {}, {**approximate, "calibrate": images, "tolerance": loose if args.degree else args.tolerance}),
-        strict=True,
-    ):
+    options = {"calibrate": images, "tolerance": loose if args.degree else args.tolerance}
+    jobs: list[tuple[Path, nn.Module, dict[str, Any]]]
+    jobs = [(file, net, {}) for file, net in zip(common, (source, at_0, model), strict=True)]
+    for runtime, file in polys.items():
+        fold = {"freeze_lambda": True} if estimated else {"fold": "poly", "runtime": runtime, "degree": args.degree}
+        jobs.append((file, model, {**fold, **options}))
+    for file, net, extra in jobs:
+        if file.exists():
+            continue
         report = retrofit.export_onnx(net, file, input_size=size, force=True, **extra)
-        degrees = sorted({layer.degree for layer in report.layers if layer.degree})
+        degrees = sorted({f"{layer.form} {layer.degree}" for layer in report.layers if layer.degree})
         agreement = report.parity.top1_agreement
         share = report.parity.max_abs_diff / report.parity.scale
-        print(f"{file.name}: differs by {share:.2g}, top-1 {agreement}, degrees {degrees}, {report.nodes}", flush=True)
+        print(
+            f"{file.name}: differs by {share:.2g}, top-1 {agreement}, {', '.join(degrees)}, {report.nodes}", flush=True
+        )
     return files
 
 
@@ -157,7 +164,7 @@ def main() -> None:
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--checkpoint", help="a trained artifact, instead of --models")
     parser.add_argument("--data-dir", help="images, for --checkpoint")
-    parser.add_argument("--degree", type=int, default=2, help="of the polynomials; 0 to choose by --tolerance")
+    parser.add_argument("--degree", type=int, default=2, help="of polynomials, or lines; 0 to choose by --tolerance")
     parser.add_argument("--tolerance", type=float, help="as retrofit export takes it")
     parser.add_argument("--rounds", type=int, default=15, help="0 only exports")
     parser.add_argument("--folder", type=Path, help="keep the exported files here, and use those that are there")
@@ -180,12 +187,13 @@ def main() -> None:
             files = export(name, folder, args)
             if not args.rounds:
                 continue
-            label = Path(name).name
-            if args.checkpoint:
-                label += f" (top-1 differs for {disagreement(files, args):.1f}%)"
-            x = np.random.default_rng(0).standard_normal((BATCH, *input_size(files[0]))).astype(np.float32)
-            for runtime in args.runtimes:
-                times, ratios = measure([RUNTIMES[runtime](file) for file in files], x, args.rounds)
+            x = np.random.default_rng(0).standard_normal((BATCH, *input_size(files[args.runtimes[0]][0])))
+            for runtime, variants in files.items():
+                label = Path(name).name
+                if args.checkpoint:
+                    label += f" (top-1 differs for {disagreement(variants, args):.1f}%)"
+                runners = [RUNTIMES[runtime](file) for file in variants]
+                times, ratios = measure(runners, x.astype(np.float32), args.rounds)
                 cells = [f"{ms:.0f} ({ratio:.2f})" for ms, ratio in zip(times, ratios, strict=True)]
                 lines.append(f"| {label} | {runtime} | {' | '.join(cells)} |")
                 print(lines[-1], flush=True)

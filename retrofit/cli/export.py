@@ -33,10 +33,16 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     "--fold",
     type=click.Choice(["exact", "poly"]),
     default="exact",
-    help="The transform itself (default), or a polynomial in its place.",
+    help="The transform itself (default), or an approximation in its place.",
 )
 @click.option(
-    "--degree", type=int, metavar="N", help="Of all polynomials, 2 to 8; the lowest that will do if left out."
+    "--for",
+    "runtime",
+    type=click.Choice(["onnxruntime", "openvino"]),
+    help="Approximate by polynomials (onnxruntime, default), or by lines that fuse into convolutions (openvino).",
+)
+@click.option(
+    "--degree", type=int, metavar="N", help="Of all polynomials, or lines, 2 to 8; as few as will do if left out."
 )
 @click.option(
     "--tolerance",
@@ -56,6 +62,7 @@ def command(
     model: str,
     output: Path | None,
     fold: Any,
+    runtime: Any,
     degree: int | None,
     tolerance: float | None,
     opset: int,
@@ -86,6 +93,7 @@ def command(
                 output,
                 fold,
                 opset=opset,
+                runtime=runtime,
                 degree=degree,
                 tolerance=tolerance,
                 calibrate=batches,
@@ -107,7 +115,7 @@ def _show(report: ExportReport) -> None:
     """Write what became of the layers, the check and the file to stderr."""
     kinds: dict[str, list[FoldedLayer]] = {}
     for layer in report.layers:
-        kinds.setdefault(f"{layer.form} of degree {layer.degree}" if layer.degree else layer.form, []).append(layer)
+        kinds.setdefault(_kind(layer), []).append(layer)
     rows = [
         (
             str(len(found)),
@@ -127,6 +135,12 @@ def _show(report: ExportReport) -> None:
         f"tolerance {parity.tolerance * parity.scale:.3g}{agreement}"
     )
     say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", style="bold")
+
+
+def _kind(layer: FoldedLayer) -> str:
+    if layer.form == "lines":
+        return f"{layer.degree} lines"
+    return layer.form if layer.degree is None else f"{layer.form} of degree {layer.degree}"
 
 
 def _largest(found: Sequence[FoldedLayer], error: str) -> str:

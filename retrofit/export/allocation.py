@@ -1,4 +1,4 @@
-"""Which layers get how good a polynomial: what error a network can bear, spread to where it is cheapest."""
+"""Which layers get how good an approximation: what error a network can bear, spread to where it is cheapest."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from retrofit.export.polynomial import Fit
+from retrofit.export.target import Fit
 
-_EXACT = 60  # what an element of an exact transform costs in a runtime that fuses; of a polynomial, its degree
 _FALL = 1.5  # of the squared error, from one choice to the next
 
 
@@ -20,13 +19,15 @@ class Candidate:
 
     Attributes:
         layer: The layer.
-        fits: Polynomials for it, of rising degree.
+        fits: Approximations of it.
+        costs: Of each, an element, as a share of what the exact transform costs; the first is free.
         harm: What a squared error of the layer, relative to its output's variance, adds to that of the network.
         elements: Of its output.
     """
 
     layer: nn.Module
     fits: Sequence[Fit]
+    costs: Sequence[float]
     harm: float
     elements: int
 
@@ -40,8 +41,8 @@ class Candidate:
         Each with the error that it takes off by its cost, what it leads to, and the error that is left then: the lower
         convex hull of error over cost.
         """
-        points = [(self.elements * _cost(fit), self.error(fit), fit) for fit in self.fits]
-        ends: list[tuple[float, float, Fit | None]] = [*points, (self.elements * _EXACT, 0.0, None)]
+        points = [(self.elements * cost, self.error(fit), fit) for fit, cost in zip(self.fits, self.costs, strict=True)]
+        ends: list[tuple[float, float, Fit | None]] = [*points, (float(self.elements), 0.0, None)]
         hull = ends[:1]
         while hull[-1][1] > 0:
             cost, error, _ = hull[-1]
@@ -50,7 +51,7 @@ class Candidate:
 
 
 def allocations(candidates: Sequence[Candidate]) -> Iterator[dict[nn.Module, Fit]]:
-    """Yield choices of polynomials for the layers, from the cheapest on, with ever less squared error.
+    """Yield choices of approximations for the layers, from the cheapest on, with ever less squared error.
 
     A layer that is missing is to stay exact; that all of them do is not among the choices.
     """
@@ -65,7 +66,3 @@ def allocations(candidates: Sequence[Candidate]) -> Iterator[dict[nn.Module, Fit
         level = sum(errors.values()) / _FALL
         while steps and sum(errors.values()) > level:
             _, layer, state[layer], errors[layer] = steps.pop()
-
-
-def _cost(fit: Fit) -> int:
-    return 0 if fit.degree == 1 else fit.degree

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximate import Approximation
+from retrofit.export.approximate import RUNTIMES, Approximation, Runtime
 from retrofit.export.folding import FoldedLayer, fold_network
 from retrofit.export.onnx_model import check_opset, node_counts, to_onnx
-from retrofit.export.polynomial import MAX_DEGREE
 from retrofit.export.save import write
+from retrofit.export.target import MAX_SIZE
 from retrofit.export.verify import BATCHES, Check, Parity, reference, sample_inputs
 from retrofit.files import ensure_writable
 from retrofit.library import Preprocess
@@ -76,6 +76,7 @@ def fold(
     fold: Fold = "exact",
     *,
     input_size: Sequence[int] | None = None,
+    runtime: Runtime | None = None,
     degree: int | None = None,
     tolerance: float | None = None,
     calibrate: Sequence[Tensor] | None = None,
@@ -85,9 +86,10 @@ def fold(
 
     Args:
         model: Any network, converted or not; it is not changed.
-        fold: "exact", the same function to rounding, or "poly", polynomials in place of the power transform.
+        fold: "exact", the same function to rounding, or "poly", polynomials or lines in place of the power transform.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
-        degree: As `export_onnx` takes it, as are those that follow.
+        runtime: As `export_onnx` takes it, as are those that follow.
+        degree: Of all, or the number of lines.
         tolerance: What the choice of degrees has to meet.
         calibrate: Images to fit and judge on.
         freeze_lambda: Whether to freeze lambda.
@@ -100,7 +102,7 @@ def fold(
         RetrofitError: If the network does not take an input of that size, or no degree meets the tolerance.
     """
     size = _size(model, input_size)
-    approximation, _, _ = _approximation(fold, degree, tolerance, calibrate, freeze_lambda, size)
+    approximation, _, _ = _approximation(fold, runtime, degree, tolerance, calibrate, freeze_lambda, size)
     return fold_network(model, size, approximation).model
 
 
@@ -111,6 +113,7 @@ def export_onnx(
     input_size: Sequence[int] | None = None,
     opset: int = 18,
     *,
+    runtime: Runtime | None = None,
     degree: int | None = None,
     tolerance: float | None = None,
     calibrate: Sequence[Tensor] | None = None,
@@ -127,11 +130,13 @@ def export_onnx(
     Args:
         model: Any network of one image input, converted or not; it is not changed.
         path: The file.
-        fold: "exact", the same function to rounding, or "poly", polynomials in place of the power transform.
+        fold: "exact", the same function to rounding, or "poly", polynomials or lines in place of the power transform.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
         opset: ONNX operator set, 18 to 22.
-        degree: Of all polynomials, 2 to 8; if None, each layer gets one by what its error does to the output, as low as
-            the tolerance allows.
+        runtime: What an approximation is for: "onnxruntime" (None is the same), polynomials, or "openvino", continuous
+            piecewise-linear functions and polynomials, for runtimes that fuse elementwise operations.
+        degree: Of all polynomials, or the number of lines, 2 to 8; if None, each layer gets one by what its error does
+            to the output, as low as the tolerance allows.
         tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, and
             0.05 for approximate exports.
         calibrate: Batches of preprocessed images to check on. Where something is approximated, every second image is
@@ -150,7 +155,7 @@ def export_onnx(
     """
     check_opset(opset)
     size = _size(model, input_size)
-    approximation, inputs, tolerance = _approximation(fold, degree, tolerance, calibrate, freeze_lambda, size)
+    approximation, inputs, tolerance = _approximation(fold, runtime, degree, tolerance, calibrate, freeze_lambda, size)
     target = ensure_writable(path, force)
     folded = fold_network(model, size, approximation)
     proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, size))
@@ -178,6 +183,7 @@ def _size(model: nn.Module, input_size: Sequence[int] | None) -> tuple[int, ...]
 
 def _approximation(
     fold: str,
+    runtime: Runtime | None,
     degree: int | None,
     tolerance: float | None,
     calibrate: Sequence[Tensor] | None,
@@ -187,10 +193,13 @@ def _approximation(
     """Check arguments; return what may be approximated, the batches to compare on, and the tolerance."""
     if fold not in ("exact", "poly"):
         raise UsageError(f"there is no fold {fold!r}; use exact or poly")
-    if degree is not None and fold != "poly":
-        raise UsageError("a degree is one of polynomials; use fold poly with it")
-    if degree is not None and not 2 <= degree <= MAX_DEGREE:
-        raise UsageError(f"degree {degree} is not supported; use 2 to {MAX_DEGREE}, or leave it out")
+    if runtime is not None and runtime not in RUNTIMES:
+        raise UsageError(f"nothing is known of a runtime {runtime!r}; use {' or '.join(RUNTIMES)}")
+    for name, value in (("degree", degree), ("runtime", runtime)):
+        if value is not None and fold != "poly":
+            raise UsageError(f"a {name} matters to approximations only; use fold poly with it")
+    if degree is not None and not 2 <= degree <= MAX_SIZE:
+        raise UsageError(f"degree {degree} is not supported; use 2 to {MAX_SIZE}, or leave it out")
     if tolerance is not None and not tolerance > 0:
         raise UsageError(f"tolerance must be more than 0, not {tolerance}; {EXACT_TOLERANCE:g} is usual")
     images = list(torch.cat(list(calibrate))) if calibrate else []
@@ -202,7 +211,8 @@ def _approximation(
         raise UsageError("one image cannot be fitted on and checked on; give --calibrate more")
     tolerance = tolerance or APPROXIMATE_TOLERANCE
     check = _batches(images[1::2]) if images else sample_inputs(size)
-    wanted = Approximation(fold == "poly", degree, freeze_lambda, tolerance, _batches(images[::2]), check)
+    family: Runtime | None = (runtime or "onnxruntime") if fold == "poly" else None
+    wanted = Approximation(family, degree, freeze_lambda, tolerance, _batches(images[::2]), check)
     return wanted, check, tolerance
 
 

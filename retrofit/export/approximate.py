@@ -1,4 +1,4 @@
-"""Which layers become polynomials of which degree, and which lambdas are frozen: judged on images, not on formulas."""
+"""Which layers are approximated how well, and which lambdas are frozen: judged on images, not on formulas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,41 @@ from torch.utils._pytree import tree_leaves
 from retrofit.errors import RetrofitError
 from retrofit.export import layers
 from retrofit.export.allocation import Candidate, allocations
-from retrofit.export.forms import Clamp, Polynomial, constant_norm
+from retrofit.export.forms import constant_norm
 from retrofit.export.layers import ChannelMap
-from retrofit.export.polynomial import MAX_DEGREE, Fit, Fitter, gaussian_values
+from retrofit.export.lines import LineFitter
+from retrofit.export.polynomial import PolynomialFitter
+from retrofit.export.target import MAX_SIZE, Fit, Fitter, Target, gaussian_values
 from retrofit.lambdas import lambda_values
 
 AFFINE = 1e-3  # with a degree given: what is as good as affine
 _FEW = 8  # images that show what errors do
 _ROOM = 0.98  # of the tolerance: the folded network rounds differently from the one that choices are tried in
 _SAMPLES = 2048  # values of each channel to fit on
+
+Runtime = Literal["onnxruntime", "openvino"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Approximations of one kind in one runtime.
+
+    Attributes:
+        fitter: Fits them.
+        base: What any of them costs an element, as a share of what the exact transform costs there.
+        each: What each degree, or line, costs besides.
+    """
+
+    fitter: type[Fitter]
+    base: float
+    each: float
+
+
+RUNTIMES: Mapping[Runtime, Sequence[Family]] = {
+    "onnxruntime": [Family(PolynomialFitter, -0.125, 0.125)],
+    "openvino": [Family(LineFitter, 0.025, 0.015), Family(PolynomialFitter, 0.075, 0.007)],
+}
+"""What approximates best, first; costs as `benchmarks/export_latency.py` shows them for tf_efficientnet_lite0."""
 
 Transforms = Mapping[Any, tuple[ChannelMap, float | None, Sequence[int]]]
 
@@ -33,15 +59,15 @@ class Approximation:
     """What may be approximated, and how well the network must then agree with itself.
 
     Attributes:
-        polynomial: Whether constant transforms become polynomials.
-        degree: Of all of them; None for the lowest that meets the tolerance.
+        runtime: What constant transforms are approximated for; None leaves them exact.
+        degree: Of all polynomials, or the number of lines; None for as few as meet the tolerance.
         freeze_lambda: Whether layers that estimate lambda take its mean over the images instead.
         tolerance: Largest difference of the output, as a share of the largest output.
         fit: Batches of images to fit on; without any, the running statistics have to do.
         check: Batches to judge on.
     """
 
-    polynomial: bool
+    runtime: Runtime | None
     degree: int | None
     freeze_lambda: bool
     tolerance: float
@@ -49,14 +75,8 @@ class Approximation:
     check: Sequence[Tensor]
 
 
-def polynomial_parts(found: ChannelMap, fit: Fit, ndim: int) -> tuple[Tensor, Tensor, list[nn.Module]]:
-    """Return scale and shift of the affine map from a layer's input, (C,) each, and what follows it."""
-    scale, shift = found.scale * fit.scale, found.shift * fit.scale + fit.shift
-    return scale, shift, [Clamp(fit.low, 1.0), Polynomial(fit.coefficients, ndim)]
-
-
 def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dict[nn.Module, Fit]:
-    """Fit polynomials for transforms, with as little computation as keeps the network within the tolerance.
+    """Approximate transforms, with as little computation as keeps the network within the tolerance.
 
     Args:
         net: The network, in evaluation.
@@ -70,26 +90,28 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
     Raises:
         RetrofitError: If no choice of degrees meets the tolerance.
     """
+    assert wanted.runtime is not None
     values = layer_values(net, list(transforms), wanted.fit)
-    fitters = {}
+    targets = {}
     for layer, (found, high, _) in transforms.items():
         h = gaussian_values(len(found.scale))
         if layer in values:
             h = values[layer].double() * found.scale[:, None] + found.shift[:, None]
-        fitters[layer] = Fitter(found, h, high)
+        targets[layer] = Target(found, h, high)
+    families = RUNTIMES[wanted.runtime]
     if wanted.degree is not None:
-        return {layer: _of_degree(fitter, wanted.degree) for layer, fitter in fitters.items()}
+        return {layer: _of_size(target, families[0].fitter, wanted.degree) for layer, target in targets.items()}
     expected = answers(net, wanted.check)
     best = math.inf
-    for chosen in allocations(_candidates(net, transforms, fitters, wanted.fit or wanted.check)):
+    for chosen in allocations(_candidates(net, transforms, targets, families, wanted.fit or wanted.check)):
         with _approximated(transforms, chosen):
             best = min(best, difference(expected, answers(net, wanted.check)))
         if best <= _ROOM * wanted.tolerance:
             return chosen
     advice = "raise --tolerance" if wanted.fit else "raise --tolerance, give --calibrate images"
     raise RetrofitError(
-        f"polynomials up to degree {MAX_DEGREE} change the output by {best:.2g} of its scale, not safely less "
-        f"than {wanted.tolerance:g}; {advice} or use --fold exact"
+        f"approximations change the output by {best:.2g} of its scale, not safely less than "
+        f" {wanted.tolerance:g}; {advice} or use --fold exact"
     )
 
 
@@ -140,25 +162,34 @@ def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     return gap / scale if scale and math.isfinite(gap) else math.inf
 
 
-def _of_degree(fitter: Fitter, degree: int) -> Fit:
-    affine = fitter.fit(1)
-    return affine if affine.rms_error <= AFFINE else fitter.fit(degree)
+def _of_size(target: Target, fitter: type[Fitter], size: int) -> Fit:
+    affine = target.affine()
+    return affine if affine.rms_error <= AFFINE else fitter(target).fit(size)
 
 
 def _candidates(
-    net: nn.Module, transforms: Transforms, fitters: Mapping[nn.Module, Fitter], images: Sequence[Tensor]
+    net: nn.Module,
+    transforms: Transforms,
+    targets: Mapping[nn.Module, Target],
+    families: Sequence[Family],
+    images: Sequence[Tensor],
 ) -> list[Candidate]:
-    """Fit all degrees, and see what an error of each layer alone does to the output."""
+    """Fit all kinds and sizes, and see what an error of each layer alone does to the output."""
     few = torch.cat(list(images))[:_FEW]
     expected = answers(net, [few])
     found = []
-    for layer, fitter in fitters.items():
-        fits = [fitter.fit(degree) for degree in range(1, MAX_DEGREE + 1)]
+    for layer, target in targets.items():
+        fits, costs = [target.affine()], [0.0]
+        for family in families:
+            fitter = family.fitter(target)
+            for size in range(2, MAX_SIZE + 1):
+                fits.append(fitter.fit(size))
+                costs.append(family.base + size * family.each)
         with _approximated(transforms, {layer: fits[1]}):
             gaps = [a.double() - b for a, b in zip(expected, answers(net, [few]), strict=True)]
         change = sum(float(gap.square().sum()) for gap in gaps)
         harm = change / max(fits[1].rms_error ** 2, 1e-30)
-        found.append(Candidate(layer, fits, harm, math.prod(transforms[layer][2])))
+        found.append(Candidate(layer, fits, costs, harm, math.prod(transforms[layer][2])))
     return found
 
 
@@ -174,10 +205,6 @@ def _approximated(transforms: Transforms, fits: Mapping[nn.Module, Fit]) -> Iter
 
 def _replacer(found: ChannelMap, fit: Fit, ndim: int) -> Callable[..., Tensor]:
     """Return a forward hook that answers with the approximation of a layer."""
-    if fit.degree == 1:
-        scale, shift = fit.affine()
-        form: nn.Module = constant_norm(found.scale * scale, found.shift * scale + shift, ndim)
-    else:
-        scale, shift, parts = polynomial_parts(found, fit, ndim)
-        form = nn.Sequential(constant_norm(scale, shift, ndim), *parts)
+    norm = constant_norm(found.scale * fit.scale, found.shift * fit.scale + fit.shift, ndim)
+    form = nn.Sequential(norm, *fit.parts(ndim))
     return lambda _layer, args, _out: form(args[0])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.export import layers
-from retrofit.export.approximate import Approximation, choose, mean_lambdas, polynomial_parts
+from retrofit.export.approximate import Approximation, choose, mean_lambdas
 from retrofit.export.forms import (
     ChannelAffine,
     Clamp,
@@ -30,7 +30,7 @@ from retrofit.export.forms import (
 )
 from retrofit.export.layers import ChannelMap
 from retrofit.export.linear import fold_after, fold_before, in_channels, out_channels, takes_shift
-from retrofit.export.polynomial import Fit
+from retrofit.export.target import Fit
 from retrofit.export.whitening import fold_whitening
 from retrofit.graph.codegen import RewriteError
 from retrofit.graph.records import Site
@@ -46,10 +46,11 @@ class FoldedLayer:
 
     Attributes:
         name: Its name in the given network.
-        form: "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "normalization" (of its
-            source's kind), "group", "group convolution" (of size 1, a whitening), "estimated" or "frozen".
-        degree: Of the polynomial.
-        max_error: Largest error of the polynomial on the values fitted, as a share of the standard deviation of the
+        form: "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "lines",
+            "normalization" (of its source's kind), "group", "group convolution" (of size 1, a whitening), "estimated"
+            or "frozen".
+        degree: Of the polynomial, or the number of lines.
+        max_error: Largest error of the approximation on the values fitted, as a share of the standard deviation of the
             layer's output.
         rms_error: Root mean square of the same.
     """
@@ -122,7 +123,7 @@ class _Folding:
     def _approximate(self, wanted: Approximation) -> None:
         if wanted.freeze_lambda:
             self.frozen = mean_lambdas(self.net, wanted.fit)
-        if wanted.polynomial:
+        if wanted.runtime is not None:
             transforms = {}
             for layer in self.wanted:
                 found = layers.channel_map(layer) if layer in self.shapes else None
@@ -139,7 +140,7 @@ class _Folding:
                     self._put(name, parts)
                 if not isinstance(layer, ProxyNorm):
                     fit = self.fits.get(layer)
-                    errors = (fit.degree, fit.max_error, fit.rms_error) if fit else ()
+                    errors = (fit.size, fit.max_error, fit.rms_error) if fit else ()
                     self.report.append(FoldedLayer(self.names[layer], form, *errors))
         return Folded(self.net, self.report)
 
@@ -169,22 +170,22 @@ class _Folding:
         found = found.upright()
         fit = self.fits.get(layer)
         if fit is not None:
-            return self._polynomial(layer, found, fit)
+            return self._approximated(layer, found, fit)
         branch = self._one_branch(layer, found)
         if branch is not None:
             return "one branch", branch
         before = self._before(layer, found.scale, found.shift)
         return "two branches", [*before, TwoBranch(found.lmbda, found.gamma, found.beta)]
 
-    def _polynomial(self, layer: nn.Module, found: ChannelMap, fit: Fit) -> tuple[str, list[nn.Module] | None]:
-        if fit.degree == 1:
-            ones, (scale, shift) = torch.ones_like(found.scale), fit.affine()
-            return self._affine(layer, ChannelMap(found.scale, found.shift, ones, scale, shift))
-        scale, shift, parts = polynomial_parts(found, fit, len(self.shapes[layer]))
+    def _approximated(self, layer: nn.Module, found: ChannelMap, fit: Fit) -> tuple[str, list[nn.Module] | None]:
+        scale, shift = found.scale * fit.scale, found.shift * fit.scale + fit.shift
+        if fit.size == 1:
+            ones = torch.ones_like(scale)
+            return self._affine(layer, ChannelMap(scale, shift, ones, ones, torch.zeros_like(shift)))
         site = self.sites.get(layer)
-        if site is not None and fit.low == 0:
+        if site is not None and fit.has_activation:
             self._drop_activation(site)  # a ReLU that stays does no harm
-        return "polynomial", [*self._before(layer, scale, shift), *parts]
+        return fit.form, [*self._before(layer, scale, shift), *fit.parts(len(self.shapes[layer]))]
 
     def _one_branch(self, layer: nn.Module, found: ChannelMap) -> list[nn.Module] | None:
         """Fold a transform whose negative branch the activation behind it makes dead, activation included."""

@@ -11,15 +11,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from retrofit.export.allocation import Candidate, allocations
-from retrofit.export.polynomial import Fit
+from retrofit.export.target import Fit
 
 
 def fit(degree: int, error: float) -> Fit:
-    return Fit(torch.ones(1), torch.zeros(1), -1.0, torch.ones(degree, 1), error, error)
+    return Fit("polynomial", degree, torch.ones(1), torch.zeros(1), lambda _: [], False, error, error)
 
 
 def candidate(errors: list[float], harm: float = 1.0, elements: int = 1) -> Candidate:
-    return Candidate(nn.Identity(), [fit(degree, error) for degree, error in enumerate(errors, 1)], harm, elements)
+    fits = [fit(degree, error) for degree, error in enumerate(errors, 1)]
+    return Candidate(nn.Identity(), fits, [cost_of(one) for one in fits], harm, elements)
+
+
+def cost_of(fit: Fit | None) -> float:
+    return 1.0 if fit is None else fit.size / 60 * (fit.size > 1)
 
 
 def total(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
@@ -27,13 +32,12 @@ def total(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
 
 
 def cost(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
-    degrees = [chosen[one.layer].degree if one.layer in chosen else 60 for one in candidates]
-    return sum(one.elements * degree * (degree > 1) for one, degree in zip(candidates, degrees, strict=True))
+    return sum(one.elements * cost_of(chosen.get(one.layer)) for one in candidates)
 
 
 def degrees(candidates: list[Candidate]) -> list[list[int | None]]:
     return [
-        [chosen[one.layer].degree if one.layer in chosen else None for one in candidates]
+        [chosen[one.layer].size if one.layer in chosen else None for one in candidates]
         for chosen in allocations(candidates)
     ]
 

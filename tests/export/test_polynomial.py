@@ -16,7 +16,8 @@ from retrofit.export import polynomial
 from retrofit.export.approximate import Approximation
 from retrofit.export.folding import Folded, fold_network
 from retrofit.export.layers import ChannelMap
-from retrofit.export.polynomial import Fitter, gaussian_values
+from retrofit.export.polynomial import PolynomialFitter
+from retrofit.export.target import Target, gaussian_values
 
 from .networks import norm, train_a_little
 
@@ -39,11 +40,11 @@ def truth(found: ChannelMap, h: Tensor) -> Tensor:
 def test_fit(degree: int, beta: float, high: float | None) -> None:
     found = channels(LMBDA[2:-2], beta=beta)
     h = gaussian_values(len(found.lmbda))
-    fit = Fitter(found, h, high).fit(degree)
+    fit = PolynomialFitter(Target(found, h, high)).fit(degree)
     expected = truth(found, h)
     expected = expected if high is None else expected.clamp(0, high)
     error = (fit(h) - expected) / (expected - expected.mean(1, keepdim=True)).square().mean().sqrt()
-    assert fit.degree == degree
+    assert fit.size == degree
     assert fit.rms_error == pytest.approx(float(error.square().mean().sqrt()), rel=1e-6)
     assert fit.max_error == pytest.approx(float(error.abs().max()), rel=1e-6)
     assert fit.rms_error < {2: 0.05, 3: 0.03, 6: 0.01}[degree]
@@ -51,8 +52,8 @@ def test_fit(degree: int, beta: float, high: float | None) -> None:
 
 
 def test_higher_degrees_are_better() -> None:
-    fitter = Fitter(channels(), gaussian_values(8), float("inf"))
-    errors = [fitter.fit(degree).rms_error for degree in range(1, 9)]
+    fitter = PolynomialFitter(Target(channels(), gaussian_values(8), float("inf")))
+    errors = [fitter.fit(degree).rms_error for degree in range(2, 9)]
     assert errors == sorted(errors, reverse=True)
 
 
@@ -62,17 +63,17 @@ def test_a_few_far_values_do_not_bend_the_rest(high: float | None, monkeypatch: 
     h = torch.randn(8, 4000, generator=generator, dtype=torch.float64)
     h[:, :4] *= 20
     found = channels(torch.full((8,), 0.3))
-    limited = Fitter(found, h, high).fit(2).rms_error
+    limited = PolynomialFitter(Target(found, h, high)).fit(2).rms_error
     monkeypatch.setattr(polynomial, "_SHARES", (1.0,))
-    assert limited < 0.9 * Fitter(found, h, high).fit(2).rms_error
+    assert limited < 0.9 * PolynomialFitter(Target(found, h, high)).fit(2).rms_error
 
 
 def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     h = -gaussian_values(8).exp()
     found = channels(torch.full((8,), 2.2), 0.75, 5.5)
-    near = Fitter(found, h, float("inf")).fit(4).rms_error
+    near = PolynomialFitter(Target(found, h, float("inf"))).fit(4).rms_error
     monkeypatch.setattr(polynomial, "_ROOM", 1e9)
-    assert near < 0.5 * Fitter(found, h, float("inf")).fit(4).rms_error
+    assert near < 0.5 * PolynomialFitter(Target(found, h, float("inf"))).fit(4).rms_error
 
 
 @pytest.mark.parametrize("high", [None, float("inf"), 6.0])
@@ -93,7 +94,7 @@ def test_channels_without_a_root_in_range(lmbda: float, gamma: float, beta: floa
     h = gaussian_values(3)
     expected = truth(found, h)
     expected = expected if high is None else expected.clamp(0, high)
-    error = (Fitter(found, h, high).fit(5)(h) - expected).square().mean().sqrt()
+    error = (PolynomialFitter(Target(found, h, high)).fit(5)(h) - expected).square().mean().sqrt()
     assert error < 0.05 * max(1.0, float(expected.std()))
 
 
@@ -103,7 +104,7 @@ def network(low: float, high: float, act: nn.Module) -> nn.Module:
 
 
 def fold(model: nn.Module, images: list[Tensor], **changes: Any) -> Folded:
-    options: dict[str, Any] = {"polynomial": True, "degree": None, "freeze_lambda": False, "tolerance": 0.05}
+    options: dict[str, Any] = {"runtime": "onnxruntime", "degree": None, "freeze_lambda": False, "tolerance": 0.05}
     return fold_network(
         model, tuple(images[0].shape[1:]), Approximation(**{**options, **changes}, fit=images, check=images)
     )
@@ -170,7 +171,7 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
     model = nn.Sequential(
         nn.Conv2d(4, 8, 3), retrofit.layers.GroupNormalNorm(2, 8, noise=0.0), nn.Conv2d(8, 3, 1)
     ).eval()
-    folded = fold(model, images, polynomial=False, freeze_lambda=True)
+    folded = fold(model, images, runtime=None, freeze_lambda=True)
     assert [layer.form for layer in folded.layers] == ["frozen"]
     h = model[0](torch.cat(images)).detach().unflatten(1, (2, 4)).flatten(2)
     lmbda = retrofit.layers.core.normality_norm(h, None, None, dim=(2,), eps=1e-5)[1].lmbda
@@ -185,6 +186,8 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
     [
         ({"fold": "cubic"}, "use exact or poly"),
         ({"degree": 3}, "use fold poly"),
+        ({"runtime": "openvino"}, "use fold poly"),
+        ({"fold": "poly", "runtime": "tflite"}, "use onnxruntime or openvino"),
         ({"fold": "poly", "degree": 1}, "use 2 to 8"),
         ({"fold": "poly", "degree": 9}, "use 2 to 8"),
         ({"freeze_lambda": True}, "--calibrate"),

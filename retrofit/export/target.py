@@ -1,0 +1,125 @@
+"""What is approximated, the function of one layer on the values that it really sees, and what an approximation is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.export.layers import ChannelMap
+from retrofit.layers.transform import yeo_johnson
+
+MAX_SIZE = 8
+"""Largest degree of a polynomial, and largest number of lines."""
+GAUSSIAN = 511  # quantiles of h where there are no images
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An approximation of one layer, behind `ChannelMap.upright`: an affine map of h and what follows it.
+
+    Attributes:
+        form: "affine", "polynomial" or "lines".
+        size: Degree of the polynomial, or number of lines; 1 is affine.
+        scale: (C,) in float64; the parts take scale * h + shift.
+        shift: (C,).
+        parts: Makes what follows, for input of a number of dimensions.
+        has_activation: Whether a ReLU behind the layer is included; else it stays.
+        max_error: Largest error on the data, as a share of the standard deviation of the layer's output.
+        rms_error: Root mean square of the same.
+    """
+
+    form: str
+    size: int
+    scale: Tensor
+    shift: Tensor
+    parts: Callable[[int], list[nn.Module]]
+    has_activation: bool = False
+    max_error: float = 0.0
+    rms_error: float = 0.0
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """Evaluate for h, (C, S), in the precision of a folded network."""
+        y = torch.addcmul(self.shift[:, None], h, self.scale[:, None]).T.float()
+        for part in self.parts(y.ndim):
+            y = part(y)
+        return y.T.to(h)
+
+
+class Fitter(Protocol):
+    """Fits of all sizes to one target."""
+
+    def __init__(self, target: Target) -> None:
+        """Prepare what they share."""
+
+    def fit(self, size: int) -> Fit:
+        """Return the fit of a size from 2 to `MAX_SIZE`."""
+
+
+class Target:
+    """The function of one layer.
+
+    Args:
+        found: The layer, upright.
+        h: Values that it sees, standardised, (C, S) in float64.
+        high: Upper limit of a ReLU (inf) or ReLU6 behind it; None if there is none.
+    """
+
+    def __init__(self, found: ChannelMap, h: Tensor, high: float | None) -> None:
+        """Evaluate the function."""
+        self.found, self.h, self.high = found, h, high
+        self.values = self.limited(h)
+        spread = self.values - self.values.mean(1, keepdim=True)
+        self.scale = max(float(spread.square().mean().sqrt()), 1e-30)
+
+    def unlimited(self, h: Tensor) -> Tensor:
+        """Return the layer's output for h, (C, S)."""
+        found = self.found
+        return found.gamma[:, None] * yeo_johnson(h, found.lmbda[:, None]) + found.beta[:, None]
+
+    def limited(self, h: Tensor) -> Tensor:
+        """Return the same behind the ReLU."""
+        y = self.unlimited(h)
+        return y if self.high is None else y.clamp(0.0, self.high)
+
+    def slope(self, h: Tensor) -> Tensor:
+        """Return the derivative of the layer's output at h, (C, S)."""
+        s = torch.where(h < 0, -1.0, 1.0).to(h)
+        return self.found.gamma[:, None] * torch.exp(s * (self.found.lmbda[:, None] - 1) * torch.log1p(h.abs()))
+
+    def inverse(self, y: float, fallback: Tensor) -> Tensor:
+        """Return h where the layer's output is y, (C,); `fallback` where it never is."""
+        lmbda = self.found.lmbda
+        value = (y - self.found.beta) / self.found.gamma
+        s = torch.where(value < 0, -1.0, 1.0).to(value)
+        p = 1 + s * (lmbda - 1)
+        base = 1 + p * value.abs()
+        a = torch.where(p == 0, value.abs().expm1(), base.pow(1 / torch.where(p == 0, 1.0, p)) - 1)
+        found = torch.where(base > 0, s * a, torch.nan)
+        return torch.where(found.isfinite(), found, fallback)
+
+    def affine(self) -> Fit:
+        """Return the least-squares line, which leaves a ReLU to itself."""
+        value = self.unlimited(self.h)
+        centre, mean = self.h.mean(1), value.mean(1)
+        centred = self.h - centre[:, None]
+        power = centred.square().sum(1)
+        slope = torch.where(power > 0, (centred * value).sum(1) / power, 0.0)
+        return self.measured(Fit("affine", 1, slope, mean - slope * centre, lambda _: []))
+
+    def measured(self, fit: Fit) -> Fit:
+        """Return a fit with its errors."""
+        values = fit(self.h)
+        if self.high is not None and not fit.has_activation:
+            values = values.clamp(0.0, self.high)
+        error = (values - self.values) / self.scale
+        return replace(fit, max_error=float(error.abs().max()), rms_error=float(error.square().mean().sqrt()))
+
+
+def gaussian_values(channels: int) -> Tensor:
+    """Return what running statistics alone say about h: the quantiles of a standard normal, (C, S)."""
+    ranks = (torch.arange(GAUSSIAN, dtype=torch.float64) + 0.5) / GAUSSIAN
+    return torch.special.ndtri(ranks).expand(channels, -1)
