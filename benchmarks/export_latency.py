@@ -1,4 +1,4 @@
-"""What the power transform costs after export: the source folded, exact and poly (for either), in ONNX Runtime and OpenVINO.
+"""What the power transform costs after export: the source folded, exact and poly, in ONNX Runtime and OpenVINO.
 
     pip install openvino
     python benchmarks/export_latency.py

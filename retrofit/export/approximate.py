@@ -111,7 +111,7 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
     advice = "raise --tolerance" if wanted.fit else "raise --tolerance, give --calibrate images"
     raise RetrofitError(
         f"approximations change the output by {best:.2g} of its scale, not safely less than "
-        f" {wanted.tolerance:g}; {advice} or use --fold exact"
+        f"{wanted.tolerance:g}; {advice} or use --fold exact"
     )
 
 

@@ -41,7 +41,7 @@ class LineFitter:
         w, x, y = self.weight, self.h, self.values
         sums = torch.stack([w, w * x, w * y, w * x * x, w * x * y]).cumsum(2)
         self.sums = nn.functional.pad(sums, (1, 0))
-        self.rank = self._rank()
+        self.rank = self._ranks()
 
     def fit(self, size: int) -> Fit:
         """Fit so many lines by least squares on the data."""
@@ -52,17 +52,12 @@ class LineFitter:
             meet = -(y - slopes * x).diff(dim=1) / torch.where(turn == 0, 1.0, turn)
             knots = torch.where(turn == 0, knots, meet).clamp(x[:, :-1], x[:, 1:])
         slopes = self._lines(knots)[0]
-        slopes = slopes.maximum(_FLAT * slopes.amax(1, keepdim=True))
+        live = self.target.found.gamma[:, None] > 0
+        slopes = torch.where(live, slopes.maximum(_FLAT * slopes.amax(1, keepdim=True)), 1.0)
         rises = nn.functional.pad(slopes[:, 1:-1] * knots.diff(dim=1), (1, 0))  # to each division from the one before
-        before = torch.searchsorted(knots, self.h).sub_(1).clamp_min_(0)
-        above = self.h > knots[:, :1]
-        y = rises.cumsum(1).gather(1, before) + (self.h - knots.gather(1, before)) * slopes.gather(1, before + above)
-        rises[:, 0] = (self.weight * (self.values - y)).sum(1) / self.weight.sum(1)
-
-        live = self.target.found.gamma > 0
-        bends = torch.where(live[:, None], slopes[:, :-1] / torch.where(live, slopes.T, 1.0).T[:, 1:], 1.0)
-        rises = torch.where(live[:, None], rises, nn.functional.pad(self.target.found.beta[:, None], (0, size - 2)))
-        last = torch.where(live, slopes[:, -1], 0.0)
+        rises[:, 0] = self._offset(knots, slopes, rises.cumsum(1))
+        rises = torch.where(live, rises, nn.functional.pad(self.target.found.beta[:, None], (0, size - 2)))
+        last, bends = torch.where(live, slopes, 0.0)[:, -1], slopes[:, :-1] / slopes[:, 1:]
         return self.target.measured(
             Fit(
                 "lines",
@@ -77,6 +72,13 @@ class LineFitter:
             )
         )
 
+    def _offset(self, knots: Tensor, slopes: Tensor, heights: Tensor) -> Tensor:
+        """Return what is missing, on average, of a function with these heights at its divisions, (C,)."""
+        before = torch.searchsorted(knots, self.h).sub_(1).clamp_min_(0)
+        line = before + (self.h > knots[:, :1])
+        y = heights.gather(1, before) + (self.h - knots.gather(1, before)) * slopes.gather(1, line)
+        return (self.weight * (self.values - y)).sum(1) / self.weight.sum(1)
+
     def _domain(self) -> tuple[Tensor, Tensor]:
         """Return the ends of what is fitted, (C,) each: the data and a margin, as far as a ReLU lets it through."""
         target = self.target
@@ -90,7 +92,7 @@ class LineFitter:
         end = torch.minimum(target.inverse(target.high, top), top) if target.high < float("inf") else top
         return start, torch.where(end > start, end, top)
 
-    def _rank(self) -> Tensor:
+    def _ranks(self) -> Tensor:
         """Return what of the data and of the slope's change is left behind at each value, (C, S)."""
         data = self.sums[0, :, 1:] / self.sums[0, :, -1:]
         slope = self.target.slope(self.h.clamp(self.start[:, None], self.end[:, None])).clamp_min(1e-30).log()

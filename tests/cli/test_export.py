@@ -84,7 +84,8 @@ def test_failed_check(run: Run, artifact: Path, monkeypatch: pytest.MonkeyPatch)
     assert not Path("net.onnx").exists()
 
 
-def test_poly(run: Run, artifact: Path) -> None:
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_poly(run: Run, artifact: Path, runtime: str) -> None:
     folder = Path("photos/one")
     folder.mkdir(parents=True)
     for number in range(6):
@@ -101,6 +102,8 @@ def test_poly(run: Run, artifact: Path) -> None:
         "net.onnx",
         "--fold",
         "poly",
+        "--for",
+        runtime,
         "--calibrate",
         "photos",
         "--tolerance",
@@ -111,7 +114,7 @@ def test_poly(run: Run, artifact: Path) -> None:
     found = json.loads(result.stdout)
     assert found["parity"]["batches"] == [1, 2]
     assert {layer["form"] for layer in found["layers"]} <= {
-        "polynomial",
+        "polynomial" if runtime == "onnxruntime" else "lines",
         "folded",
         "affine",
         "one branch",
