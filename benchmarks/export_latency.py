@@ -71,7 +71,7 @@ def export(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list[
     torch.manual_seed(0)
     if args.checkpoint:
         network = open_model(args.checkpoint)
-        model, images = network.model.eval(), sample_batches(args.data_dir, network.preprocess)
+        model, images = network.model.eval(), sample_batches(args.data_dir, network.preprocess, images=256)
         source = timm.create_model(network.source.name, num_classes=model.num_classes)
         size: Sequence[int] = network.preprocess.input_size
     else:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from retrofit.export.folding import FoldedLayer
 
 
+_IMAGES = 256  # to fit on, and to check on: half each
+
 HELP = """Export MODEL to ONNX, its normalization folded, and check the file against PyTorch.
 
 The batch is dynamic. What differs from the network by more than the tolerance is not written.
@@ -51,7 +53,12 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     help="Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly).",
 )
 @click.option("--opset", type=int, default=18, metavar="N", help="18 to 22 (default: 18).")
-@click.option("--calibrate", type=click.Path(), metavar="DIR", help="Folder or .tar of images to fit and check on.")
+@click.option(
+    "--calibrate",
+    type=click.Path(),
+    metavar="DIR",
+    help=f"Folder or .tar of images; {_IMAGES} of them to fit and check on.",
+)
 @click.option("--freeze-lambda", is_flag=True, help="Use the images' mean lambda where a layer estimates it.")
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @weights_options
@@ -85,7 +92,7 @@ def command(
     check_opset(opset)
     files.ensure_writable(output, force)
     network = open_network(model, **options)
-    batches = None if calibrate is None else sample_batches(calibrate, network.preprocess)
+    batches = None if calibrate is None else sample_batches(calibrate, network.preprocess, images=_IMAGES)
     try:
         with waiting("exporting"):
             report = export_onnx(

@@ -10,7 +10,7 @@ from torch import nn
 
 from retrofit.export.target import Fit
 
-_FALL = 1.5  # of the squared error, from one choice to the next
+_FALL = 1.25  # of the squared error, from one choice to the next
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ sharing.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.export import layers
-from retrofit.export.approximate import Approximation, choose, mean_lambdas
+from retrofit.export.approximate import Approximation, Transform, choose, mean_lambdas
 from retrofit.export.forms import (
     ChannelAffine,
     Clamp,
@@ -128,7 +128,10 @@ class _Folding:
             for layer in self.wanted:
                 found = layers.channel_map(layer) if layer in self.shapes else None
                 if found is not None and not found.is_affine:
-                    transforms[layer] = (found.upright(), _upper_limit(self.sites.get(layer)), self.shapes[layer])
+                    high = _upper_limit(self.sites.get(layer))
+                    name = None if high is None else self._own_activation(layer)
+                    act = None if name is None else self.net.get_submodule(name)
+                    transforms[layer] = Transform(found.upright(), self.shapes[layer], high, act)
             if transforms:
                 self.fits = choose(self.net, transforms, wanted)
 
@@ -182,9 +185,8 @@ class _Folding:
         if fit.size == 1:
             ones = torch.ones_like(scale)
             return self._affine(layer, ChannelMap(scale, shift, ones, ones, torch.zeros_like(shift)))
-        site = self.sites.get(layer)
-        if site is not None and fit.has_activation:
-            self._drop_activation(site)  # a ReLU that stays does no harm
+        if fit.has_activation:
+            self._drop_activation(layer)  # a ReLU that stays does no harm
         return fit.form, [*self._before(layer, scale, shift), *fit.parts(len(self.shapes[layer]))]
 
     def _one_branch(self, layer: nn.Module, found: ChannelMap) -> list[nn.Module] | None:
@@ -199,7 +201,7 @@ class _Folding:
         zero = torch.where(live, base, 1.0).pow(1 / lmbda)  # 1 + h0
         live &= zero.isfinite()
         scale = torch.where(live, found.gamma / lmbda - found.beta, 0.0)
-        if not self._drop_activation(site):
+        if not self._drop_activation(layer):
             return None
         to_u = torch.where(live, 1 / zero, 0.0)
         parts = self._before(layer, found.scale * to_u, torch.where(live, (found.shift + 1) * to_u, 1.0))
@@ -266,19 +268,30 @@ class _Folding:
             return None
         return consumer if in_channels(consumer) == channels else None
 
-    def _drop_activation(self, site: Site) -> bool:
+    def _drop_activation(self, layer: nn.Module) -> bool:
         """Take away the activation that a form includes."""
+        name = self._own_activation(layer)
+        if name is not None:
+            replace_module(self.net, name, nn.Identity())
+        return name is not None
+
+    def _own_activation(self, layer: nn.Module) -> str | None:
+        """Return the name of the activation behind a layer, as a module that is called there only; None if it is not.
+
+        For one call of several, or a functional call, there is such a module then.
+        """
+        site = self.sites[layer]
         act = site.activation
         assert act is not None
-        if act.call is None:
-            replace_module(self.net, act.name, nn.Identity())
-            return True
-        try:
-            name = f"{site.norm.removeprefix(act.owner + '.').replace('.', '_')}_folded"
-            replace_call(self.net, act.call, nn.Identity(), name)
-        except RewriteError:
-            return False
-        return True
+        if act.call is not None:
+            child = f"{site.norm.removeprefix(act.owner + '.').replace('.', '_')}_activation"
+            try:
+                replace_call(self.net, act.call, copy.deepcopy(act.module), child)
+            except RewriteError:
+                return None
+            act = replace(act, call=None, name=f"{act.owner}.{child}".removeprefix("."))
+            self.sites[layer] = replace(site, activation=act)
+        return act.name
 
     def _put(self, name: str, parts: list[nn.Module]) -> None:
         module = parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()

@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from retrofit.export.forms import ChannelAffine
 from retrofit.export.target import Fit, Target
 
-_MARGIN = 0.1  # of the data's range, which others will exceed
-_GRID = 64  # points over the whole range, which keep lines sane where there is no data
-_GRID_WEIGHT = 1e-3  # of all of them together, against the data's 1
 _ROUNDS = 50
 _FLAT = 1e-6  # slope, of the channel's largest, below which it counts as that
 
@@ -30,14 +27,11 @@ class LineFitter:
 
     def __init__(self, target: Target) -> None:
         """Sort the values of each channel on which a ReLU leaves something, and sum up what least squares need."""
-        self.target, h = target, target.h
+        self.target = target
         self.start, self.end = self._domain()
-        steps = torch.linspace(0, 1, _GRID, dtype=h.dtype, device=h.device)
-        grid = self.start[:, None] + steps * (self.end - self.start)[:, None]
-        inside = (h >= self.start[:, None]) & (h <= self.end[:, None])
-        weight = torch.cat([inside / h.shape[1], torch.full_like(grid, _GRID_WEIGHT / _GRID)], 1)
-        self.h, order = torch.cat([h, grid], 1).sort(1)
-        self.weight, self.values = weight.gather(1, order), target.unlimited(self.h)
+        self.h, order = target.h.sort(1)
+        inside = (self.h >= self.start[:, None]) & (self.h <= self.end[:, None])
+        self.weight, self.values = target.weight[order] * inside, target.unlimited(self.h)
         w, x, y = self.weight, self.h, self.values
         sums = torch.stack([w, w * x, w * y, w * x * x, w * x * y]).cumsum(2)
         self.sums = nn.functional.pad(sums, (1, 0))
@@ -80,11 +74,9 @@ class LineFitter:
         return (self.weight * (self.values - y)).sum(1) / self.weight.sum(1)
 
     def _domain(self) -> tuple[Tensor, Tensor]:
-        """Return the ends of what is fitted, (C,) each: the data and a margin, as far as a ReLU lets it through."""
+        """Return the ends of what is fitted, (C,) each: the data, as far as a ReLU lets it through."""
         target = self.target
         low, top = target.h.amin(1), target.h.amax(1)
-        margin = (_MARGIN * (top - low)).clamp_min(1e-6)
-        low, top = low - margin, top + margin
         if target.high is None:
             return low, top
         root = target.inverse(0.0, low)

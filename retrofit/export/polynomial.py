@@ -20,34 +20,28 @@ from torch import Tensor
 from retrofit.export.forms import Clamp, Polynomial
 from retrofit.export.target import MAX_SIZE, Fit, Target
 
-_MARGIN = 1.2  # of the clamped range over that of the data, which others will exceed
 _ROOM = 0.5  # of the data's range, at most, between it and a root below: the polynomial is to see more than a sliver
-_SHARES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of that range to try
-_GRID = 64  # points over the whole clamped range, which keep the polynomial sane where there is no data
-_GRID_WEIGHT = 1e-3  # of all of them together, against the data's 1
+_SHARES = (1.0, 0.75, 0.56, 0.42, 0.32, 0.24, 0.18, 0.13)  # of that range to try
 
 
 class _Equations:
-    """Normal equations of the polynomials in p = to_p * h + from_p, of all degrees at once."""
+    """Normal equations of the polynomials in p = clamp(to_p * h + from_p, low, 1), of all degrees at once."""
 
-    def __init__(self, to_p: Tensor, from_p: Tensor) -> None:
+    def __init__(self, target: Target, to_p: Tensor, from_p: Tensor, low: float) -> None:
         self.to_p, self.from_p = to_p, from_p
-        self._powers = to_p.new_zeros(2 * MAX_SIZE, len(to_p))  # sums of p, p^2, ...
+        self._powers = to_p.new_zeros(2 * MAX_SIZE, len(to_p))  # means of p, p^2, ...
         self._products = to_p.new_zeros(MAX_SIZE, len(to_p))  # of p * target, p^2 * target, ...
-        self._target = torch.zeros_like(to_p)
-
-    def add(self, p: Tensor, target: Tensor, weight: float) -> None:
-        """Add data, (C, S) each."""
+        self._target = target.values.square() @ target.weight
+        p = torch.addcmul(from_p[:, None], target.h, to_p[:, None]).clamp(low, 1.0)
         power = torch.ones_like(p)
         for k in range(2 * MAX_SIZE):
             power = power * p
-            self._powers[k] += weight * power.sum(1)
+            self._powers[k] = power @ target.weight
             if k < MAX_SIZE:
-                self._products[k] += weight * torch.linalg.vecdot(power, target)
-        self._target += weight * target.square().sum(1)
+                self._products[k] = (power * target.values) @ target.weight
 
     def solve(self, degree: int) -> tuple[Tensor, Tensor]:
-        """Return the coefficients, (degree, C), and the sum of squared errors, (C,)."""
+        """Return the coefficients, (degree, C), and the mean squared error, (C,)."""
         k = torch.arange(degree, device=self.to_p.device)
         gram, products = self._powers.T[:, k[:, None] + k + 1], self._products[:degree].T
         ridge = 1e-12 * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-30  # dead channels have no data at all
@@ -67,7 +61,7 @@ class PolynomialFitter:
         self.root = self._root(low, top)
         if high is not None:
             self.root = self.root.maximum(low - _ROOM * (top - low).clamp_min(1.0))
-        reach = _MARGIN * (top - self.root if high is not None else torch.maximum(top - self.root, self.root - low))
+        reach = top - self.root if high is not None else torch.maximum(top - self.root, self.root - low)
         if high is not None and high < float("inf"):  # beyond it nothing rises
             reach = torch.minimum(reach, target.inverse(high, self.root + reach) - self.root)
         self.reach = torch.where((reach > 0) & self.root.isfinite() & (gamma > 0), reach, 0.0)
@@ -100,20 +94,12 @@ class PolynomialFitter:
 
     @cached_property
     def _equations(self) -> list[_Equations]:
-        values = self.target.h
         live, dead = self.reach > 0, (self.target.found.gamma == 0).double()
-        grid = torch.linspace(self.low, 1.0, _GRID, dtype=values.dtype, device=values.device).expand(len(values), -1)
-        weight = _GRID_WEIGHT * values.shape[1] / _GRID
         found = []
         for share in _SHARES:
             to_p = torch.where(live, 1 / (share * self.reach), 0.0)
             from_p = torch.where(live, -self.root * to_p, dead)
-            h = torch.where(live[:, None], self.root[:, None] + grid * (share * self.reach)[:, None], 0.0)
-            equations = _Equations(to_p, from_p)
-            for x, y, amount in ((values, self.target.values, 1.0), (h, self.target.limited(h), weight)):
-                p = torch.addcmul(from_p[:, None], x, to_p[:, None]).clamp(self.low, 1.0)
-                equations.add(p, y, amount)
-            found.append(equations)
+            found.append(_Equations(self.target, to_p, from_p, self.low))
         return found
 
     def _root(self, low: Tensor, top: Tensor) -> Tensor:

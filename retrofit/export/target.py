@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.export.layers import ChannelMap
+from retrofit.export.values import Values
 from retrofit.layers.transform import yeo_johnson
 
 MAX_SIZE = 8
 """Largest degree of a polynomial, and largest number of lines."""
-GAUSSIAN = 511  # quantiles of h where there are no images
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Fit:
         shift: (C,).
         parts: Makes what follows, for input of a number of dimensions.
         has_activation: Whether a ReLU behind the layer is included; else it stays.
-        max_error: Largest error on the data, as a share of the standard deviation of the layer's output.
-        rms_error: Root mean square of the same.
+        max_error: Largest error on what was seen, as a share of the standard deviation of the layer's output.
+        rms_error: Root mean square of the same, what may follow included.
     """
 
     form: str
@@ -64,16 +64,17 @@ class Target:
 
     Args:
         found: The layer, upright.
-        h: Values that it sees, standardised, (C, S) in float64.
+        data: Values that it sees, standardised.
         high: Upper limit of a ReLU (inf) or ReLU6 behind it; None if there is none.
     """
 
-    def __init__(self, found: ChannelMap, h: Tensor, high: float | None) -> None:
+    def __init__(self, found: ChannelMap, data: Values, high: float | None) -> None:
         """Evaluate the function."""
-        self.found, self.h, self.high = found, h, high
-        self.values = self.limited(h)
-        spread = self.values - self.values.mean(1, keepdim=True)
-        self.scale = max(float(spread.square().mean().sqrt()), 1e-30)
+        self.found, self.data, self.high = found, data, high
+        self.h, self.weight = data.h, data.weight / data.weight.sum()
+        self.values = self.limited(self.h)
+        spread = self.values - (self.values @ self.weight)[:, None]
+        self.scale = max(self._rms(spread), 1e-30)
 
     def unlimited(self, h: Tensor) -> Tensor:
         """Return the layer's output for h, (C, S)."""
@@ -103,11 +104,11 @@ class Target:
 
     def affine(self) -> Fit:
         """Return the least-squares line, which leaves a ReLU to itself."""
-        value = self.unlimited(self.h)
-        centre, mean = self.h.mean(1), value.mean(1)
+        value, weight = self.unlimited(self.h), self.weight
+        centre, mean = self.h @ weight, value @ weight
         centred = self.h - centre[:, None]
-        power = centred.square().sum(1)
-        slope = torch.where(power > 0, (centred * value).sum(1) / power, 0.0)
+        power = centred.square() @ weight
+        slope = torch.where(power > 0, (centred * value) @ weight / power, 0.0)
         return self.measured(Fit("affine", 1, slope, mean - slope * centre, lambda _: []))
 
     def measured(self, fit: Fit) -> Fit:
@@ -116,10 +117,7 @@ class Target:
         if self.high is not None and not fit.has_activation:
             values = values.clamp(0.0, self.high)
         error = (values - self.values) / self.scale
-        return replace(fit, max_error=float(error.abs().max()), rms_error=float(error.square().mean().sqrt()))
+        return replace(fit, max_error=float(error[:, : self.data.seen].abs().max()), rms_error=self._rms(error))
 
-
-def gaussian_values(channels: int) -> Tensor:
-    """Return what running statistics alone say about h: the quantiles of a standard normal, (C, S)."""
-    ranks = (torch.arange(GAUSSIAN, dtype=torch.float64) + 0.5) / GAUSSIAN
-    return torch.special.ndtri(ranks).expand(channels, -1)
+    def _rms(self, values: Tensor) -> float:
+        return float((values.square() @ self.weight).mean().sqrt())
