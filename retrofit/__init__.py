@@ -6,11 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrofit import layers
-    from retrofit.artifact import load, save
+    from retrofit import callbacks, layers
     from retrofit.errors import RetrofitError, UsageError
     from retrofit.export import export_onnx, fold
-    from retrofit.surgery import convert, plan, set_strength
+    from retrofit.export.plain import plain
+    from retrofit.finetune.batch_statistics import sync_norms
+    from retrofit.finetune.running_statistics import freeze_norms, update_bn
+    from retrofit.networks.artifact import load, save
+    from retrofit.surgery import convert, plan, set_strength, strength_of
 
 __version__ = "0.1.0"
 
@@ -18,10 +21,15 @@ _HOME = {
     "convert": "retrofit.surgery",
     "plan": "retrofit.surgery",
     "set_strength": "retrofit.surgery",
-    "load": "retrofit.artifact",
-    "save": "retrofit.artifact",
+    "strength_of": "retrofit.surgery",
+    "load": "retrofit.networks.artifact",
+    "save": "retrofit.networks.artifact",
     "export_onnx": "retrofit.export",
     "fold": "retrofit.export",
+    "plain": "retrofit.export.plain",
+    "freeze_norms": "retrofit.finetune.running_statistics",
+    "sync_norms": "retrofit.finetune.batch_statistics",
+    "update_bn": "retrofit.finetune.running_statistics",
     "RetrofitError": "retrofit.errors",
     "UsageError": "retrofit.errors",
 }
@@ -30,21 +38,27 @@ __all__ = [
     "RetrofitError",
     "UsageError",
     "__version__",
+    "callbacks",
     "convert",
     "export_onnx",
     "fold",
+    "freeze_norms",
     "layers",
     "load",
+    "plain",
     "plan",
     "save",
     "set_strength",
+    "strength_of",
+    "sync_norms",
+    "update_bn",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import the public names when they are first asked for."""
-    if name == "layers":
-        return importlib.import_module("retrofit.layers")
+    if name in ("callbacks", "layers"):
+        return importlib.import_module(f"retrofit.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

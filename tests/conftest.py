@@ -7,6 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The suite tries the same examples each time, so that luck decides nothing; test_properties.py looks further. What it
+# finds becomes an `@example`.
+settings.register_profile("pinned", max_examples=60, deadline=None, derandomize=True, database=None)
+settings.register_profile("wide", max_examples=500, deadline=None, print_blob=True, database=None)
+settings.load_profile("pinned")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -10,9 +10,9 @@ import pytest
 import timm
 import torch
 
-from retrofit.models import open_model
+from retrofit.networks.models import open_model
 from retrofit.surgery import convert
-from retrofit.surgery.check import IdentityCheck
+from retrofit.surgery.identity_check import IdentityCheck
 
 TABLE = Path(__file__).parents[1] / "benchmarks" / "results" / "zoo-normal.csv"
 LARGEST = 30_000_000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from retrofit.bench.memory import peak_memory
 from retrofit.errors import RetrofitError
+from retrofit.utils.placement import autocast
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")
@@ -133,7 +133,9 @@ def _step(
     """Return what runs one batch of seeded images through a copy of the network."""
     layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
     model = copy.deepcopy(network).to(setting.device).to(memory_format=layout).train(mode == "train")
-    pixels = torch.randn(setting.batch_size, *size, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(
+        setting.batch_size, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     pixels = pixels.to(setting.device).contiguous(memory_format=layout)
     with torch.inference_mode():
         scores = copy.deepcopy(model).eval()(pixels[:2])
@@ -141,7 +143,7 @@ def _step(
     if mode == "eval":
 
         def forward() -> object:
-            with torch.inference_mode(), _precision(setting):
+            with torch.inference_mode(), autocast(setting.device, setting.amp):
                 return run(pixels)
 
         return forward
@@ -151,7 +153,7 @@ def _step(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
     def train() -> None:
-        with _precision(setting):
+        with autocast(setting.device, setting.amp):
             out = run(pixels)
             loss = F.cross_entropy((out if isinstance(out, Tensor) else out[0]).float(), targets)
         loss.backward()
@@ -169,7 +171,3 @@ def _timed(step: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def _precision(setting: Setting) -> AbstractContextManager[Any]:
-    return nullcontext() if setting.amp is None else torch.autocast(setting.device.type, dtype=setting.amp)

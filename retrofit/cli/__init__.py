@@ -7,6 +7,7 @@ exit code 1 (refused, failed check, nothing to do) or 2 (usage); RETROFIT_DEBUG=
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import os
@@ -18,6 +19,7 @@ import click
 
 from retrofit import __version__
 from retrofit.errors import RetrofitError
+from retrofit.utils.text import printable, with_class
 
 COMMANDS = {
     "convert": "Turn a network into its normality-normalized or batch-independent counterpart.",
@@ -39,8 +41,19 @@ class _Commands(click.Group):
         """Return the names of the commands, in the order of the work."""
         return list(COMMANDS)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that `args` start with; for a mistyped one, say which is the closest."""
+        name = args[0] if args else ""
+        if name not in COMMANDS and not name.startswith("-"):
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            ctx.fail(f"there is no command {name!r}{hint}")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None for an unknown name, which click reports with the closest ones."""
+        """Import a command; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
@@ -58,6 +71,9 @@ class _Commands(click.Group):
         code = INTERRUPTED
         try:
             code = super().main(args, prog_name, **extra) or 0
+        except click.exceptions.NoArgsIsHelpError as bare:
+            code = bare.exit_code
+            click.echo(bare.format_message(), err=True)
         except click.Abort as abort:
             _report("interrupted", abort)
         except click.ClickException as error:
@@ -71,17 +87,17 @@ class _Commands(click.Group):
             _report(f"error: {error}; check the path, its permissions and the free space", error)
         except Exception as error:
             code = 1
-            first = (str(error).strip().splitlines() or ["no message"])[0]
             hint = "RETROFIT_DEBUG=1 shows the traceback, please report it"
-            _report(f"error: unexpected {type(error).__name__}: {first}; {hint}", error)
+            _report(f"error: unexpected {with_class(error)}; {hint}", error)
         sys.exit(code)
 
 
 def _sentence(error: click.ClickException) -> str:
     """Return click's complaint as our one line, with the help page to turn to."""
+    message = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
     page = f"{context.command_path if context else 'retrofit'} --help"
-    return f"error: {error.format_message().rstrip('.')}; see {page}"
+    return f"error: {message}; see {page}"
 
 
 def _report(line: str, error: BaseException) -> None:
@@ -91,7 +107,7 @@ def _report(line: str, error: BaseException) -> None:
 
         traceback.print_exception(error)
     try:
-        click.echo(line, err=True)
+        click.echo(printable(line), err=True)
     except OSError as closed:  # nobody is left to read it
         if closed.errno != errno.EPIPE:
             raise

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrofit.cli.console import emit, progress_bar, say, show_table
-from retrofit.cli.device import device_of, precision_of
+from retrofit.cli.device import chosen_device, precision_of
 from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
     from retrofit.bench import Cost, Spread
-    from retrofit.models import Network
+    from retrofit.networks.models import Network
 
 HELP = """Measure what MODEL costs: time and peak memory of evaluation and of a training step.
 
@@ -60,10 +60,10 @@ def command(
     from retrofit.bench.cost import MODES
     from retrofit.cli.network import open_network
 
-    place = device_of(device)
+    place = chosen_device(device)
     precision = precision_of(place, amp, amp_dtype)
-    network = open_network(model, **options)
-    name, reference = _reference(model, network, against)
+    network = open_network(model, beside=against, **options)
+    name, reference = _reference(model, network, against, options["network"])
     networks = {
         model: (network.model, network.preprocess.input_size),
         name: (reference.model, reference.preprocess.input_size),
@@ -77,24 +77,29 @@ def command(
     sizes = ", ".join(dict.fromkeys(" x ".join(map(str, size)) for _, size in networks.values()))
     say(f"{rounds} turns each, batches of {batch_size} at {sizes}, {_machine(place)}")
     if as_json:
+        conversions = {model: network.conversion, name: reference.conversion}
         emit({"schema": 1, "machine": _machine(place), "batch_size": batch_size, "rounds": rounds,
-              "costs": [_values(cost) for cost in found]})  # fmt: skip
+              "networks": conversions, "costs": [_values(cost) for cost in found]})  # fmt: skip
 
 
-def _reference(model: str, network: Network, against: str | None) -> tuple[str, Network]:
+def _reference(model: str, network: Network, against: str | None, own: str | None) -> tuple[str, Network]:
     """Return the name to show, and the network to measure against."""
     from dataclasses import replace
 
     from retrofit.cli.network import open_network
-    from retrofit.library import build
-    from retrofit.models import is_artifact
+    from retrofit.networks.description import restore
+    from retrofit.networks.identify import set_since
+    from retrofit.networks.library import build
+    from retrofit.networks.models import is_artifact
 
     if against is not None:
-        size = {} if is_artifact(against) else {"img_size": network.preprocess.input_size[-1]}
-        return against, open_network(against, **size)
+        options = {"network": own} if is_artifact(against) else {"img_size": network.preprocess.input_size[-1]}
+        return against, open_network(against, **options)
     if network.artifact is None:
         raise UsageError(f"{model} is no artifact, whose source would be the reference; give --against MODEL")
-    return network.source.name, replace(network, model=build(network.source), artifact=None)
+    reference = build(network.source)
+    restore(reference, set_since(network.model, network.source))
+    return network.source.name, replace(network, model=reference, artifact=None)
 
 
 def _show(found: list[Cost]) -> None:

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from retrofit.utils.text import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 _LOG_WIDTH = 120  # where stderr is no terminal, a table should not be squeezed into 80 columns
+_GAP = 3  # between two columns of a table
+_WIDE = 100  # a terminal that has room for long lines
+_NARROW = 14  # a column is not made narrower than that,
+_SENTENCE = 16  # and one of sentences than that
 _ROWS = 16  # of a table: what is shown must not grow with the model
 
 
@@ -28,7 +34,7 @@ def _stderr() -> Console:
 
 def say(text: str, style: str | None = None) -> None:
     """Write one line to stderr, never broken into several."""
-    _stderr().print(text, style=style, soft_wrap=True)
+    _stderr().print(printable(text), style=style, soft_wrap=True)
 
 
 def emit(values: dict[str, Any]) -> None:
@@ -47,21 +53,54 @@ def _finite(value: Any) -> Any:
 def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     """Write a table to stderr; the first column holds numbers, and a column without entries is left out.
 
-    Rows beyond a limit are counted, not shown.
+    Rows beyond a limit are counted, not shown. Where the terminal is too narrow, the last column is broken between
+    words if it holds sentences, and entries of the others are shortened in their middle.
     """
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
-    for number in filled:
-        table.add_column(columns[number], justify="left" if number else "right", overflow="fold")
-    for row in rows[:_ROWS]:
-        table.add_row(*(row[number] for number in filled))
     console = _stderr()
+    filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    shown = [[row[number] for number in filled] for row in rows[:_ROWS]]
+    widths = _fit([columns[number] for number in filled], shown, console.width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, number in enumerate(filled):
+        table.add_column(columns[number], justify="left" if place else "right", no_wrap=place < len(filled) - 1)
+    for row in shown:
+        *cells, last = (shorten(cell, width) for cell, width in zip(row, widths, strict=True))
+        table.add_row(*cells, row[-1] if " " in row[-1] else last)
     console.print(table)
     if len(rows) > _ROWS:
         say(f"... and {len(rows) - _ROWS} more kinds; --json lists every layer")
+
+
+def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
+    """Write rows to stderr, whole and aligned, however wide the terminal is."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))] if rows else []
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def shorten(text: str, width: int) -> str:
+    """Return `text` in at most `width` characters, its middle left out."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def _fit(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Return how wide each column may be, so that all of them and the gaps between them fit: the widest gives first."""
+    widths = [
+        max(len(column), *(len(row[place]) for row in rows)) if rows else len(column)
+        for place, column in enumerate(columns)
+    ]
+    room = width - _GAP * len(columns)
+    if sum(widths) > room and any(" " in row[-1] for row in rows):
+        widths[-1] = max(room - sum(widths[:-1]), _SENTENCE)  # is broken into lines
+    while sum(widths) > room and (widest := max(widths)) > _NARROW:
+        widths[widths.index(widest)] -= 1
+    return widths
 
 
 def waiting(text: str) -> AbstractContextManager[Any]:
@@ -89,8 +128,11 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int | None], None] | None
         yield move
 
 
-def names(values: Iterable[str], shown: int = 2) -> str:
-    """Return the first few names and the number of the others."""
+def names(values: Iterable[str]) -> str:
+    """Return the first names, two where there is room for them, and the number of the others."""
     listed = list(values)
-    head = ", ".join(listed[:shown])
+    if _stderr().width < _WIDE and len(listed) > 1:
+        return f"{listed[0]} (+{len(listed) - 1})"
+    shown = 2
+    head = ", ".join(printable(value, 80) for value in listed[:shown])
     return f"{head}, ... ({len(listed) - shown} more)" if len(listed) > shown else head

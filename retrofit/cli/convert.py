@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +21,23 @@ from retrofit.cli.tables import show_plan
 from retrofit.errors import RetrofitError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
+    from torch.nn import ModuleList
 
-    from retrofit.surgery.check import CheckResult
+    from retrofit.layers import StrengthMixin
+    from retrofit.networks.library import ModelSource
+    from retrofit.surgery import Report
+    from retrofit.surgery.identity_check import CheckResult
 
 
-HELP = """Convert MODEL: a timm name, tv:NAME for torchvision, or a retrofit .safetensors file.
+HELP = """Convert MODEL: a timm name, tv:NAME, py:MODULE:CALLABLE (a network of your own), or a .safetensors file.
 
 At strength 0 the converted network gives the same outputs as its source; this is checked before anything is
-written. (The layers of evonorm-s0 and frn-tlu have no strength: there it is only said how much the outputs change.)
-A summary goes to stderr, and with --json one object to stdout.
+written. Layers that were converted before keep their strength. (The layers of evonorm-s0 and frn-tlu have no
+strength: there it is only said how much the outputs change.) A summary goes to stderr, and with --json one object to
+stdout.
 
 \b
 $ retrofit convert resnet50 --to bnn
@@ -63,7 +69,7 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
     "--to",
     required=True,
     metavar="TARGET",
-    help="bnn, lnn, gnn, inn, normal, gn, ln, gn-pn, ln-pn, dbn, dbnn, evonorm-s0 or frn-tlu.",
+    help="bnn, lnn, gnn, inn, normal, gn, ln, gn-pn, ln-pn, frozen, dbn, dbnn, evonorm-s0 or frn-tlu.",
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="NAME-TARGET.safetensors if left out."
@@ -74,7 +80,7 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
     "--strength",
     type=click.FloatRange(0, 1),
     metavar="F",
-    help="From 0, the source's function, to 1, the target's (default: 0).",
+    help="Of the layers converted now: from 0, the source's function, to 1, the target's (default: 0).",
 )
 @architecture_options
 @click.option("--force", is_flag=True, help="Replace an existing output file.")
@@ -83,17 +89,21 @@ def command(
     model: str, to: str, output: Path | None, strength: float | None, force: bool, as_json: bool, **options: Any
 ) -> None:
     """Run `retrofit convert`."""
-    from retrofit import artifact, files, surgery
+    from torch.nn import ModuleList
+
+    from retrofit import surgery
     from retrofit.cli.network import file_stem, open_network
-    from retrofit.data import sample_batches
-    from retrofit.evaluate import predictions
-    from retrofit.surgery.check import IdentityCheck
+    from retrofit.evaluation.accuracy import predictions
+    from retrofit.images.dataset import sample_batches
+    from retrofit.networks import artifact
+    from retrofit.surgery.identity_check import IdentityCheck
+    from retrofit.utils import files
 
     output = output or Path(f"{file_stem(model)}-{to}.safetensors")
     if output.suffix != ".safetensors":
         raise UsageError(f"{output} would not be recognised as an artifact; give -o a name that ends in .safetensors")
-    identity = surgery.converter_for(to).identity
-    if strength is not None and not identity:
+    converter = surgery.converter_for(to)
+    if strength is not None and not converter.has_strength:
         raise UsageError(f"--strength means nothing to {to}, whose layers have none; leave it out")
     files.ensure_writable(output, force)
     choices = take_plan_options(options)
@@ -101,26 +111,26 @@ def command(
     if choices["calibrate"] is not None:
         choices["calibrate"] = sample_batches(choices["calibrate"], network.preprocess)
     plan = surgery.plan(network.model, to, **choices)
+    earlier = surgery.strength_layers(network.model)
     with waiting("running the source network"):
         check = IdentityCheck(network.model, network.preprocess.input_size)
         expected = predictions(network.model, choices["calibrate"]) if choices["calibrate"] else None
     network.model, report = surgery.apply(plan, network.model)
-    show_plan(plan)
-    for note in report.notes:
-        say(f"note: {note}")
-    growth = report.params_after - report.params_before
-    say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
+    converted = ModuleList(layer for layer in surgery.strength_layers(network.model) if layer not in earlier)
+    notes = [*report.notes, *_kept_strength(earlier)]
+    _show(report, notes)
     with waiting("running the converted network"):
-        result = check.compare(network.model, layers=identity)
-    complaint = _judge(result, to, identity)
+        result = check.compare(network.model, layers=converter.identity)
+    complaint = _judge(result, to, converter.identity)
     answer = {
         "schema": 1,
         "model": network.source.name,
         "library": network.source.library,
         "weights": network.weights,
         **report.to_dict(),
-        "check": {**result.to_dict(), "identity": identity},
-        "strength": (strength or 0.0) if identity else None,
+        "notes": notes,
+        "check": {**result.to_dict(), "identity": converter.identity},
+        "strength": (strength or 0.0) if converter.has_strength else None,
         "output": None if complaint else str(output),
     }
     if complaint:
@@ -128,13 +138,13 @@ def command(
             emit(answer)
         raise RetrofitError(complaint)
     if expected is not None:
-        answer["agreement"] = _agreement(network.model, choices["calibrate"], expected, identity)
-    if identity:
-        surgery.set_strength(network.model, strength or 0.0)
+        answer["agreement"] = _agreement(network.model, converted, choices["calibrate"], expected)
+    if converter.has_strength:
+        surgery.set_strength(converted, strength or 0.0)
     if strength:
         change = check.compare(network.model, layers=False)
         answer["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
-        say(f"at strength {strength:g} the output changes: {_figures(change)}")
+        say(f"at strength {strength:g} the output changes: {change}")
     artifact.save(
         network.model,
         output,
@@ -144,10 +154,29 @@ def command(
         preprocess=network.preprocess,
         force=force,
     )
-    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)", style="bold")
-    say(f"next: retrofit evaluate {shlex.quote(str(output))} --data-dir DIR")
+    _show_artifact(output, network.source)
     if as_json:
         emit(answer)
+
+
+def _show_artifact(output: Path, source: ModelSource) -> None:
+    """Write what was written, and what to do with it, to stderr."""
+    from retrofit.networks.artifact import read_manifest
+
+    if reason := read_manifest(output)["fingerprint"].get("left out"):
+        say(f"note: the file holds the network's structure but no answers of it to compare with: {reason}")
+    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)", style="bold")
+    whose = f" --network {source}" if source.library == "own" else ""
+    say(f"next: retrofit evaluate {shlex.quote(str(output))}{whose} --data-dir DIR")
+
+
+def _show(report: Report, notes: list[str]) -> None:
+    """Write what became of the network to stderr."""
+    show_plan(report.plan)
+    for note in notes:
+        say(f"note: {note}")
+    growth = report.params_after - report.params_before
+    say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
 
 
 def _judge(result: CheckResult, to: str, identity: bool) -> str:
@@ -155,28 +184,31 @@ def _judge(result: CheckResult, to: str, identity: bool) -> str:
     at = f" (in {result.where})" if result.where else ""
     if identity:
         verdict = "passed" if result.passed else "FAILED"
-        say(f"check {verdict}: {_figures(result)}, tolerance {result.tolerance * result.scale:.3g}{at}")
-        wrong, remedy = not result.passed, "please report it, and keep the layers concerned with --skip REGEX meanwhile"
-        problem = f"the converted network is not the function of its source{at}"
+        say(f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}{at}")
     else:
-        say(f"{to} does not start as its source: {_figures(result)}", style="bold")
-        wrong, remedy = not isfinite(result.max_abs_diff), "keep the layers concerned with --skip REGEX"
-        problem = "the converted network's outputs are not finite, or of another shape than its source's"
-    return f"{problem}, nothing was written; {remedy}" if wrong else ""
+        say(f"{to} does not start as its source: {result}", style="bold")
+    problem = result.problem(identity)
+    return f"{problem}; nothing was written, keep the layers concerned with --skip REGEX" if problem else ""
 
 
-def _figures(result: CheckResult) -> str:
-    return f"largest difference {result.max_abs_diff:.3g} at a scale of {result.scale:.3g}"
+def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
+    """Say that layers which were converted before stay as they are."""
+    if not earlier:
+        return []
+    values = [float(layer.strength) for layer in earlier]
+    low, high = min(values), max(values)
+    span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    return [f"{len(values)} layers converted before keep their strength, {span}; --strength sets the new ones alone"]
 
 
-def _agreement(model: nn.Module, images: list[Tensor], expected: list[int], identity: bool) -> dict[str, int]:
+def _agreement(model: nn.Module, converted: ModuleList, images: list[Tensor], expected: list[int]) -> dict[str, int]:
     """Count the images whose predicted class is the source's; at strength 1, which stays, where there is a strength."""
-    from retrofit.evaluate import predictions
+    from retrofit.evaluation.accuracy import predictions
     from retrofit.surgery import set_strength
 
     at = "untrained"
-    if identity:
-        set_strength(model, 1.0)
+    if len(converted):
+        set_strength(converted, 1.0)
         at = "at strength 1, untrained"
     same = sum(a == b for a, b in zip(predictions(model, images), expected, strict=True))
     share = 100 * same / len(expected)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrofit.errors import UsageError
+from retrofit.utils.text import one_line
 
 if TYPE_CHECKING:
     import torch
 
 
-def device_of(name: str | None) -> torch.device:
+def chosen_device(name: str | None) -> torch.device:
     """Return the device to run on: by default a GPU if there is one.
 
     Raises:
@@ -24,8 +25,9 @@ def device_of(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError, ...
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UsageError(f"cannot use --device {name} ({reason}); leave it out or use cpu") from error
+        raise UsageError(
+            f"cannot use --device {name} ({one_line(error).rstrip('.')}); leave it out or use cpu"
+        ) from error
     return device
 
 

@@ -12,9 +12,9 @@ from retrofit.cli.options import architecture_options, data_options, json_option
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
-    from retrofit.data import ImageData, SampledBatches
     from retrofit.diagnose import Diagnosis
-    from retrofit.models import Network
+    from retrofit.images.dataset import ImageData, SampledBatches
+    from retrofit.networks.models import Network
 
 HELP = """Measure how Gaussian MODEL's features are, whether it collapses, and what noise does to it, layer by layer.
 
@@ -60,18 +60,18 @@ def command(
 ) -> None:
     """Run `retrofit diagnose`."""
     from retrofit.cli.network import file_stem, open_network
-    from retrofit.data import SampledBatches, open_images
-    from retrofit.diagnose import Options, Unlabelled, check_folder, diagnose, sentences, write_report
-    from retrofit.models import is_artifact
+    from retrofit.diagnose import DiagnosisOptions, Unlabelled, check_folder, diagnose, sentences, write_report
+    from retrofit.images.dataset import SampledBatches, open_images
+    from retrofit.networks.models import is_artifact
 
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to measure on; give --data-dir DIR or --dataset NAME")
     folder = output or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
-    opened = {file_stem(model): open_network(model, **options)}
+    opened = {file_stem(model): open_network(model, beside=against, **options)}
     if against is not None:
         name = file_stem(against)
-        second = {"pretrained": options["pretrained"] and not is_artifact(against)}
+        second = {"network": options["network"]} if is_artifact(against) else {"pretrained": options["pretrained"]}
         opened[f"{name} (against)" if name in opened else name] = open_network(against, **second)
     found: dict[str, Diagnosis] = {}
     for name, network in opened.items():
@@ -88,7 +88,7 @@ def command(
             found[name] = diagnose(
                 network.model,
                 batches if _targets_are_outputs(network, data, batches) else Unlabelled(batches),
-                Options(channels=channels, seed=seed),
+                DiagnosisOptions(channels=channels, seed=seed),
                 None if move is None else lambda what, done, total: move(done, total),
             )
     for sentence in sentences(found):
@@ -96,7 +96,12 @@ def command(
     facts = {
         "schema": 1,
         "models": {
-            name: {"model": network.source.name, "weights": network.weights} for name, network in opened.items()
+            name: {
+                "model": network.source.name,
+                **network.conversion,
+                "weights": network.weights,
+            }
+            for name, network in opened.items()
         },
         "data": data_dir or dataset,
         "seed": seed,
@@ -112,7 +117,7 @@ def _targets_are_outputs(network: Network, data: ImageData, batches: SampledBatc
     """Whether the data's classes are known to be the network's outputs, so that an accuracy means something."""
     import torch
 
-    from retrofit.modes import evaluating
+    from retrofit.utils.evaluating import evaluating
 
     if data.matched != "order":
         return True

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from retrofit.cli.console import emit, names, progress_bar, say
-from retrofit.cli.device import device_of, precision_of
+from retrofit.cli.device import chosen_device, precision_of
 from retrofit.cli.options import architecture_options, data_options, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
 
@@ -59,14 +59,17 @@ def command(
 ) -> None:
     """Run `retrofit evaluate`."""
     from retrofit.cli.network import open_network
-    from retrofit.data import open_images
-    from retrofit.evaluate import evaluate
+    from retrofit.evaluation.accuracy import evaluate
+    from retrofit.evaluation.strengths import odd_strengths
+    from retrofit.images.dataset import open_images
 
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to evaluate on; give --data-dir DIR or --dataset NAME")
-    place = device_of(device)
+    place = chosen_device(device)
     precision = precision_of(place, amp, amp_dtype)
     network = open_network(model, **options)
+    if odd := odd_strengths(network.model):
+        say(f"warning: {odd}", style="yellow")
     data = open_images(
         data_dir,
         dataset=dataset,
@@ -105,11 +108,13 @@ def command(
             {
                 "schema": 1,
                 "model": network.source.name,
+                **network.conversion,
                 "weights": network.weights,
                 "data": data_dir or dataset,
                 "images": result.images,
                 "top1": result.top1,
                 "top5": result.top5,
+                "loss": result.loss,
                 "correct1": result.correct1,
                 "correct5": result.correct5,
                 "skipped": list(result.skipped),

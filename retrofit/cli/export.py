@@ -13,7 +13,7 @@ from retrofit.cli.options import architecture_options, json_option, model_argume
 
 if TYPE_CHECKING:
     from retrofit.export import ExportReport
-    from retrofit.export.folding import FoldedLayer
+    from retrofit.export.folding.network import FoldedLayer
 
 
 _IMAGES = 256  # to fit on, and to check on: half each
@@ -81,12 +81,12 @@ def command(
     **options: Any,
 ) -> None:
     """Run `retrofit export`."""
-    from retrofit import files
     from retrofit.cli.network import file_stem, open_network
-    from retrofit.data import sample_batches
     from retrofit.export import export_onnx
-    from retrofit.export.onnx_model import check_opset
-    from retrofit.export.save import ParityError
+    from retrofit.export.onnx.model import check_opset
+    from retrofit.export.parity import ParityError
+    from retrofit.images.dataset import sample_batches
+    from retrofit.utils import files
 
     output = output or Path(f"{file_stem(model)}.onnx")
     check_opset(opset)
@@ -110,12 +110,12 @@ def command(
             )
     except ParityError as failed:
         if as_json:
-            emit({"schema": 1, "model": network.source.name, "fold": fold, "opset": opset, "output": None,
-                  "bytes": 0, "parity": failed.parity.to_dict(), "nodes": {}})  # fmt: skip
+            emit({"schema": 1, "model": network.source.name, **network.conversion, "fold": fold, "opset": opset,
+                  "output": None, "bytes": 0, "parity": failed.parity.to_dict(), "nodes": {}})  # fmt: skip
         raise
     _show(report)
     if as_json:
-        emit(report.to_dict())
+        emit({**report.to_dict(), **network.conversion})
 
 
 def _show(report: ExportReport) -> None:

@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from retrofit.cli.console import emit, names, say
-from retrofit.cli.options import json_option
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.cli.options import json_option, network_option
+from retrofit.errors import UsageError
 from retrofit.finetune.recipe import FREE, Recipe
+from retrofit.utils.text import printable
 
 if TYPE_CHECKING:
-    from retrofit.finetune.watch import Result
-    from retrofit.models import Network
+    from retrofit.finetune.callbacks import Result
+    from retrofit.networks.models import Network
 
 HELP = """Train MODEL, a converted network, while its strength goes from 0, the source, to 1, the target.
+
+A network that is not converted is trained as it is: the control run. Unless told otherwise the learning rate warms up
+over a tenth of the epochs, at least one, and the gradient is clipped to norm 1.
 
 Every setting below may also stand in a recipe: a YAML file, or one of those that `retrofit recipes` lists; flags win.
 The run's folder gets the resolved recipe, metrics, plots, last.safetensors, best.safetensors and the state that
@@ -33,6 +37,7 @@ $ retrofit convert resnet18 --to bnn --img-size 32 -o resnet18-bnn.safetensors
 $ retrofit finetune resnet18-bnn.safetensors --recipe digits -o runs/digits
 $ retrofit evaluate runs/digits/best.safetensors --dataset digits
 $ retrofit finetune --resume runs/digits
+$ retrofit finetune resnet18 --checkpoint resnet18.pth --data-dir DIR
 $ torchrun --nproc-per-node 4 -m retrofit finetune resnet50-bnn.safetensors \\
     --recipe imagenet-bnn-resnet50 --data-dir imagenet --sync-norm
 """
@@ -71,10 +76,17 @@ def _settings(function: Any) -> Any:
 @click.option("--recipe", metavar="NAME|FILE", help="Settings to start from.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="runs/MODEL-RECIPE if left out.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in this folder.")
+@network_option
 @_settings
 @json_option
 def command(
-    model: str | None, recipe: str | None, output: Path | None, resume: Path | None, as_json: bool, **settings: Any
+    model: str | None,
+    recipe: str | None,
+    output: Path | None,
+    resume: Path | None,
+    network: str | None,
+    as_json: bool,
+    **settings: Any,
 ) -> None:
     """Run `retrofit finetune`."""
     given = {name: value for name, value in settings.items() if value is not None}
@@ -88,46 +100,58 @@ def command(
         if model is not None or recipe is not None or output is not None:
             raise UsageError("--resume takes MODEL, --recipe and -o from the run's folder; drop them")
     with _asked_to_stop() as stop:
-        folder, result = _resumed(resume, given, stop) if resume else _started(model, recipe, output, given, stop)
+        if resume is not None:
+            folder, result = _resumed(resume, network, given, stop)
+        else:
+            folder, result = _started(model, network, recipe, output, given, stop)
+            network = model if model is not None and model.startswith("py:") else network
     if _first_process():
-        _conclude(folder, result, as_json)
+        _conclude(folder, result, network, as_json)
     if not result.finished:
         sys.exit(128 + (stop() or signal.SIGTERM))
 
 
 def _started(
-    model: str | None, name: str | None, output: Path | None, given: dict[str, Any], stop: Callable[[], int | None]
+    model: str | None,
+    network_name: str | None,
+    name: str | None,
+    output: Path | None,
+    given: dict[str, Any],
+    stop: Callable[[], int | None],
 ) -> tuple[Path, Result]:
     from retrofit.finetune.loop import finetune
     from retrofit.finetune.recipe import load_recipe
-    from retrofit.finetune.state import seed_everything
-    from retrofit.models import open_model
+    from retrofit.finetune.run_state import seed_everything
+    from retrofit.networks.models import is_artifact, open_model
 
     recipe = load_recipe(name, {**given, **({} if model is None else {"model": model})})
     if recipe.model is None:
-        raise UsageError("there is no network to train; give MODEL, an artifact of `retrofit convert`")
+        raise UsageError("there is no network to train; give MODEL, an artifact or a network's name")
+    if recipe.model.startswith("py:") and recipe.model != model:
+        raise UsageError(f"no recipe may have {printable(recipe.model, 100)} imported; give it as MODEL yourself")
     folder = output or _fresh_folder(recipe.model, name)
     seed_everything(recipe.seed)
-    network = open_model(recipe.model)
+    network = open_model(
+        recipe.model,
+        pretrained=recipe.pretrained,
+        checkpoint=recipe.checkpoint,
+        match=recipe.match or "name",
+        num_classes=recipe.num_classes if recipe.checkpoint else None,  # else the run replaces the classifier
+        img_size=None if is_artifact(recipe.model) else recipe.img_size,
+        network=network_name,
+    )
     _introduce(network)
-    if _first_process():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise RetrofitError(f"{folder} exists; give another folder with -o, or --resume {folder}")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another with -o") from error
-        recipe.save(folder / "recipe.yaml")
-        say(f"run: {folder}")
     with _watcher() as watcher:
         return folder, finetune(network, recipe, folder, watcher=watcher, stop=lambda: stop() is not None)
 
 
-def _resumed(folder: Path, given: dict[str, Any], stop: Callable[[], int | None]) -> tuple[Path, Result]:
+def _resumed(
+    folder: Path, network_name: str | None, given: dict[str, Any], stop: Callable[[], int | None]
+) -> tuple[Path, Result]:
     from retrofit.finetune.loop import finetune, resume_network
     from retrofit.finetune.recipe import load_recipe
 
-    network = resume_network(folder)
+    network = resume_network(folder, network_name)
     recipe = load_recipe(folder / "recipe.yaml", given)
     with _watcher() as watcher:
         return folder, finetune(network, recipe, folder, resume=True, watcher=watcher, stop=lambda: stop() is not None)
@@ -138,7 +162,7 @@ def _first_process() -> bool:
 
 
 def _introduce(network: Network) -> None:
-    from retrofit.models import weights_sentence
+    from retrofit.networks.models import weights_sentence
 
     if _first_process():
         random = network.weights["kind"] == "random"
@@ -176,7 +200,7 @@ def _asked_to_stop() -> Iterator[Callable[[], int | None]]:
             signal.signal(number, handler)
 
 
-def _conclude(folder: Path, result: Result, as_json: bool) -> None:
+def _conclude(folder: Path, result: Result, network: str | None, as_json: bool) -> None:
     if result.unreadable:
         count = len(result.unreadable)
         say(f"warning: {count} images cannot be read: {names(result.unreadable)}", style="yellow")
@@ -187,7 +211,7 @@ def _conclude(folder: Path, result: Result, as_json: bool) -> None:
         say(f"wrote {artifact}", style="bold")
     else:
         say(f"stopped and saved at step {result.step} of {result.steps}", style="bold")
-        say(f"next: retrofit finetune --resume {folder}")
+        say(f"next: retrofit finetune --resume {folder}" + (f" --network {network}" if network else ""))
     if as_json:
         last = result.rows[-1] if result.rows else None
         emit(

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrofit.cli.console import emit, names, say, show_table
+from retrofit.cli.console import emit, names, say, show_lines, show_table
 from retrofit.cli.options import architecture_options, json_option, model_argument, plan_options, take_plan_options
 from retrofit.errors import UsageError
+from retrofit.utils.text import ROOT
 
 if TYPE_CHECKING:
-    from retrofit.surgery.census import Found
+    from retrofit.surgery.families import NormLayer
 
 
 HELP = """List the normalization layers of MODEL, and with --to what would become of each; write nothing.
@@ -45,13 +46,15 @@ $ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
 @click.option("--to", metavar="TARGET", help="Show what a conversion to this target would do.")
 @plan_options
 @architecture_options
+@click.option("--full", is_flag=True, help="List every layer on a line of its own.")
 @json_option
-def command(model: str, to: str | None, as_json: bool, **options: Any) -> None:
+def command(model: str, to: str | None, full: bool, as_json: bool, **options: Any) -> None:
     """Run `retrofit inspect`."""
-    from retrofit import models, surgery
-    from retrofit.cli.tables import show_plan
-    from retrofit.data import sample_batches
-    from retrofit.surgery.census import find_norms
+    from retrofit import surgery
+    from retrofit.cli.tables import list_plan, show_plan
+    from retrofit.images.dataset import sample_batches
+    from retrofit.networks import models
+    from retrofit.surgery.families import find_norms
 
     choices = take_plan_options(options)
     given = [name for name, value in choices.items() if value is not None]
@@ -68,21 +71,24 @@ def command(model: str, to: str | None, as_json: bool, **options: Any) -> None:
         "counts": dict(Counter(layer.label for layer in found)),
     }
     if to is None:
-        if found:
+        if full:
+            show_lines([(layer.name or ROOT, layer.label, layer.family or "", layer.reason) for layer in found])
+        elif found:
             _show_census(found)
         say(f"{len(found)} normalization layers; add --to TARGET to see what becomes of them")
     else:
         if choices["calibrate"] is not None:
             choices["calibrate"] = sample_batches(choices["calibrate"], network.preprocess)
         plan = surgery.plan(network.model, to, **choices)
-        show_plan(plan)
+        (list_plan if full else show_plan)(plan)
         say(", ".join(f"{count} {status}" for status, count in plan.counts.items()))
         answer["plan"] = {**plan.to_dict(), "counts": plan.counts}
     if as_json:
         emit(answer)
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: NormLayer) -> dict[str, Any]:
+    strength = _strength(found)
     return {
         "name": found.name,
         "source": found.label,
@@ -90,10 +96,17 @@ def _row(found: Found) -> dict[str, Any]:
         "channels": _channels(found),
         "status": found.status,
         "reason": found.reason,
+        **({} if strength is None else {"strength": strength}),
     }
 
 
-def _channels(found: Found) -> int | None:
+def _strength(found: NormLayer) -> float | None:
+    """Return where a converted layer stands between its source and its target; None for others."""
+    strength = getattr(found.module, "strength", None)
+    return None if strength is None else float(strength)
+
+
+def _channels(found: NormLayer) -> int | None:
     """Return the size of the axis that a layer's affine parameters run along; None if it does not say."""
     for attribute in ("num_features", "num_channels", "normalized_shape"):
         size = getattr(found.module, attribute, None)
@@ -102,13 +115,15 @@ def _channels(found: Found) -> int | None:
     return None
 
 
-def _show_census(found: list[Found]) -> None:
-    kinds: dict[tuple[str, str, str], list[Found]] = defaultdict(list)
+def _show_census(found: list[NormLayer]) -> None:
+    kinds: dict[tuple[str, str, str, str], list[NormLayer]] = defaultdict(list)
     for layer in found:
-        kinds[layer.label, layer.family or "", layer.reason].append(layer)
+        t = _strength(layer)
+        kinds[layer.label, layer.family or "", "" if t is None else f"{t:.3g}", layer.reason].append(layer)
     rows = []
-    for (label, family, reason), layers in kinds.items():
+    for (label, family, strength, reason), layers in kinds.items():
         sizes = sorted({size for layer in layers if (size := _channels(layer)) is not None})
         span = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}" if sizes else ""
-        rows.append((str(len(layers)), label, family, span, names(layer.name or "(root)" for layer in layers), reason))
-    show_table(("count", "class", "family", "channels", "names", "remark"), rows)
+        listed = names(layer.name or ROOT for layer in layers)
+        rows.append((str(len(layers)), label, family, span, strength, listed, reason))
+    show_table(("count", "class", "family", "channels", "strength", "names", "remark"), rows)

@@ -9,26 +9,38 @@ from retrofit.cli.console import say, waiting
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
-    from retrofit.models import Network
+    from retrofit.networks.models import Network
 
 
-def open_network(text: str, **options: Any) -> Network:
+def open_network(text: str, *, beside: str | None = None, **options: Any) -> Network:
     """Open MODEL and write the weights line and every warning to stderr.
+
+    Args:
+        text: MODEL.
+        beside: The command's other MODEL, which its --network may be for.
+        **options: As for `retrofit.networks.models.open_model`.
 
     Raises:
         UsageError: If options contradict each other.
-        RetrofitError: As `retrofit.models.open_model` does.
+        RetrofitError: As `retrofit.networks.models.open_model` does.
     """
-    if options.get("match") and not options.get("checkpoint"):
-        raise UsageError("--match says how to pair a checkpoint's tensors; give --checkpoint FILE too")
-    from retrofit import models
+    for name in ("match", "checkpoint_key", "checkpoint_partial"):
+        if options.get(name) and not options.get("checkpoint"):
+            raise UsageError(
+                f"--{name.replace('_', '-')} says what to take of a checkpoint; give --checkpoint FILE too"
+            )
+    from retrofit.networks import models
 
+    if beside is not None and models.is_artifact(beside) and not models.is_artifact(text):
+        options["network"] = None
     options["match"] = options.get("match") or "name"
     with waiting(f"opening {text}"):
         network = models.open_model(text, **options)
     say(
         models.weights_sentence(network.weights), style="bold yellow" if network.weights["kind"] == "random" else "bold"
     )
+    if (strength := models.strength_sentence(network.model)) is not None:
+        say(strength)
     for warning in network.warnings:
         say(f"warning: {warning}", style="yellow")
     return network
@@ -37,5 +49,10 @@ def open_network(text: str, **options: Any) -> Network:
 def file_stem(model: str) -> str:
     """Return the part of a MODEL string that names a file: no library prefix, no folders, no file ending."""
     prefix, _, rest = model.partition(":")
+    if prefix == "py":
+        return rest.replace(":", "-")
     known = prefix.replace("_", "-").lower() in ("tv", "torchvision", "hf-hub", "local-dir")
-    return Path(rest if known else model).name.removesuffix(".safetensors")
+    path = Path(rest if known else model)
+    stem = path.name.removesuffix(".safetensors")
+    in_run = stem in ("best", "last") and path.parent.name  # of a fine-tuning run, whose folder tells it from others
+    return f"{path.parent.name}-{stem}" if in_run else stem

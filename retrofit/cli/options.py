@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from retrofit.options import OPTIONS, Option, flag
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -30,19 +32,22 @@ class KeyValue(click.ParamType):
             return key, text
 
 
-class Groups(click.ParamType):
-    """A number of groups, or "auto"."""
+class NumberOr(click.ParamType):
+    """A number, or one word."""
 
-    name = "N|auto"
+    def __init__(self, kind: type[int] | type[float], word: str) -> None:
+        """Name the type by its metavar."""
+        self.kind, self.word = kind, word
+        self.name = f"{'N' if kind is int else 'F'}|{word}"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
         """Return the number or the word."""
-        if value == "auto" or isinstance(value, int):
+        if value == self.word or isinstance(value, self.kind):
             return value
         try:
-            return int(value)
+            return self.kind(value)
         except ValueError:
-            self.fail(f"{value!r} is neither a number nor auto", param, ctx)
+            self.fail(f"{value!r} is neither a number nor {self.word}", param, ctx)
 
 
 def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -52,6 +57,22 @@ def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
         return function
 
     return decorate
+
+
+def _conversion_option(name: str, known: Option) -> Callable[[Command], Command]:
+    """The flag of an option of a conversion."""
+    first = f"--{flag(name)}"
+    text = f"{known.help.replace('_', '-')} Targets: {', '.join(known.targets)}."
+    if known.kind is bool:
+        form = first if known.switch else f"{first}/--no-{flag(name)}"
+        return click.option(form, name, is_flag=True, default=None, help=text)
+    if known.kind == "batches":
+        return click.option(first, name, type=click.Path(), metavar="DIR", help=text)
+    if known.kind is str:
+        return click.option(first, name, type=click.Choice(known.words), help=text)
+    kind: Any = NumberOr(known.kind, known.words[0]) if known.words else known.kind
+    metavar = kind.name if known.words else "N" if known.kind is int else "F"
+    return click.option(first, name, type=kind, metavar=metavar, help=text)
 
 
 def _dictionary(
@@ -66,6 +87,12 @@ def _or_none(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ..
 
 model_argument = click.argument("model", metavar="MODEL")
 
+network_option = click.option(
+    "--network",
+    metavar="py:MODULE:CALLABLE",
+    help="What builds the network that an artifact of your own network holds.",
+)
+
 architecture_options = _stacked(
     click.option("--num-classes", type=click.IntRange(min=0), metavar="N", help="Outputs of the classifier."),
     click.option("--in-chans", type=click.IntRange(min=1), metavar="N", help="Channels of the images."),
@@ -77,6 +104,7 @@ architecture_options = _stacked(
         callback=_dictionary,
         help="Argument of the model's constructor; repeatable.",
     ),
+    network_option,
 )
 
 weights_options = _stacked(
@@ -88,6 +116,16 @@ weights_options = _stacked(
         "--match",
         type=click.Choice(["name", "order"]),
         help="Pair the checkpoint's tensors by name (default) or by order and shape.",
+    ),
+    click.option(
+        "--checkpoint-key",
+        metavar="NAME",
+        help="Which weights of a checkpoint with several: model_ema, state_dict, ..., or a prefix of names.",
+    ),
+    click.option(
+        "--checkpoint-partial",
+        is_flag=True,
+        help="Take what fits of a checkpoint: say what is left random and what is left out.",
     ),
 )
 
@@ -107,49 +145,13 @@ plan_options = _stacked(
         multiple=True,
         callback=_or_none,
         metavar="FAMILY",
-        help="Convert layers of this family (bn, ln, gn, in) instead of the target's own; repeatable.",
+        help="Convert layers of this family (bn, ln, gn, in, frozen-bn) instead of the target's own; repeatable.",
     ),
     click.option(
         "--only", multiple=True, callback=_or_none, metavar="REGEX", help="Convert only layers so named; repeatable."
     ),
     click.option("--skip", multiple=True, callback=_or_none, metavar="REGEX", help="Keep layers so named; repeatable."),
-    click.option(
-        "--groups",
-        type=Groups(),
-        metavar="N|auto",
-        help="Most groups a layer gets (gn targets; default: 8), or auto: as many as keep its output. evonorm-s0: 32.",
-    ),
-    click.option("--noise", type=float, metavar="F", help="Noise in training (normality targets; 0: none)."),
-    click.option(
-        "--noise-kind",
-        type=click.Choice(["scaled", "unscaled", "gaussian-dropout"]),
-        help="Kind of that noise (same; default: scaled, the paper's).",
-    ),
-    click.option(
-        "--alpha", type=float, metavar="F", help="Degree of gaussianization (same; default: 1; 0: no transform)."
-    ),
-    click.option(
-        "--newton-steps", type=int, metavar="N", help="Newton iterations of the lambda estimate (same; default: 1)."
-    ),
-    click.option("--group-size", type=int, metavar="N", help="Most channels whitened together (dbn, dbnn; 16)."),
-    click.option(
-        "--whitening",
-        type=click.Choice(["eigen", "newton-schulz"]),
-        help="Exact roots of covariances, or IterNorm's (same; eigen).",
-    ),
-    click.option("--pn-params/--no-pn-params", default=None, help="Learn ProxyNorm's parameters (-pn targets; yes)."),
-    click.option(
-        "--pn-restore/--no-pn-restore",
-        default=None,
-        help="Keep the scale the next layer was trained for (same, --ws; yes).",
-    ),
-    click.option("--ws", is_flag=True, default=None, help="Standardize convolution weights too (gn, ln targets)."),
-    click.option(
-        "--calibrate",
-        type=click.Path(),
-        metavar="DIR",
-        help="Images to measure on: for --groups auto, and how often the predictions stay the same at strength 1.",
-    ),
+    *(_conversion_option(name, known) for name, known in OPTIONS.items()),
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
@@ -157,20 +159,5 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write one JS
 
 def take_plan_options(options: dict[str, Any]) -> dict[str, Any]:
     """Remove and return what `plan_options` gathered: arguments of `retrofit.surgery.plan`, calibrate still a path."""
-    names = (
-        "source",
-        "only",
-        "skip",
-        "groups",
-        "noise",
-        "noise_kind",
-        "alpha",
-        "newton_steps",
-        "group_size",
-        "whitening",
-        "pn_params",
-        "pn_restore",
-        "ws",
-        "calibrate",
-    )
+    names = ("source", "only", "skip", *OPTIONS)
     return {name: options.pop(name) for name in names}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from retrofit.cli.console import say
-from retrofit.finetune.watch import Step, Watcher
+from retrofit.finetune.callbacks import Step, Watcher
 
 _EVERY = 30.0  # seconds between lines within an epoch, where there is no terminal
 
@@ -26,6 +27,10 @@ class Lines(Watcher):
     def note(self, text: str) -> None:
         """Write a sentence."""
         say(text if text.startswith("warning") else f"note: {text}", "yellow" if text.startswith("warning") else None)
+
+    def started(self, folder: Path) -> None:
+        """Write the folder's name."""
+        say(f"run: {folder}")
 
     def step(self, step: Step) -> None:
         """Write a line if the last one is long ago."""

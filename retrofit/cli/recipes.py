@@ -29,7 +29,7 @@ def command(context: click.Context) -> None:
 @command.command("list")
 def list_recipes() -> None:
     """List the recipes."""
-    from retrofit.finetune.shipped import shipped
+    from retrofit.finetune.catalogue import shipped
 
     for name, summary in shipped().items():
         click.echo(f"{name:30}{summary}")
@@ -39,7 +39,7 @@ def list_recipes() -> None:
 @click.argument("name", metavar="NAME")
 def show(name: str) -> None:
     """Write a recipe to stdout."""
-    from retrofit.finetune.shipped import read_shipped
+    from retrofit.finetune.catalogue import read_shipped
 
     click.echo(read_shipped(name), nl=False)
 
@@ -50,8 +50,8 @@ def show(name: str) -> None:
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def copy(name: str, file: Path, force: bool) -> None:
     """Write a recipe to FILE."""
-    from retrofit.files import atomic_write
-    from retrofit.finetune.shipped import read_shipped
+    from retrofit.finetune.catalogue import read_shipped
+    from retrofit.utils.files import atomic_write
 
     text = read_shipped(name)
     with atomic_write(file, force) as temporary:

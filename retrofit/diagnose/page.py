@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from retrofit.diagnose.measure import Diagnosis, Layer
+from retrofit.diagnose.diagnosis import Diagnosis, Layer
 from retrofit.diagnose.plots import Plot
 
 _STYLE = """
@@ -25,14 +25,17 @@ figcaption { color: var(--soft); font-size: .875rem; margin-top: .25rem }
 ul { padding-left: 1.2rem } .wide { overflow-x: auto; margin: .5rem 0 1rem } .figures ~ h2 { margin-top: 1.5rem }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; width: 100% }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left }
+th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align: left }
+.hint { display: none } @media (max-width: 700px) { .hint { display: block } }
 thead th { background: var(--panel); vertical-align: bottom }
 """
 
-_COLUMNS = ("layer", "class", "R²", "R² before", "P1", "P2", "P3", "P4", "balance", "linearity", "HZ", "AMI")
+_COLUMNS = ("#", "layer", "class", "R²", "R² before", "P1", "P2", "P3", "P4", "balance", "linearity", "HZ", "AMI")
 
 
-def page(networks: Mapping[str, Diagnosis], plots: Sequence[Plot], sentences: Sequence[str], title: str) -> str:
+def page(
+    networks: Mapping[str, Diagnosis], plots: Sequence[Plot], sentences: Sequence[str], title: str, about: Sequence[str]
+) -> str:
     """Return the page.
 
     Args:
@@ -40,14 +43,15 @@ def page(networks: Mapping[str, Diagnosis], plots: Sequence[Plot], sentences: Se
         plots: Figures.
         sentences: What the figures say in words.
         title: Heading.
+        about: Which networks these are, a line each.
     """
-    images = ", ".join(f"{name}: {diagnosis.images} images" for name, diagnosis in networks.items())
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f'<h1>{escape(title)}</h1><p class="soft">{escape(images)}</p>',
+        f"<h1>{escape(title)}</h1>",
+        *(f'<p class="soft">{escape(line)}</p>' for line in about),
         "<ul>",
         *(f"<li>{escape(sentence)}</li>" for sentence in sentences),
         '</ul><div class="figures">',
@@ -73,12 +77,13 @@ def _uri(png: bytes) -> str:
 
 
 def _table(name: str, diagnosis: Diagnosis) -> str:
-    rows = [_row(layer) for layer in diagnosis.layers]
+    rows = [[str(number), *_row(layer)] for number, layer in enumerate(diagnosis.layers)]
     filled = [place for place in range(len(_COLUMNS)) if any(row[place] for row in rows)]
     head = "".join(f"<th>{escape(_COLUMNS[place])}</th>" for place in filled)
     body = "".join("<tr>" + "".join(f"<td>{escape(row[place])}</td>" for place in filled) + "</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<h2>{escape(name)}</h2><div class="wide">{table}</div>'
+    hint = '<p class="soft hint">The table is wider than the page: scroll it sideways.</p>'
+    return f'<h2>{escape(name)}</h2>{hint}<div class="wide">{table}</div>'
 
 
 def _row(layer: Layer) -> list[str]:

@@ -10,12 +10,15 @@ from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from retrofit.diagnose.measure import INJECTED, Diagnosis, Layer
+from retrofit.diagnose.diagnosis import INJECTED, Diagnosis, Layer
 
 Theme = Literal["light", "dark"]
 Networks = Mapping[str, Diagnosis]
 
+_WIDTH = 4.4  # inches
+_LAYER = "layer (number in the table)"
 _INK = {"light": "#1f2328", "dark": "#e6edf3"}
 _PAPER: dict[Theme, str] = {"light": "#ffffff", "dark": "#0d1117"}
 _GRID = {"light": "#d8dee4", "dark": "#30363d"}
@@ -33,12 +36,14 @@ class Plot:
         title: For people.
         text: What it shows and how to read it.
         draw: Fills a figure.
+        height: Of the figure, in inches; it is as wide as a telephone shows at a readable size.
     """
 
     name: str
     title: str
     text: str
     draw: Callable[[Figure], None]
+    height: float = 3.0
 
     @cached_property
     def pictures(self) -> dict[Theme, bytes]:
@@ -46,7 +51,7 @@ class Plot:
         return {theme: self._png(theme) for theme in _PAPER}
 
     def _png(self, theme: Theme) -> bytes:
-        figure = Figure(figsize=(5.6, 3.5), dpi=190, facecolor=_PAPER[theme], layout="constrained")
+        figure = Figure(figsize=(_WIDTH, self.height), dpi=220, facecolor=_PAPER[theme], layout="constrained")
         self.draw(figure)
         _paint(figure, theme)
         stream = io.BytesIO()
@@ -74,6 +79,7 @@ def plots(networks: Networks) -> list[Plot]:
             "The channel with the median R² at four depths. Points on the line are normal; bends at the ends are tails "
             "heavier or lighter than normal ones (figure 5).",
             lambda figure: _qq(figure, networks),
+            height=4.2 * len(networks),
         ),
         Plot(
             "power",
@@ -81,20 +87,23 @@ def plots(networks: Networks) -> list[Plot]:
             "Shares of each layer's power. P1 growing with depth is collapse: channels that are nearly constant over "
             "the data set, on which the activation acts almost linearly (Labatie et al. 2021, figure 2).",
             lambda figure: _power(figure, networks),
+            height=0.8 + 2.4 * len(networks),
         ),
         Plot(
             "channels",
             "Channel balance, and linearity of the activation",
-            "Left: 1 where all channels have equal power, near 0 where a few have all of it. Right: the share of the "
+            "Above: 1 where all channels have equal power, near 0 where a few have all of it. Below: the share of the "
             "activation's output that a straight line explains; near 1 the nonlinearity is not used.",
             lambda figure: _channels(figure, networks),
+            height=5.0,
         ),
         Plot(
             "independence",
             "Joint normality and dependence of channel pairs",
-            "Left: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Right: mean adjusted mutual "
+            "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted mutual "
             "information, 0 is independent (appendix A.4).",
             lambda figure: _independence(figure, networks),
+            height=5.0,
         ),
         Plot(
             "noise",
@@ -132,7 +141,7 @@ def _lines(axes: Axes, networks: Networks, value: Callable[[Layer], float | None
         points = [(i, v) for i, layer in enumerate(diagnosis.layers) if (v := value(layer)) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
-    axes.set_xlabel("normalization layer")
+    _by_layer(axes)
 
 
 def _gaussianity(figure: Figure, networks: Networks) -> None:
@@ -145,12 +154,13 @@ def _gaussianity(figure: Figure, networks: Networks) -> None:
             axes.plot(*zip(*before, strict=True), color=colour, linestyle=":", label=label)
     axes.set_ylabel("mean R² of the Q-Q plots")
     axes.set_ylim(top=1)
-    axes.legend()
+    _legend(figure, axes)
 
 
 def _qq(figure: Figure, networks: Networks) -> None:
-    grid = figure.subplots(len(networks), 4, squeeze=False, sharex=True, sharey=True)
-    for row, (name, diagnosis), colour in zip(grid, networks.items(), _COLOURS, strict=False):
+    grid = figure.subplots(2 * len(networks), 2, squeeze=False, sharex=True, sharey=True)
+    panels = grid.reshape(len(networks), 4)
+    for row, (name, diagnosis), colour in zip(panels, networks.items(), _COLOURS, strict=False):
         drawn = [layer for layer in diagnosis.layers if layer.plot is not None]
         for column, axes in enumerate(row):
             if not drawn:
@@ -159,7 +169,8 @@ def _qq(figure: Figure, networks: Networks) -> None:
             assert layer.plot is not None
             axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
             axes.plot(layer.plot.theoretical, layer.plot.ordered, ".", markersize=3, color=colour)
-            axes.set_title(f"{_short(layer.name)}\nR² {layer.plot.r2:.3f}", fontsize=8)
+            number = diagnosis.layers.index(layer)
+            axes.set_title(f"{number}: {_short(layer.name)}\nR² {layer.plot.r2:.3f}", fontsize=8)
             axes.set_xlim(-3.5, 3.5)
             axes.set_ylim(-5, 5)
         row[0].set_ylabel(name, fontsize=8)
@@ -167,37 +178,36 @@ def _qq(figure: Figure, networks: Networks) -> None:
 
 
 def _power(figure: Figure, networks: Networks) -> None:
-    row = figure.subplots(1, len(networks), squeeze=False, sharey=True)[0]
-    for axes, (name, diagnosis) in zip(row, networks.items(), strict=True):
+    column = figure.subplots(len(networks), 1, squeeze=False)[:, 0]
+    for axes, (name, diagnosis) in zip(column, networks.items(), strict=True):
         shares = [[getattr(layer.power, key) for layer in diagnosis.layers] for key in ("p1", "p2", "p3", "p4")]
         axes.stackplot(range(len(diagnosis.layers)), shares, colors=_SHARES, labels=_SHARE_NAMES)
         axes.set_title(name, fontsize=9)
-        axes.set_xlabel("normalization layer")
+        _by_layer(axes)
         axes.set_ylim(0, 1)
         axes.margins(x=0)
-    row[0].set_ylabel("share of the layer's power")
-    handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+        axes.set_ylabel("share of power")
+    _legend(figure, column[0])
 
 
 def _channels(figure: Figure, networks: Networks) -> None:
-    balance, linearity = figure.subplots(1, 2)
+    balance, linearity = figure.subplots(2, 1)
     _lines(balance, networks, lambda layer: layer.power.balance)
     balance.set_title("channel balance", fontsize=9)
     balance.set_ylim(0, 1.02)
     _lines(linearity, networks, lambda layer: layer.linearity)
     linearity.set_title("linearity of the activation", fontsize=9)
     linearity.set_ylim(0, 1.02)
-    balance.legend()
+    _legend(figure, balance)
 
 
 def _independence(figure: Figure, networks: Networks) -> None:
-    joint, dependence = figure.subplots(1, 2)
+    joint, dependence = figure.subplots(2, 1)
     _lines(joint, networks, lambda layer: layer.henze_zirkler)
     joint.set_title("Henze-Zirkler statistic", fontsize=9)
     _lines(dependence, networks, lambda layer: layer.dependence)
     dependence.set_title("adjusted mutual information", fontsize=9)
-    joint.legend()
+    _legend(figure, joint)
 
 
 def _noise(figure: Figure, networks: Networks) -> None:
@@ -205,13 +215,15 @@ def _noise(figure: Figure, networks: Networks) -> None:
     for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
         places = {layer.name: i for i, layer in enumerate(diagnosis.layers)}
         for number, followed in enumerate(diagnosis.noise):
-            points = sorted((places[n], e) for n, e in zip(followed.layers, followed.errors, strict=True))
+            # A layer on a branch beside the noisy one hears nothing of it.
+            points = sorted((places[n], e) for n, e in zip(followed.layers, followed.errors, strict=True) if e > 0)
             label = None if number else name
-            axes.plot(*zip(*points, strict=True), color=colour, alpha=1 - 0.18 * number, label=label)
-    axes.set_xlabel("normalization layer")
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, alpha=1 - 0.18 * number, label=label, marker=".")
+    _by_layer(axes)
     axes.set_ylabel("relative error")
     axes.set_yscale("log")
-    axes.legend()
+    _legend(figure, axes)
 
 
 def _lambda(figure: Figure, networks: Networks) -> None:
@@ -225,9 +237,9 @@ def _lambda(figure: Figure, networks: Networks) -> None:
             axes.fill_between(x, first, third, color=colour, alpha=0.35, linewidth=0)
             axes.plot(x, middle, color=colour, label=name)
     axes.axhline(1, linewidth=1, color="#8b949e")
-    axes.set_xlabel("normalization layer")
+    _by_layer(axes)
     axes.set_ylabel("lambda")
-    axes.legend()
+    _legend(figure, axes)
 
 
 def _input_noise(figure: Figure, networks: Networks) -> None:
@@ -241,7 +253,20 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
     axes.set_xlabel("standard deviation of the noise")
     axes.set_ylabel("top-1, %" if labelled else "same answer as without noise, %")
     axes.set_ylim(0, 102)
-    axes.legend()
+    _legend(figure, axes)
+
+
+def _by_layer(axes: Axes) -> None:
+    axes.set_xlabel(_LAYER)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Explain the lines of `axes` below the figure, off the data."""
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = 2 if max(map(len, labels)) < 28 else 1
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def _short(name: str) -> str:

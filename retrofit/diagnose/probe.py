@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm
-from retrofit.surgery.census import find_norms
+from retrofit.layers.base import strength_code
+from retrofit.surgery.families import find_norms
 
 _FUSED_CHILDREN = ("drop", "act")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -55,7 +56,7 @@ class Probe:
         if isinstance(running, Tensor):  # strength 0 would undo the whitening of a decorrelated layer too
             neutral["running_lambda"] = torch.ones_like(running)
         elif self.transforms:
-            neutral["strength"] = torch.zeros_like(self.layer.strength)  # type: ignore[arg-type]
+            neutral["strength"] = strength_code(0.0, x.device)
         return self.by_channel(functional_call(self._bare, neutral, (x,)))
 
     def normalized(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrofit.diagnose.measure import Diagnosis
+from retrofit.diagnose.diagnosis import Diagnosis
 from retrofit.diagnose.page import page
 from retrofit.diagnose.plots import plots
 from retrofit.diagnose.summary import sentences
@@ -47,6 +47,8 @@ def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], fo
     """
     drawn = plots(networks)
     title = "Diagnosis of " + " and ".join(networks)
+    models = facts.get("models", {})
+    about = [_about(name, diagnosis, models.get(name, {})) for name, diagnosis in networks.items()]
     staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
     try:
         staged.chmod(0o755)
@@ -54,10 +56,22 @@ def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], fo
             (staged / f"{plot.name}.png").write_bytes(plot.pictures["light"])
         results = {**facts, "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()}}
         (staged / _OURS).write_text(json.dumps(results, indent=1) + "\n")
-        (staged / "index.html").write_text(page(networks, drawn, sentences(networks), title), encoding="utf-8")
+        (staged / "index.html").write_text(page(networks, drawn, sentences(networks), title, about), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         staged.rename(folder)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
+
+
+def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:
+    """Say which network this is: its architecture, how far it is converted, whose weights it has."""
+    parts = [str(model["model"])] if "model" in model else []
+    if model.get("target"):
+        parts.append(f"converted to {model['target']}")
+    if model.get("strength") is not None:
+        parts.append(f"strength {model['strength']:.3g}")
+    if weights := model.get("weights"):
+        parts.append(f"weights: {weights['kind']}" + (f" ({weights['from']})" if weights.get("from") else ""))
+    return f"{name}: " + ", ".join([*parts, f"{diagnosis.images} images"])

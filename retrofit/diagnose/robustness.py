@@ -64,7 +64,7 @@ def attenuation(
         shape = [1] * clean.ndim
         shape[source.channel_axis(clean)] = -1
         spread = source.by_channel(clean).std((0, 2), correction=0).to(clean).view(shape)
-        drawn = torch.randn(clean.shape, generator=generator).to(clean)
+        drawn = torch.randn(clean.shape, generator=generator, dtype=torch.float32, device="cpu").to(clean)
         return torch.cat([clean, clean + level * spread * drawn])
 
     def compare(probe: Probe) -> Any:
@@ -107,7 +107,7 @@ def input_noise(
     labelled = True
     generator = torch.Generator().manual_seed(seed)
     for (pixels, labels), clean in zip(batches, answers, strict=True):
-        drawn = torch.randn(pixels.shape, generator=generator).to(pixels)
+        drawn = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu").to(pixels)
         images += len(pixels)
         labelled &= labels is not None
         for place, level in enumerate(levels):

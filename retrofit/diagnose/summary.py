@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
-from retrofit.diagnose.measure import Diagnosis, Layer
+from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer
 
 _COLLAPSED = 0.5
 _LINEAR = 0.95
@@ -39,6 +39,11 @@ def _about(diagnosis: Diagnosis) -> list[str]:
     if linear:
         count = sum(1 for layer in linear if (layer.linearity or 0.0) > _LINEAR)
         texts.append(f"{count} of {len(linear)} activations act almost linearly (above {_LINEAR:g})")
+    if few := sum(1 for layer in layers if layer.henze_zirkler is None):
+        texts.append(
+            f"joint normality and dependence are left out for {few} of {len(layers)} layers: a batch has fewer than "
+            f"{FEWEST} values of a channel there, or its channels do not vary"
+        )
     if diagnosis.noise:
         first = diagnosis.noise[0]
         ratio = first.errors[-1] / max(first.errors[0], 1e-30)

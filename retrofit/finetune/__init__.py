@@ -6,22 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrofit.finetune.distill import Distillation
+    from retrofit.finetune.batch_statistics import local_norms, sync_norms
+    from retrofit.finetune.callbacks import Result, Watcher
+    from retrofit.finetune.distillation import Distillation
     from retrofit.finetune.loop import finetune
     from retrofit.finetune.recipe import Recipe
-    from retrofit.finetune.strength import StrengthSchedule
-    from retrofit.finetune.sync import local_norms, sync_norms
-    from retrofit.finetune.watch import Result, Watcher
+    from retrofit.finetune.strength_schedule import StrengthSchedule
 
 _HOME = {
-    "Distillation": "distill",
+    "Distillation": "distillation",
     "Recipe": "recipe",
-    "Result": "watch",
-    "StrengthSchedule": "strength",
-    "Watcher": "watch",
+    "Result": "callbacks",
+    "StrengthSchedule": "strength_schedule",
+    "Watcher": "callbacks",
     "finetune": "loop",
-    "local_norms": "sync",
-    "sync_norms": "sync",
+    "local_norms": "batch_statistics",
+    "sync_norms": "batch_statistics",
 }
 
 __all__ = ["Distillation", "Recipe", "Result", "StrengthSchedule", "Watcher", "finetune", "local_norms", "sync_norms"]

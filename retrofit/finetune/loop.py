@@ -11,32 +11,39 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from timm.data import create_transform
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from retrofit import artifact
 from retrofit.errors import RetrofitError
-from retrofit.evaluate import evaluate
-from retrofit.finetune import folder as paper
-from retrofit.finetune.data import Batches, open_data, training_transform
-from retrofit.finetune.distill import Distillation, source_network
-from retrofit.finetune.head import outputs_of
-from retrofit.finetune.health import first_to_diverge, is_finite
+from retrofit.evaluation.accuracy import evaluate
+from retrofit.evaluation.strengths import odd_strengths
+from retrofit.finetune import run_report
+from retrofit.finetune.batch_statistics import local_norms, sync_norms
+from retrofit.finetune.callbacks import Result, Step, Watcher
+from retrofit.finetune.chance import all_alike, at_chance, explanation
+from retrofit.finetune.classifier import outputs_of
+from retrofit.finetune.distillation import Distillation, check_untrained, source_network
+from retrofit.finetune.divergence import first_to_diverge, gradient_at_fault, gradient_norm, not_finite
+from retrofit.finetune.loaders import Batches, Part, open_data, training_transform
 from retrofit.finetune.objective import Objective
 from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.setup import fit_network, make_accelerator, validation_share
-from retrofit.finetune.state import load_state, random_state, save_state, seed_everything, set_random_state
-from retrofit.finetune.strength import StrengthSchedule
-from retrofit.finetune.sync import local_norms, sync_norms
-from retrofit.finetune.watch import Result, Step, Watcher
-from retrofit.lambdas import lambda_values
+from retrofit.finetune.run_state import load_state, random_state, save_state, seed_everything, set_random_state
+from retrofit.finetune.setup import check_unused, fit_network, make_accelerator, make_folder, validation_share
+from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.layers import NormalityMixin, StrengthMixin
-from retrofit.layers.batch import RunningNormality
-from retrofit.models import Network, open_model
+from retrofit.layers.batch_norm import RunningNormality
+from retrofit.layers.lambdas import lambda_values
+from retrofit.networks import artifact
+from retrofit.networks.models import Network, open_model
+from retrofit.utils.evaluating import evaluating
+from retrofit.utils.text import one_line, shortlist
 
 _REDRAW = 60.0  # seconds between pictures of a run in progress
 _OLD = 0.05  # of running statistics, at the end of a run
+_HALVINGS = 30  # of float16's scale of the loss in a row, which then is no longer the reason
+_SHOWN = 8  # images that lambda is estimated on for a picture
 
 
 @dataclass
@@ -53,8 +60,12 @@ class _Position:
     unreadable: list[str] = field(default_factory=list)
 
 
-def resume_network(folder: Path) -> Network:
+def resume_network(folder: Path, network: str | None = None) -> Network:
     """Open the network that a run in `folder` began with.
+
+    Args:
+        folder: The run's.
+        network: What builds it, if it is the user's own; as for `open_model`.
 
     Raises:
         RetrofitError: If there is no such run.
@@ -62,7 +73,7 @@ def resume_network(folder: Path) -> Network:
     start = folder / "state" / "start.safetensors"
     if not start.is_file():
         raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without --resume")
-    return open_model(str(start))
+    return open_model(str(start), network=network)
 
 
 def finetune(
@@ -79,7 +90,7 @@ def finetune(
     Args:
         network: The network to train; to resume, the one that `resume_network` opens.
         recipe: The run's settings.
-        folder: An existing folder for the run.
+        folder: Where the run goes, empty or not there yet. It is made once data, recipe and network are known to fit.
         resume: Whether to go on from the state in `folder`.
         watcher: Hears of the progress.
         stop: Asked after every step; a true answer saves the state and ends the run.
@@ -99,20 +110,23 @@ class _Run:
         self.recipe, self.folder = recipe, folder
         self.accelerator = make_accelerator(recipe, folder)
         self.main = self.accelerator.is_main_process
+        if self.main and not resume:
+            check_unused(folder)
         self.watcher = watcher if self.main else Watcher()
         self.position = _Position()
-        self.drawn = time.monotonic()
+        self.overflows = 0
+        self.at_chance, self.warned_of_chance = 0, False
+        self.drawn, self.undrawn = time.monotonic(), False
         seed_everything(recipe.seed)
         images = open_data(recipe, network.labels, network.preprocess.input_size[0])
         for note in images.notes:
             self.watcher.note(note)
         state = load_state(folder / "state") if resume else None
         if state is None:
+            if recipe.teacher == "source":
+                check_untrained(network)
             self.network, self.fresh = fit_network(network, images, recipe, self.watcher.note)
             self.origin = network.weights.get("from") or network.source.name
-            if self.main:
-                (folder / "state").mkdir(exist_ok=True)
-                self._write_artifact(self.network.model, folder / "state" / "start.safetensors", network.weights)
         else:
             self.network, self.fresh, self.origin = network, tuple(state["fresh"]), state["origin"]
 
@@ -123,6 +137,9 @@ class _Run:
         distillation = None if teacher is None else Distillation(teacher, recipe.kd_temperature)
         self.objective = Objective(recipe, outputs_of(self.plain), distillation)
         self.val = validation_share(images.val, self.network, None if recipe.labelled else teacher, self.accelerator)
+        self.classes = images.train.classes if recipe.labelled else outputs_of(self.plain)
+        self.shown = Part((self.val or images.train).images)
+        self.shown.transform = create_transform(**self.network.preprocess.to_dict())
         self.batches = Batches(
             images.train.images,
             training_transform(recipe, self.network.preprocess),
@@ -139,10 +156,22 @@ class _Run:
         self.steps = self.epoch_steps * recipe.epochs
         self._prepare_model()
         if state is None:
-            seed_everything(recipe.seed + self.accelerator.process_index)
-            self._checkpoint()
+            self._begin()
         else:
             self._restore(state)
+        if recipe.log_with:
+            settings = {name: str(value) for name, value in recipe.model_dump(mode="json").items()}
+            self.accelerator.init_trackers(folder.name, settings)
+
+    def _begin(self) -> None:
+        """Make the folder: nothing that is known from the start stands in the way of the run any more."""
+        if self.main:
+            make_folder(self.folder / "state")
+            self.recipe.save(self.folder / "recipe.yaml")
+            self._write_artifact(self.plain, self.folder / "state" / "start.safetensors", self.network.weights)
+        self.watcher.started(self.folder)
+        seed_everything(self.recipe.seed + self.accelerator.process_index)
+        self._checkpoint()
 
     def _prepare_model(self) -> None:
         """Set up what changes the network: averages, strength, synchronization, optimizer."""
@@ -169,7 +198,7 @@ class _Run:
                 if isinstance(module, NormalityMixin):
                     module.noise_kind = recipe.noise_kind
         self.schedule = None
-        if any(isinstance(module, StrengthMixin) for module in model.modules()):
+        if self._converted:
             self.schedule = StrengthSchedule(
                 model if self.ema is None else nn.ModuleList([model, self.ema.module]),
                 self.steps,
@@ -183,13 +212,12 @@ class _Run:
             )
         else:
             self.watcher.note("no layer of the network has a strength: this is plain training")
+        if recipe.strength_sched == "off" and (odd := odd_strengths(model)):
+            self.watcher.note(f"warning: {odd}")
         if recipe.sync_norm and not sync_norms(model, self.accelerator.device):
             raise RetrofitError("--sync-norm finds no batch normalization to synchronize; drop it")
         self.model, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, recipe))
         self.scheduler = build_scheduler(self.optimizer.optimizer, recipe, self.epoch_steps)
-        if recipe.log_with:
-            settings = {name: str(value) for name, value in recipe.model_dump(mode="json").items()}
-            self.accelerator.init_trackers(self.folder.name, settings)
 
     def to_end(self, stop: Callable[[], bool]) -> Result:
         """Train until the last step, or until asked to stop."""
@@ -203,6 +231,11 @@ class _Run:
             self._draw()
         self.accelerator.end_training()
         return Result(position.step, self.steps, position.rows, position.best, position.unreadable)
+
+    @property
+    def _converted(self) -> bool:
+        """Whether the network has layers on the way from a source to a target."""
+        return any(isinstance(module, StrengthMixin) for module in self.plain.modules())
 
     @property
     def _answering(self) -> nn.Module:
@@ -249,15 +282,33 @@ class _Run:
             loss = self.objective.loss(self.model(images), images, targets)
             value = loss.item()
             if not math.isfinite(value):
-                raise self._diverged(images, "the loss")
+                layer = self._layer_at_fault(images)
+                why = "all layers are finite, the loss alone is not" if layer is None else f"{layer} went first"
+                raise self._diverged("the loss", self.position.step + 1, why)
             self.accelerator.backward(loss)
-            if self.recipe.clip_grad is not None and self.accelerator.sync_gradients:
-                self.accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad)
+            if self.accelerator.sync_gradients:
+                self._check_gradient(images)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.last_images = images
         self.position.loss_sum += value * len(images)
         self.position.images += len(images)
+
+    def _check_gradient(self, images: Tensor) -> None:
+        """Clip the gradient, and end the run before one that is not finite reaches the weights."""
+        clip = self.recipe.clip_grad
+        norm = (
+            gradient_norm(self.plain) if not clip else self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+        )
+        self.overflows = 0 if math.isfinite(norm) else self.overflows + 1
+        # With float16 the loss is scaled: a step whose gradient overflows is left out, and the scale halved.
+        if self.overflows <= (0 if self.accelerator.scaler is None else _HALVINGS):
+            return
+        what, step = f"the gradient of {gradient_at_fault(self.plain)}", self.position.step + 1
+        if (layer := self._layer_at_fault(images)) is not None:
+            raise self._diverged(what, step, f"{layer} went first")
+        advice = "start again with --no-amp" if self.recipe.amp else "start again on another --device"
+        raise self._diverged(what, step, "the loss and all layers are finite, so the cause is not --lr", advice)
 
     def _readable(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Put readable images of the batch in the places of those that could not be read, and list these."""
@@ -267,7 +318,9 @@ class _Run:
         names = [self.batches.unreadable(int(targets[place])) for place in unread]
         readable = (targets >= 0).nonzero().flatten().tolist()
         if not readable:
-            raise RetrofitError(f"none of a batch's {len(names)} images can be read ({names[0]}, ...); check the files")
+            raise RetrofitError(
+                f"none of a batch's {len(names)} images can be read ({shortlist(names)}); check the files"
+            )
         self._list(names, "another image takes its place")
         for number, place in enumerate(unread):
             images[place] = images[readable[number % len(readable)]]
@@ -349,15 +402,17 @@ class _Run:
         if self.main:
             if better:
                 self._write_artifact(self._answering, self.folder / "best.safetensors")
-            paper.write_metrics(self.folder, position.rows)
-            if time.monotonic() - self.drawn > _REDRAW:
-                self._write_artifact(self.plain, self.folder / "last.safetensors")
-                self._draw()
+            run_report.write_metrics(self.folder, position.rows)
         if self.recipe.log_with:
             figures = {name: value for name, value in row.items() if name.startswith("val_") and value is not None}
             self.accelerator.log(figures, step=position.step)
         self.watcher.epoch(row)
+        if self.main:
+            self._warn_of_chance(row)
         self._checkpoint()
+        if self.main and time.monotonic() - self.drawn > _REDRAW:  # what may be missing comes after the state
+            self._write_artifact(self.plain, self.folder / "last.safetensors")
+            self._draw()
 
     @property
     def _sum_device(self) -> torch.device:
@@ -365,7 +420,7 @@ class _Run:
 
     def _validate(self) -> dict[str, float | None]:
         if self.val is None:
-            return {"val_top1": None, "val_top5": None}
+            return {"val_top1": None, "val_top5": None, "val_loss": None}
         recipe = self.recipe
         precision = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.accelerator.mixed_precision)
         result = evaluate(
@@ -379,26 +434,61 @@ class _Run:
             channels_last=recipe.channels_last,
         )
         self._list(result.skipped, "it is left out")
-        counts = torch.tensor([result.images, result.correct1, result.correct5], device=self.accelerator.device)
-        images, correct1, correct5 = self.accelerator.reduce(counts).tolist()
-        return {"val_top1": 100 * correct1 / images, "val_top5": 100 * correct5 / images}
+        finite = result.images - result.not_finite
+        loss = result.loss * finite if finite else 0.0
+        counts = [result.images, result.correct1, result.correct5, finite, loss]
+        sums = torch.tensor(counts, dtype=torch.float64, device=self._sum_device)
+        self.validated, correct1, correct5, finite, loss = self.accelerator.reduce(sums).tolist()
+        return {
+            "val_top1": 100 * correct1 / self.validated,
+            "val_top5": 100 * correct5 / self.validated,
+            "val_loss": loss / finite if finite else None,
+        }
+
+    def _warn_of_chance(self, row: dict[str, Any]) -> None:
+        """Say once that the run learns nothing, and why; not before warm-up is over."""
+        epoch, loss, classes = row["epoch"], row["val_loss"], self.classes
+        early = epoch < self.recipe.epochs and epoch < max(2, self.recipe.warmup + 1)
+        if self.warned_of_chance or early or loss is None or classes is None:
+            return
+        guessing = at_chance(row["val_top1"], loss, round(self.validated), classes)
+        self.at_chance = self.at_chance + 1 if guessing else 0
+        if self.at_chance < (2 if epoch < self.recipe.epochs else 1):  # the walk may stumble for an epoch
+            return
+        self.warned_of_chance = True
+        images = self._few_images()
+        collapsed = images is not None and all_alike(self._answering, images)
+        untrained = self.network.weights["kind"] == "random"
+        self.watcher.note(
+            f"warning: after epoch {epoch} the network does no better than guessing (top-1 {row['val_top1']:.1f}% of "
+            f"{classes} classes, loss {loss:.2f}): {explanation(self.plain, self.recipe, collapsed, untrained)}"
+        )
 
     def _check_finite(self) -> None:
-        if self.position.step and not is_finite(self.plain):
-            raise self._diverged(self.last_images, "a parameter or statistic")
+        """End the run before weights or statistics that are not finite are saved."""
+        if self.position.step and (name := not_finite(self.plain)) is not None:
+            layer = self._layer_at_fault(self.last_images)
+            why = "no layer's output is affected" if layer is None else f"{layer} went first"
+            raise self._diverged(name, self.position.step, why)
 
-    def _diverged(self, images: Tensor, what: str) -> RetrofitError:
+    def _layer_at_fault(self, images: Tensor) -> str | None:
         with local_norms(self.plain):  # the other processes do not take part
-            culprit = first_to_diverge(self.plain, images)
+            return first_to_diverge(self.plain, images)
+
+    def _diverged(
+        self, what: str, step: int, why: str, advice: str = "lower --lr or --noise, or lengthen --strength-ramp"
+    ) -> RetrofitError:
         good = load_state(self.folder / "state")["position"]["step"]
         return RetrofitError(
-            f"{what} is not finite at step {self.position.step + 1} of {self.steps}: {culprit} went first; the last "
-            f"good state is {self.folder / 'state'}, step {good}; lower --lr or --noise, or lengthen --strength-ramp"
+            f"{what} is not finite at step {step} of {self.steps}: {why}; the last good state is "
+            f"{self.folder / 'state'}, step {good}; {advice}"
         )
 
     def _write_artifact(self, model: nn.Module, path: Path, weights: dict[str, Any] | None = None) -> None:
-        trained = {"kind": "checkpoint", "from": f"{self.folder}, step {self.position.step}, from {self.origin}"}
-        network = self.network
+        steps, network = self.position.step, self.network
+        trained: dict[str, Any] = {"kind": "checkpoint", "from": f"{self.folder}, step {steps}, from {self.origin}"}
+        if self._converted:
+            trained["steps"] = steps
         with local_norms(model):
             artifact.save(
                 model,
@@ -411,17 +501,30 @@ class _Run:
             )
 
     def _draw(self) -> None:
-        """Draw the curves and the distribution of lambda so far."""
+        """Draw the curves and the distribution of lambda so far; a picture that fails does not end the run."""
         if not self.position.rows:
             return
-        paper.plot_curves(self.folder / "curves.png", self.position.rows)
-        model = self._answering.eval()
-        images = None
-        if self.val is not None and len(self.val.images):
-            images = torch.stack([self.val.images[number][0] for number in range(min(8, len(self.val.images)))])
-        if values := lambda_values(model, images):
-            paper.plot_lambdas(self.folder / "lambda.png", values)
+        try:
+            run_report.plot_curves(self.folder / "curves.png", self.position.rows)
+            if values := self._lambdas():
+                run_report.plot_lambdas(self.folder / "lambda.png", values)
+        except Exception as error:  # of matplotlib, the disk, an image, the network: none is worth the run
+            if not self.undrawn:
+                self.undrawn = True
+                self.watcher.note(f"warning: a picture cannot be drawn ({one_line(error)}); the run goes on without it")
         self.drawn = time.monotonic()
+
+    def _lambdas(self) -> dict[str, Tensor]:
+        """Return each layer's estimates of lambda; those of single samples on a few of the run's images."""
+        with evaluating(self._answering):
+            return lambda_values(self._answering, self._few_images())
+
+    def _few_images(self) -> Tensor | None:
+        """Return a few of the run's images, spread over its classes; None if they cannot be read."""
+        count = len(self.shown)
+        shown = [self.shown[number * count // _SHOWN] for number in range(_SHOWN)]
+        readable = [image for image, target in shown if target >= 0]
+        return torch.stack(readable).to(self.accelerator.device) if readable else None
 
     def _checkpoint(self) -> None:
         """Write the state of all processes."""

@@ -9,7 +9,7 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torch import Tensor, nn
 
 from retrofit.errors import UsageError
-from retrofit.finetune.distill import Distillation
+from retrofit.finetune.distillation import Distillation
 from retrofit.finetune.recipe import Recipe
 
 

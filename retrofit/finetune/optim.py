@@ -12,8 +12,9 @@ from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.layers import ProxyNorm, StrengthMixin
-from retrofit.layers.weight_standard import WeightStandardization
+from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
+from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.utils.text import one_line
 
 
 def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
@@ -31,7 +32,7 @@ def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
     """
     model.requires_grad_(False)
     for module in model.modules():
-        if isinstance(module, StrengthMixin) and not isinstance(module, WeightStandardization):
+        if isinstance(module, StrengthMixin | FrozenBatchNorm) and not isinstance(module, WeightStandardization):
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(True)
     for name, parameter in model.named_parameters():
@@ -87,7 +88,9 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
             groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum
         )
     except Exception as error:  # optimizers assert, or miss a package
-        raise UsageError(f"timm cannot build the optimizer {recipe.opt} ({error}); choose another --opt") from error
+        raise UsageError(
+            f"timm cannot build the optimizer {recipe.opt} ({one_line(error)}); choose another --opt"
+        ) from error
     return optimizer
 
 
@@ -101,8 +104,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_
         decay_milestones=recipe.decay_milestones,
         decay_rate=recipe.decay_rate,
         min_lr=recipe.min_lr,
-        warmup_lr=recipe.warmup_lr,
-        warmup_epochs=recipe.warmup_epochs,
+        warmup_lr=min(recipe.warmup_lr, recipe.lr),
+        warmup_epochs=recipe.warmup,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
     )

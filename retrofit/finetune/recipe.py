@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,18 +12,22 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from timm.optim import list_optimizers
 
-from retrofit.errors import RetrofitError, UsageError
-from retrofit.files import atomic_write
-from retrofit.finetune.shipped import read_shipped
-from retrofit.layers.core import NoiseKind
+from retrofit.errors import UsageError
+from retrofit.finetune import flat_yaml
+from retrofit.finetune.catalogue import read_shipped
+from retrofit.layers.normality import NoiseKind
+from retrofit.utils.files import atomic_write
+from retrofit.utils.text import plural, printable, shown
 
 _NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")  # how the names of timm's datasets begin
+_SOURCES = frozenset({"data_dir", "dataset"})
+_ROOM = 480  # characters for what is wrong with a recipe
 _SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")  # those that need no metric
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 def _listed(value: Any) -> Any:
@@ -34,7 +39,7 @@ def _parts(value: Any) -> Any:
     """Take a split's name, or a fraction of the training images."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return value
 
 
@@ -47,6 +52,11 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), str_strip_whitespace=True)
 
     model: str | None = Field(None, description="Artifact or network to train.")
+    pretrained: bool = Field(False, description="Fetch the library's weights, for a network that is no artifact.")
+    checkpoint: str | None = Field(None, description="Load .safetensors, .pth, .pt or .bin, likewise.")
+    match: Literal["name", "order"] | None = Field(
+        None, description="Pair the checkpoint's tensors by name (default) or by order and shape."
+    )
 
     data_dir: str | None = Field(
         None, description="Folder or .tar of images, one folder a class; or the name of a dataset that needs no folder."
@@ -73,9 +83,12 @@ class Recipe(BaseModel):
     weight_decay: NotNegative = Field(0.05, description="Not for biases and norms, but for ProxyNorm's parameters.")
     momentum: Fraction = Field(0.9, description="For optimizers that have one.")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
-    clip_grad: Positive | None = Field(None, description="Largest norm of the gradient.")
+    clip_grad: NotNegative | None = Field(1.0, description="Largest norm of the gradient; 0: any.")
     sched: str = Field("cosine", description="timm's schedule of the learning rate.")
-    warmup_epochs: NotNegative = Field(0, description="Epochs of linear warm-up.")
+    warmup_epochs: NotNegative | None = Field(
+        None,
+        description="Epochs of linear warm-up; if left out a tenth of them, at least one, at most half of the run.",
+    )
     warmup_lr: NotNegative = Field(1e-6, description="Where warm-up starts.")
     min_lr: NotNegative = Field(0.0, description="Where decay ends.")
     decay_epochs: Positive | None = Field(None, description="Interval of a step schedule.")
@@ -126,7 +139,7 @@ class Recipe(BaseModel):
     model_ema_decay: Fraction = Field(0.9998, description="Of that average.")
     model_ema_warmup: bool = Field(False, description="Let its decay grow.")
 
-    workers: Annotated[int, Field(ge=0)] = Field(2, description="Processes that decode images.")
+    workers: Annotated[int, Field(ge=0, le=1024)] = Field(2, description="Processes that decode images.")
     device: str | None = Field(None, description="cpu, or an accelerator if there is one.")
     amp: bool = Field(False, description="Mixed precision.")
     amp_dtype: Literal["float16", "bfloat16"] | None = Field(None, description="Of mixed precision (cpu: bfloat16).")
@@ -143,7 +156,7 @@ class Recipe(BaseModel):
             isinstance(place, str)
             and place.startswith(_NAMED)
             and not values.get("dataset")
-            and not Path(place).exists()
+            and not os.path.exists(place)
         ):
             return {**values, "dataset": place, "data_dir": None}
         return values
@@ -151,6 +164,8 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         wrong = []
+        if self.match and not self.checkpoint:
+            wrong.append("match says how to pair a checkpoint's tensors, set checkpoint too")
         if self.teacher == "none" and self.task_loss_weight == 0:
             wrong.append("task_loss_weight 0 needs teacher: source")
         if self.teacher == "source" and self.task_loss_weight == self.distill_loss_weight == 0:
@@ -162,7 +177,7 @@ class Recipe(BaseModel):
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             wrong.append("mixup and cutmix need an even batch_size")
         if not self.data_dir and self.dataset not in ("", "digits") and not self.dataset.startswith("hf"):
-            wrong.append(f"dataset {self.dataset} needs data_dir too, the folder that holds it")
+            wrong.append(f"dataset {printable(self.dataset, 64)} needs data_dir too, the folder that holds it")
         wrong += _unknown("opt", self.opt, list_optimizers()) + _unknown("sched", self.sched, _SCHEDULES)
         if wrong:
             raise ValueError(", ".join(wrong))
@@ -172,6 +187,13 @@ class Recipe(BaseModel):
     def labelled(self) -> bool:
         """Whether the images' labels are used."""
         return self.task_loss_weight > 0
+
+    @property
+    def warmup(self) -> float:
+        """Epochs of warm-up, as resolved."""
+        if self.warmup_epochs is not None:
+            return self.warmup_epochs
+        return min(max(1.0, self.epochs / 10), self.epochs / 2)
 
     def save(self, path: Path) -> None:
         """Write the recipe so that `--recipe` reads it back."""
@@ -196,6 +218,8 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
         RetrofitError: If there is no such recipe, or it cannot be read.
     """
     values = {} if name is None else _read(name)
+    if overrides.keys() & _SOURCES:  # images come from one place: a command line's replaces the recipe's
+        values = {key: value for key, value in values.items() if key not in _SOURCES}
     values = {**values, **overrides}
     wrong: list[str] = []
     for _ in range(2):  # what contradicts what is only looked at once every value by itself is right
@@ -211,29 +235,27 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
             if not wrong:
                 return recipe
             break
-    where = f"recipe {name}" if name is not None else "the settings"
+    where = f"recipe {printable(name, 100)}" if name is not None else "the settings"
     wrong = list(dict.fromkeys(wrong))
-    count = "1 mistake" if len(wrong) == 1 else f"{len(wrong)} mistakes"
-    raise UsageError(f"{count} in {where}: {', '.join(wrong)}; correct {'it' if len(wrong) == 1 else 'them'}")
+    it = "it" if len(wrong) == 1 else "them"
+    raise UsageError(f"{plural(len(wrong), 'mistake')} in {where}: {_some(wrong)}; correct {it}")
+
+
+def _some(sentences: list[str]) -> str:
+    """Join sentences, and count those for which there is no room on a line."""
+    used = 0
+    for number, sentence in enumerate(sentences):
+        used += len(sentence) + 2
+        if number and used > _ROOM:
+            return f"{', '.join(sentences[:number])} and {len(sentences) - number} more"
+    return ", ".join(sentences)
 
 
 def _read(name: str | Path) -> dict[str, Any]:
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or path.exists():
-        try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RetrofitError(f"cannot read the recipe {name} ({error}); check the path") from error
-    else:
-        text = read_shipped(str(name))
-    try:
-        values = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"recipe {name} is not YAML ({reason}); write one `name: value` a line") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"recipe {name} holds no settings; write one `name: value` a line")
-    return {str(key): value for key, value in values.items()}
+    a_file = path.suffix in (".yaml", ".yml") or os.path.exists(path)
+    text = flat_yaml.read_text(path, "recipe") if a_file else read_shipped(str(name))
+    return flat_yaml.parse(text, f"recipe {printable(name, 100)}")
 
 
 def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
@@ -241,16 +263,16 @@ def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
     if value.lower() in known:
         return []
     close = difflib.get_close_matches(value.lower(), known, n=3, cutoff=0.4) or sorted(known)[:5]
-    return [f"{setting} {value!r} is unknown to timm (did you mean {' or '.join(close)}?)"]
+    return [f"{setting} {shown(value)} is unknown to timm (did you mean {' or '.join(close)}?)"]
 
 
 def _sentence(problem: dict[str, Any]) -> str:
     """Say what is wrong with one value."""
     key = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key.replace("-", "_"), Recipe.model_fields, n=2)
-        return f"unknown setting {key!r}" + (f" (did you mean {' or '.join(close)}?)" if close else "")
+        close = difflib.get_close_matches(key[:64].replace("-", "_"), Recipe.model_fields, n=2)
+        return f"unknown setting {shown(key)}" + (f" (did you mean {' or '.join(close)}?)" if close else "")
     if not key:
         return str(problem["msg"]).removeprefix("Value error, ")
     said = str(problem["msg"]).removeprefix("Input should be ").replace(";", ",")
-    return f"{key} should be {said}, not {problem['input']!r}"
+    return f"{key} should be {printable(said, 100)}, not {shown(problem['input'])}"

@@ -10,16 +10,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from timm.data import create_transform
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from retrofit.data import ImageData
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.evaluate import predictions
-from retrofit.finetune.data import Images, Part, Relabelled
-from retrofit.finetune.head import outputs_of, with_classes, with_images
+from retrofit.evaluation.accuracy import predictions
+from retrofit.finetune.classifier import outputs_of, with_classes, with_images
+from retrofit.finetune.loaders import Images, Part, Relabelled
 from retrofit.finetune.recipe import Recipe
-from retrofit.models import Network
+from retrofit.images.dataset import ImageData
+from retrofit.networks.models import Network
+from retrofit.utils.evaluating import evaluating
+from retrofit.utils.text import one_line
 
 
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
@@ -52,6 +54,28 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     )
 
 
+def check_unused(folder: Path) -> None:
+    """Refuse a folder that something lies in.
+
+    Raises:
+        RetrofitError: If that is so, or it is a file.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RetrofitError(f"{folder} exists; give another folder with -o, or --resume {folder}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those that it lies in.
+
+    Raises:
+        RetrofitError: If that cannot be done.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another with -o") from error
+
+
 def fit_network(
     network: Network, images: Images, recipe: Recipe, note: Callable[[str], None]
 ) -> tuple[Network, tuple[str, ...]]:
@@ -67,9 +91,12 @@ def fit_network(
         The network, and the names of the tensors that are new.
 
     Raises:
-        RetrofitError: If the classifier would have to be replaced and cannot be, or has to teach.
+        RetrofitError: If the network does not take the images, or its classifier would have to be replaced and cannot
+            be, or has to teach.
     """
+    own = network.preprocess.input_size
     network = with_images(network, recipe.img_size, recipe.crop_pct)
+    check_images(network, own)
     present = outputs_of(network.model)
     wanted = recipe.num_classes or images.outputs or present
     fresh: tuple[str, ...] = ()
@@ -84,6 +111,35 @@ def fit_network(
     if images.names is not None and len(images.names) == wanted:
         network = replace(network, labels=list(images.names))
     return network, fresh
+
+
+def check_images(network: Network, own: tuple[int, int, int]) -> None:
+    """Run the network once, as in training, on an empty image.
+
+    Args:
+        network: The network, on the CPU; its preprocessing says how large the image is.
+        own: (C, H, W) that it was built for.
+
+    Raises:
+        RetrofitError: If it does not take such an image, or gives no class scores for it.
+    """
+    size = network.preprocess.input_size
+    shape = " x ".join(str(side) for side in size[1:])
+    with evaluating(network.model):
+        network.model.training = True  # of this module alone: networks with several heads ask it which to use
+        try:
+            answer = network.model(torch.zeros(1, *size))
+        except Exception as error:
+            what = f"{network.source} does not take images of {shape} pixels ({one_line(error)})"
+            if size == own:
+                raise RetrofitError(f"{what}; give another --img-size") from error
+            build = f"build it for this size (`retrofit convert --img-size {size[-1]}`)"
+            raise RetrofitError(f"{what}; give --img-size {own[-1]}, or {build}") from error
+    if not isinstance(answer, Tensor) or answer.ndim != 2:
+        what = f"a tensor of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
+        raise RetrofitError(
+            f"{network.source} gives {what} in training, not class scores; use an image classifier with one output"
+        )
 
 
 def validation_share(

@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedStep:
     """A call in a traced graph.
 
     Attributes:
@@ -62,16 +62,21 @@ class Calls:
         activations: Every call of an activation, by place.
         counts: How often each module is called.
         places: How many places call each norm and activation.
+        read: The modules whose parameters or buffers are read by another module's code.
     """
 
     def __init__(self, scopes: list[Scope], wanted: Callable[[nn.Module], bool], names: dict[nn.Module, str]) -> None:
-        self.norms: dict[Place, list[Step]] = defaultdict(list)
-        self.activations: dict[Place, list[Step]] = defaultdict(list)
+        self.norms: dict[Place, list[TracedStep]] = defaultdict(list)
+        self.activations: dict[Place, list[TracedStep]] = defaultdict(list)
         self.counts: Counter[nn.Module] = Counter()
+        self.read: set[nn.Module] = set()
         self._at: dict[fx.Node, Place] = {}
         for scope in scopes:
             flow = Flow(scope, wanted, names)
             self.counts.update(flow.modules.values())
+            # Nodes without users come from those who look at a module while it is traced (`wanted` does).
+            read = (str(node.target) for node in scope.graph.nodes if node.op == "get_attr" and node.users)
+            self.read.update(scope.module.get_submodule(name.rpartition(".")[0]) for name in read)
             for found, steps in ((self.norms, _norm_steps(flow)), (self.activations, _activation_steps(flow))):
                 for step in steps:
                     found[step.place].append(step)
@@ -88,13 +93,13 @@ class Calls:
             return None, "the call of its activation follows other layers too"
         return place, reason
 
-    def norm_before(self, activation: Step) -> Place | None:
+    def norm_before(self, activation: TracedStep) -> Place | None:
         """The place of the norm whose output an activation takes."""
         source = activation.flow.before(activation.node)
         place = None if source is None else self._at.get(source)
         return place if place in self.norms else None
 
-    def _follower(self, step: Step) -> tuple[Place | None, str]:
+    def _follower(self, step: TracedStep) -> tuple[Place | None, str]:
         flow = step.flow
         users = flow.after(step.node)
         if not users:
@@ -114,16 +119,16 @@ class Calls:
         return None, _FOLLOWERS.get(kind, f"feeds {flow.describe(user)}")
 
 
-def _norm_steps(flow: Flow) -> Iterator[Step]:
+def _norm_steps(flow: Flow) -> Iterator[TracedStep]:
     seen: Counter[tuple[int, nn.Module]] = Counter()
     for node in flow.scope.graph.nodes:
         if flow.steps[node] == "norm":
             origin, norm = flow.scope.origins[node], flow.modules[node]
-            yield Step(flow, node, Place(origin.owner, "forward", norm, seen[origin.visit, norm]))
+            yield TracedStep(flow, node, Place(origin.owner, "forward", norm, seen[origin.visit, norm]))
             seen[origin.visit, norm] += 1
 
 
-def _activation_steps(flow: Flow) -> Iterator[Step]:
+def _activation_steps(flow: Flow) -> Iterator[TracedStep]:
     visits: dict[int, list[tuple[fx.Node, Origin]]] = defaultdict(list)
     for node in flow.scope.graph.nodes:
         if flow.steps[node] == "activation":
@@ -143,4 +148,4 @@ def _activation_steps(flow: Flow) -> Iterator[Step]:
                 if flow.modules.get(other, other.target) is target and (not own or run in where.methods)
             ]
             place = Place(origin.owner, run[0] if own else "forward", target, peers.index(node))
-            yield Step(flow, node, place, len(peers), () if own else flow.scope.given[origin.visit])
+            yield TracedStep(flow, node, place, len(peers), () if own else flow.scope.given[origin.visit])

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.graph.records import Call
+from retrofit.graph.site import Call
 from retrofit.graph.trace import MODES, Mode, Tracer, reason_of, untouched
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, enum.Enum)
@@ -114,9 +114,14 @@ def _body(source: str) -> list[ast.stmt]:
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """A method's signature without annotations, its own object under the name that the generated code uses."""
     empty = inspect.Parameter.empty
-    parameters = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=empty)
+    own, *others = (parameter.replace(annotation=empty) for parameter in signature.parameters.values())
+    if own.kind is not own.POSITIONAL_OR_KEYWORD and own.kind is not own.POSITIONAL_ONLY:
+        raise RewriteError(f"a method whose first argument is *{own.name}")
+    if any(other.name == "self" for other in others):
+        raise RewriteError("self is the name of an argument that is not the method's own object")
+    return signature.replace(parameters=[own.replace(name="self"), *others], return_annotation=empty)
 
 
 def _traced(block: nn.Module, method: str, given: Collection[str], mode: Mode, read: set[str]) -> fx.Graph:

@@ -179,6 +179,8 @@ class Flow:
     def _module_step(self, module: nn.Module) -> str:
         if self._is_norm(module) or kinds.is_norm(module):
             return "norm"
+        if kinds.is_altered(module):
+            return "module"
         if kinds.is_activation(module):
             return "activation"
         if isinstance(module, nn.Identity) or kinds.is_drop(module):

@@ -171,14 +171,22 @@ def is_drop(module: nn.Module) -> bool:
     return isinstance(module, _drop_classes())
 
 
+def is_altered(module: nn.Module) -> bool:
+    """Whether a call of `module` may do something else than its class says: it has hooks, or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
 def is_plain_affine(module: nn.Module) -> bool:
     """Whether `module` is a convolution or linear layer that uses its weight and bias as they are.
 
-    An affine map of its output then folds into them; a weight-standardised convolution would undo it.
+    An affine map of its output then folds into them; a weight-standardised convolution would undo it, and so would
+    whatever makes the weight anew at every call (a parametrization, pruning, weight normalization).
     """
     from timm.layers import Conv2dSame, Linear
 
     cls: Any = type(module)
+    if is_altered(module) or "weight" not in module._parameters:
+        return False
     if cls in (Conv2dSame, Linear):
         return True
     base = next((base for base in _AFFINE if issubclass(cls, base)), None)
@@ -189,6 +197,8 @@ def is_plain_affine(module: nn.Module) -> bool:
 def is_leaf(module: nn.Module) -> bool:
     """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for torch's modules."""
     if type(module).__module__.startswith(_OURS) or is_activation(module) or is_norm(module) or is_drop(module):
+        return True
+    if is_altered(module):  # its hooks see, and may change, what goes in and out
         return True
     if isinstance(module, _untraced_classes()) or is_plain_affine(module):
         return True

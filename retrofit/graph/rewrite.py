@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from retrofit.graph.codegen import Edit, RewriteError, fact, method_source
-from retrofit.graph.records import Call
+from retrofit.graph.site import Call
 
 _classes: WeakValueDictionary[tuple[Any, ...], type[nn.Module]] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -71,20 +71,20 @@ def check_call(model: nn.Module, call: Call) -> None:
     _prepared(model, call, "_retrofit_probe")
 
 
-def _prepared(model: nn.Module, call: Call, name: str) -> tuple[nn.Module, Recipe]:
+def _prepared(model: nn.Module, call: Call, name: str) -> tuple[nn.Module, RewriteRecipe]:
     """The block that makes a call, and the recipe of the class that calls its child `name` instead."""
     block = model.get_submodule(call.owner)
     if hasattr(block, name):
         raise RewriteError(f"{type(block).__name__} {call.owner} already has an attribute {name}".replace("  ", " "))
     if call.method in block.__dict__:
         raise RewriteError(f"{call.owner or 'the model'} has a {call.method} of its own, set on the instance")
-    recipe: Recipe | None = getattr(type(block), "_retrofit_recipe", None)
+    recipe: RewriteRecipe | None = getattr(type(block), "_retrofit_recipe", None)
     base, edits = (recipe.base, recipe.edits) if recipe else (type(block), ())
     return block, _recipe(block, base, (*edits, (replace(call, owner=""), name)))
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class RewriteRecipe:
     """All that makes a rewritten class: pickled in place of the class, shared by copies.
 
     Attributes:
@@ -123,7 +123,7 @@ class Recipe:
             cls = _classes[key] = metaclass(self.base.__name__, (self.base,), {**namespace, **methods})
         return cls
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RewriteRecipe:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -132,12 +132,14 @@ class Recipe:
         return _load_recipe, (self.base, self.edits, self.sources, modules, others, self.facts)
 
 
-def _load_recipe(base: Any, edits: Any, sources: Any, modules: dict[str, str], others: Any, facts: Any) -> Recipe:
+def _load_recipe(
+    base: Any, edits: Any, sources: Any, modules: dict[str, str], others: Any, facts: Any
+) -> RewriteRecipe:
     names = {name: importlib.import_module(path) for name, path in modules.items()}
-    return Recipe(base, edits, sources, {**names, **others}, facts)
+    return RewriteRecipe(base, edits, sources, {**names, **others}, facts)
 
 
-def _recipe(block: nn.Module, base: type[nn.Module], edits: tuple[Edit, ...]) -> Recipe:
+def _recipe(block: nn.Module, base: type[nn.Module], edits: tuple[Edit, ...]) -> RewriteRecipe:
     """Trace a block as its original class and write the methods anew."""
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewriteError(f"{base.__name__} defines its own pickling")
@@ -156,7 +158,7 @@ def _recipe(block: nn.Module, base: type[nn.Module], edits: tuple[Edit, ...]) ->
             names |= used
     finally:
         block.__class__ = current
-    return Recipe(base, edits, tuple(sources.items()), names, facts)
+    return RewriteRecipe(base, edits, tuple(sources.items()), names, facts)
 
 
 def _compiled(base: type[nn.Module], method: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
@@ -170,7 +172,7 @@ def _compiled(base: type[nn.Module], method: str, source: str, names: dict[str, 
     return function
 
 
-def _rebuild(recipe: Recipe) -> nn.Module:
+def _rebuild(recipe: RewriteRecipe) -> nn.Module:
     cls = recipe.make()
     return cls.__new__(cls)
 
@@ -181,7 +183,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 def _setattr(self: nn.Module, name: str, value: Any) -> None:
     """Set an attribute; trace the block again if the attribute is built into its generated code and changes."""
-    recipe: Recipe = self._retrofit_recipe  # type: ignore[assignment]
+    recipe: RewriteRecipe = self._retrofit_recipe  # type: ignore[assignment]
     old: Any = getattr(self, name, None)
     recipe.base.__setattr__(self, name, value)
     if name in recipe.facts and fact(value) != recipe.facts[name]:

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from retrofit.graph import kinds
 from retrofit.graph.inplace import InplaceProxy
+from retrofit.utils.text import with_class
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")
@@ -80,8 +81,7 @@ class Coverage:
 
 def reason_of(error: Exception) -> str:
     """The first sentence of an exception's message, with its class."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].split('. ')[0]}" if lines else type(error).__name__
+    return with_class(error).split(". ")[0]
 
 
 @contextlib.contextmanager

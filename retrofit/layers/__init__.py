@@ -1,8 +1,8 @@
 """Normality-normalized and batch-independent layers: the mathematics and the modules. Needs torch alone."""
 
 from retrofit.layers.base import NormalityMixin, StrengthMixin
-from retrofit.layers.batch import BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d, SyncBatchNormalNorm
-from retrofit.layers.decorrelated import (
+from retrofit.layers.batch_norm import BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d, SyncBatchNormalNorm
+from retrofit.layers.decorrelated_batch_norm import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
     DecorrelatedBatchNorm3d,
@@ -10,6 +10,7 @@ from retrofit.layers.decorrelated import (
     DecorrelatedBatchNormalNorm2d,
     DecorrelatedBatchNormalNorm3d,
 )
+from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
 from retrofit.layers.functional import (
     batch_normal_norm,
     channel_layer_normal_norm,
@@ -17,10 +18,15 @@ from retrofit.layers.functional import (
     instance_normal_norm,
     layer_normal_norm,
 )
-from retrofit.layers.group import GroupNormalNorm
-from retrofit.layers.instance import InstanceNormalNorm1d, InstanceNormalNorm2d, InstanceNormalNorm3d
-from retrofit.layers.layer import LayerNormalNorm, LayerNormalNorm2d
-from retrofit.layers.migrated import MigratedGroupNorm, MigratedGroupNormAct, fold_input_affine, migrated_group_norm
+from retrofit.layers.group_norm import GroupNormalNorm
+from retrofit.layers.instance_norm import InstanceNormalNorm1d, InstanceNormalNorm2d, InstanceNormalNorm3d
+from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
+from retrofit.layers.migrated_group_norm import (
+    MigratedGroupNorm,
+    MigratedGroupNormAct,
+    fold_input_affine,
+    migrated_group_norm,
+)
 from retrofit.layers.norm_act import (
     BatchNormalNormAct2d,
     DecorrelatedBatchNormAct2d,
@@ -30,13 +36,13 @@ from retrofit.layers.norm_act import (
     LayerNormalNormAct2d,
     SyncBatchNormalNormAct,
 )
-from retrofit.layers.proxy import ProxyNorm
-from retrofit.layers.transform import yeo_johnson
-from retrofit.layers.weight_standard import (
+from retrofit.layers.proxy_norm import ProxyNorm
+from retrofit.layers.weight_standardization import (
     WeightStandardizedConv1d,
     WeightStandardizedConv2d,
     WeightStandardizedConv3d,
 )
+from retrofit.layers.yeo_johnson import yeo_johnson
 
 __all__ = [
     "BatchNormalNorm1d",
@@ -51,6 +57,8 @@ __all__ = [
     "DecorrelatedBatchNormalNorm2d",
     "DecorrelatedBatchNormalNorm3d",
     "DecorrelatedBatchNormalNormAct2d",
+    "FrozenBatchNorm",
+    "FrozenBatchNormAct",
     "GroupNormalNorm",
     "GroupNormalNormAct",
     "InstanceNormalNorm1d",

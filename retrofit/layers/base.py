@@ -1,26 +1,101 @@
-"""What converted layers have in common: a strength, and for normality normalization noise and Newton steps."""
+"""What converted layers have in common: a strength, and for normality normalization noise and Newton steps.
+
+The state dict of a converted layer holds all that its function depends on: with the tensors of one network, another
+that was converted to the same target is the same function, whatever it was converted from. (What only training uses,
+noise and momentum, stays with the layer, as the p of a dropout does.)
+"""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, ClassVar, Self, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from retrofit.layers.core import NoiseKind, NormalityOptions
+from retrofit.layers.normality import NoiseKind, NormalityOptions
+from retrofit.layers.settings import SettingsMixin, hold_settings
+from retrofit.layers.transforms import transformed
+
+_UNIT = 2.0**-40
+_SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of 0.01
 
 
-class StrengthMixin(nn.Module):
+class StrengthMixin(SettingsMixin):
     """A layer that lies on the path from its source layer (strength 0) to the paper's (strength 1).
 
-    Attributes:
-        strength: 0-dim float32 buffer t in [0, 1]. A tensor, so that changing it triggers no recompilation.
+    The buffer `strength` is a code: t and its square, (2,), in units of 2^-40. A tensor, so that changing t triggers no
+    recompilation, and one of integers: moving averages of weights copy integers from the model, where they would let a
+    float lag behind it for thousands of steps. Some average integers too. An average of different t's is told by the
+    square, and refused in evaluation.
     """
 
-    strength: Tensor
+    frozen: bool = False
+    """Whether the layer evaluates in training too: see `retrofit.freeze_norms`."""
+    _checked: tuple[int, int] | None = None
+    later_entries: ClassVar[tuple[str, ...]] = ()
+    """Buffers that state dicts of earlier versions lack; a layer that loads one keeps its own."""
 
     def _register_strength(self, strength: float, device: Any = None) -> None:
-        self.register_buffer("strength", torch.tensor(check_strength(strength), dtype=torch.float32, device=device))
+        self._buffers["strength"] = strength_code(check_strength(strength), device)  # a property has the name
+
+    @property
+    def _code(self) -> Tensor:
+        code = self._buffers["strength"]
+        assert code is not None
+        return code
+
+    @property
+    def strength(self) -> Tensor:
+        """T in [0, 1], a 0-dim float32 tensor; `set_strength` sets it.
+
+        Raises:
+            RuntimeError: In evaluation, if t is an average of several.
+        """
+        code = self._code
+        if not (self.training or code.is_meta or torch.compiler.is_compiling() or transformed()):
+            self._refuse_average()
+        return code[0].to(torch.float32) * _UNIT
+
+    @property
+    def stored_strength(self) -> float:
+        """T as it is stored, also where it is an average of several."""
+        return float(self._code[0]) * _UNIT
+
+    def _refuse_average(self) -> None:
+        """Raise if t is an average; waits for a GPU only where t may have changed since the last time."""
+        code = self._code
+        seen = None if code.is_cpu or code.is_inference() else (id(code), code._version)
+        if seen is not None and seen == self._checked:
+            return
+        t, square = (value * _UNIT for value in code.detach().cpu().tolist())
+        if abs(square - t * t) > _SPREAD:
+            raise RuntimeError(
+                f"the strength of this layer, {t:.3g}, is an average over training: average weights without buffers "
+                "(use_buffers=False), or set it in the average (retrofit.set_strength)"
+            )
+        self._checked = seen
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the layer, unless it is frozen, and of its children."""
+        super().train(mode)
+        self.training = mode and not self.frozen
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_checked": None}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept the source layer's checkpoint and those of earlier versions: what they lack stays as it is."""
+        if prefix + "strength" in state_dict:
+            state_dict[prefix + "strength"] = as_strength_code(state_dict[prefix + "strength"])
+        for name in ("strength", *self.later_entries):
+            if prefix + name not in state_dict:
+                state_dict[prefix + name] = self._buffers[name].detach().clone()  # type: ignore[union-attr]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """What the layer's kind says of itself, and the strength where it has a value."""
+        return ", ".join(part for part in (super().extra_repr(), shown("strength", self.strength)) if part)
 
     def set_strength(self, strength: float) -> None:
         """Set t in place.
@@ -29,7 +104,7 @@ class StrengthMixin(nn.Module):
             ValueError: If `strength` lies outside [0, 1].
         """
         with torch.no_grad():
-            self.strength.fill_(check_strength(strength))
+            self._code.copy_(strength_code(check_strength(strength), self._code.device))
 
 
 class NormalityMixin(StrengthMixin):
@@ -57,15 +132,14 @@ class NormalityMixin(StrengthMixin):
         self.alpha = check_alpha(alpha)
         self.steps = check_steps(steps)
         self._register_strength(strength, device)
+        hold_settings(self, {"alpha": check_alpha, "steps": check_steps}, device)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Accept the source layer's checkpoint: with no `strength` in it, lambda restarts at 1 and t stays as it is."""
-        if prefix + "strength" not in state_dict:
-            state_dict[prefix + "strength"] = self.strength.detach().clone()
-            lmbda = getattr(self, "running_lambda", None)
-            if lmbda is not None:
-                state_dict.setdefault(prefix + "running_lambda", torch.ones_like(lmbda))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        lmbda = getattr(self, "running_lambda", None)
+        if prefix + "strength" not in state_dict and lmbda is not None:
+            state_dict.setdefault(prefix + "running_lambda", torch.ones_like(lmbda))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def degree(self) -> Tensor:
@@ -87,6 +161,23 @@ class NormalityMixin(StrengthMixin):
         usual = {"noise_kind": "scaled", "alpha": 1.0, "steps": 1}
         extra = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         return f", noise={self.noise:g}" + "".join(f", {name}={value}" for name, value in extra.items())
+
+
+def shown(name: str, value: Tensor) -> str:
+    """Return "NAME=VALUE" of a 0-dim tensor; nothing where it has no value to show (meta, under a trace)."""
+    return f"{name}={value.item():.3g}" if type(value) is Tensor and not value.is_meta else ""
+
+
+def strength_code(strength: float, device: Any = None) -> Tensor:
+    """Return the buffer that holds t = `strength`; see `StrengthMixin`."""
+    return torch.tensor([round(value / _UNIT) for value in (strength, strength**2)], device=device)
+
+
+def as_strength_code(held: Tensor) -> Tensor:
+    """Return the buffer of a state dict, in which earlier versions held t itself."""
+    if held.is_floating_point() and held.ndim == 0 and not held.is_meta:
+        return strength_code(held.item(), held.device)
+    return held
 
 
 def check_strength(strength: float) -> float:

@@ -29,7 +29,7 @@ def set_size(x: Tensor, dim: Dim, group: ProcessGroup | None) -> Tensor | int:
     """Number of values in each normalized set, over all ranks of `group`."""
     if group is None:
         return _share(x, dim)
-    count = torch.tensor(_share(x, dim), device=x.device)
+    count = torch.tensor(_share(x, dim), dtype=torch.int64, device=x.device)
     dist.all_reduce(count, group=group)
     return count
 

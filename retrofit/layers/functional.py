@@ -11,7 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from retrofit.layers.core import NormalityOptions, Statistics, apply_statistics, normality_norm
+from retrofit.layers import kernels
+from retrofit.layers.normality import NormalityOptions, Statistics, apply_statistics, normality_norm
+from retrofit.layers.transforms import transformed
+
+_STRETCH = 32  # neighbouring elements of a set, below which vectors stay half empty
 
 
 def batch_normal_norm(
@@ -156,6 +160,12 @@ def group_normal_norm(
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
     if x.numel() == 0:
         return _empty(x, _per_channel(weight, x.ndim), _per_channel(bias, x.ndim))
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    short = channels // num_groups < _STRETCH and last is not None and kernels.fits(x)
+    if last and short and not x.is_contiguous() and x.is_contiguous(memory_format=last):
+        # Sets in channels_last are stretches of a group's channels; short ones cost more than moving them together.
+        out = group_normal_norm(x.contiguous(), num_groups, weight, bias, eps, **options)
+        return out.contiguous(memory_format=last)
     split = (num_groups, channels // num_groups)
     grouped = x.unflatten(1, split)
     gamma, beta = (None if p is None else _view(p, x.ndim).unflatten(1, split) for p in (weight, bias))
@@ -206,9 +216,10 @@ def instance_normal_norm(
 def _is_identity(lmbda: Tensor) -> bool:
     """Whether every channel's transform is the identity, so that torch's own layer answers, bit for bit.
 
-    A compiler cannot branch on values: there the transform is computed, and the identity to rounding.
+    A compiler or a transform cannot branch on values, and a GPU would have to be waited for: there the power transform
+    is computed, and the identity to rounding.
     """
-    return not torch.compiler.is_compiling() and not lmbda.is_meta and bool((lmbda == 1).all())
+    return not (torch.compiler.is_compiling() or transformed()) and lmbda.is_cpu and bool((lmbda == 1).all())
 
 
 def _view(stat: Tensor, ndim: int) -> Tensor:
@@ -233,7 +244,8 @@ def _update_running(
     found: Statistics,
     momentum: float | Tensor,
 ) -> None:
-    bessel = found.size / (found.size - 1)
+    size = found.size.to(torch.float32) if isinstance(found.size, Tensor) else found.size
+    bessel = size / (size - 1)
     for running, new in ((running_mean, found.mean), (running_var, found.var * bessel), (running_lambda, found.lmbda)):
         if running is not None:
             new = new.reshape(running.shape).to(running.dtype)  # noqa: PLW2901

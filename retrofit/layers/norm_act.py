@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.layers.batch import BatchNormalNorm2d, SyncBatchNormalNorm
-from retrofit.layers.decorrelated import DecorrelatedBatchNorm2d, DecorrelatedBatchNormalNorm2d
-from retrofit.layers.group import GroupNormalNorm
-from retrofit.layers.layer import LayerNormalNorm, LayerNormalNorm2d
+from retrofit.layers.batch_norm import BatchNormalNorm2d, SyncBatchNormalNorm
+from retrofit.layers.decorrelated_batch_norm import DecorrelatedBatchNorm2d, DecorrelatedBatchNormalNorm2d
+from retrofit.layers.group_norm import GroupNormalNorm
+from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 
 
 class _ThenActivate(nn.Module):

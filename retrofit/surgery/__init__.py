@@ -1,8 +1,9 @@
 """plan -> apply -> report: the conversion of a network's normalization layers."""
 
-from retrofit.surgery.census import FAMILIES, census
-from retrofit.surgery.converters import TARGETS, converter_for
-from retrofit.surgery.execute import apply, convert, set_strength, strength_of
+from retrofit.surgery import targets
+from retrofit.surgery.converter import TARGETS, converter_for
+from retrofit.surgery.execute import apply, convert, set_strength, strength_layers, strength_of
+from retrofit.surgery.families import FAMILIES, census
 from retrofit.surgery.planning import plan
 from retrofit.surgery.records import LayerRow, Plan, Report
 
@@ -18,5 +19,7 @@ __all__ = [
     "converter_for",
     "plan",
     "set_strength",
+    "strength_layers",
     "strength_of",
+    "targets",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -10,16 +12,23 @@ from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import StrengthMixin
-from retrofit.surgery.census import Found, find_norms
-from retrofit.surgery.converters import converter_for
-from retrofit.surgery.planning import plan, plural
+from retrofit.options import takes_options
+from retrofit.surgery.converter import converter_for
+from retrofit.surgery.families import NormLayer, find_norms
+from retrofit.surgery.identity_check import IdentityCheck
+from retrofit.surgery.planning import Patterns, plan
 from retrofit.surgery.records import Plan, Report
+from retrofit.surgery.restore import unchanged_on_failure
+from retrofit.utils.placement import device_of
+from retrofit.utils.text import plural
 
 _FUSING_METHODS = ("fuse", "reparameterize", "switch_to_deploy", "fuse_model")
 
 
 def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
-    """Execute `plan` on `model`, in place, and seed the converted layers at strength 0.
+    """Execute `plan` on `model`, in place, and seed the layers that it converts at strength 0.
+
+    Layers that were converted before keep their strength: the network is then its source as that stood.
 
     Parameters are moved, not copied: the network takes no second copy of its weights, and an optimizer that holds them
     keeps working.
@@ -32,58 +41,113 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
         The network to use (another object only if `model` itself is a normalization layer), and the report.
 
     Raises:
-        RetrofitError: If the model's layers are not those of the plan; the model is then unchanged.
+        RetrofitError: If the model's layers are not those of the plan. Whatever is raised, or interrupts, leaves the
+            model as it was.
     """
     converter = converter_for(plan.to)
     found = {layer.name: layer for layer in find_norms(model)}
     _check_structure(plan, found)
     before = _parameters(model)
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    converter.begin(model, plan)
-    built: dict[int, nn.Module] = {}
-    for row in plan.layers:
-        if row.status != "converted":
-            continue
-        module = found[row.name].module
-        if id(module) not in built:
-            own = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), device)
-            built[id(module)] = converter.build(module, row, own)
-        if not row.name:
-            model = built[id(module)]
-        else:
-            parent, _, leaf = row.name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, built[id(module)])
-    notes = converter.finish(model, plan)
-    notes += _guard_fusing(model, set(map(id, built.values())))
-    history: list[Plan] = [*getattr(model, "_retrofit_plans", []), plan]
-    model._retrofit_plans = history  # type: ignore[assignment]
-    strength = 0.0 if converter.identity and device.type != "meta" else None
+    device = device_of(model)
+    with unchanged_on_failure(model):
+        surveyed = converter.survey(model, plan)
+        built: dict[nn.Module, nn.Module] = {}
+        for row in plan.layers:
+            if row.status != "converted":
+                continue
+            module = found[row.name].module
+            if module not in built:
+                own = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), device)
+                built[module] = converter.build(module, row, own)
+            if not row.name:
+                model = built[module]
+            else:
+                parent, _, leaf = row.name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, built[module])
+        notes: tuple[str, ...] = (plan.activations,) if plan.activations else ()
+        notes += converter.finish(model, plan, surveyed)
+        notes += _guard_fusing(model, set(built.values()))
+        history: list[Plan] = [*getattr(model, "_retrofit_plans", []), plan]
+        model._retrofit_plans = history  # type: ignore[assignment]
+    strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, before, _parameters(model), strength, notes)
 
 
-def convert(model: nn.Module, to: str = "bnn", **options: Any) -> tuple[nn.Module, Report]:
-    """Plan and apply in one go.
+@takes_options
+def convert(
+    model: nn.Module,
+    to: str = "bnn",
+    *,
+    only: Patterns = None,
+    skip: Patterns = None,
+    source: Patterns = None,
+    check: bool = True,
+    input_size: Sequence[int] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Report]:
+    """Plan, apply, and check that the network is still its source's function in evaluation.
+
+    The check runs source and converted network on seeded random input, twice each, and compares outputs and layers. It
+    leaves modes, buffers and random state as they were. Where it cannot run, `report.notes` says so, and why.
 
     Args:
         model: Any network; converted in place.
         to: Target, a key of `TARGETS`.
-        **options: As for `plan`.
+        only: As for `plan`, as are the options.
+        skip: As for `plan`.
+        source: As for `plan`.
+        check: Whether to check.
+        input_size: Shape of one sample for the check, (C, H, W); what the model says of itself if None, or 3 x 224 x
+            224.
+        **options: See below.
 
     Returns:
         The network to use, and the report.
 
     Raises:
         UsageError: As `plan`.
-        RetrofitError: As `plan`.
+        RetrofitError: As `plan`, or if the check fails, or cannot run with the `input_size` that is given. The model is
+            then unchanged.
     """
-    return apply(plan(model, to, **options), model)
+    made = plan(model, to, only=only, skip=skip, source=source, **options)
+    converter = converter_for(to)
+    with unchanged_on_failure(model):
+        ready, reason = _ready(model, input_size) if check else (None, "")
+        model, report = apply(made, model)
+        if ready is None:
+            return model, replace(report, notes=(*report.notes, *([f"not checked: {reason}"] if reason else ())))
+        result = ready.compare(model, layers=converter.identity)
+        if problem := result.problem(converter.identity):
+            raise RetrofitError(
+                f"{problem}; the model is left as it was: keep the layers concerned with skip=, or pass check=False "
+                "where it is known to amplify rounding errors"
+            )
+    return model, replace(report, check=result)
+
+
+def _ready(model: nn.Module, input_size: Sequence[int] | None) -> tuple[IdentityCheck | None, str]:
+    """Run the source for the check; or say why that cannot be."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return None, "the model lies on the meta device"
+    if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+        return None, "in half precision rounding hides what the check looks for; convert in float32 to be sure"
+    try:
+        return IdentityCheck(model, input_size), ""
+    except RetrofitError as error:
+        if input_size is not None:
+            raise
+        return None, f"{error} with input_size="
 
 
 def set_strength(model: nn.Module, strength: float) -> int:
     """Set the strength of every converted layer of `model`: 0 is the source network, 1 the paper's.
 
+    All of them get the same one, also those of a network that was converted in several goes; to set some, give the part
+    of the network that holds them (`retrofit.set_strength(model.layer4, 0.5)`).
+
     Args:
-        model: A converted network.
+        model: A converted network, or a part of one.
         strength: t in [0, 1].
 
     Returns:
@@ -93,7 +157,7 @@ def set_strength(model: nn.Module, strength: float) -> int:
         UsageError: If `strength` lies outside [0, 1].
         RetrofitError: If the model holds no converted layer that has one.
     """
-    converted = [module for module in model.modules() if isinstance(module, StrengthMixin)]
+    converted = strength_layers(model)
     if not converted:
         raise RetrofitError("the model holds no converted layer that has a strength; convert it first")
     if not 0.0 <= strength <= 1.0:
@@ -103,17 +167,18 @@ def set_strength(model: nn.Module, strength: float) -> int:
     return len(converted)
 
 
+def strength_layers(model: nn.Module) -> list[StrengthMixin]:
+    """Return the layers of `model` that have a strength, each once."""
+    return [module for module in model.modules() if isinstance(module, StrengthMixin)]
+
+
 def strength_of(model: nn.Module) -> float | None:
     """Return the strength of `model`'s converted layers; None if it has none, or they are on the meta device.
 
     Raises:
         RetrofitError: If the layers differ in strength.
     """
-    values = {
-        module.strength.item()
-        for module in model.modules()
-        if isinstance(module, StrengthMixin) and not module.strength.is_meta
-    }
+    values = {layer.strength.item() for layer in strength_layers(model) if not layer._code.is_meta}
     if len(values) > 1:
         raise RetrofitError(
             f"the converted layers differ in strength ({min(values)} to {max(values)}); set_strength first"
@@ -121,7 +186,7 @@ def strength_of(model: nn.Module) -> float | None:
     return values.pop() if values else None
 
 
-def _check_structure(plan: Plan, found: dict[str, Found]) -> None:
+def _check_structure(plan: Plan, found: dict[str, NormLayer]) -> None:
     planned = {row.name: row.source for row in plan.layers}
     actual = {name: layer.label for name, layer in found.items()}
     if planned == actual:
@@ -134,12 +199,12 @@ def _check_structure(plan: Plan, found: dict[str, Found]) -> None:
     )
 
 
-def _guard_fusing(model: nn.Module, converted: set[int]) -> tuple[str, ...]:
+def _guard_fusing(model: nn.Module, converted: set[nn.Module]) -> tuple[str, ...]:
     """Make methods that would fuse a converted layer as if it were its source refuse instead."""
     blocks = 0
     for module in model.modules():
         methods = [name for name in _FUSING_METHODS if callable(getattr(type(module), name, None))]
-        if methods and any(id(child) in converted for child in module.modules()):
+        if methods and any(child in converted for child in module.modules()):
             blocks += 1
             for name in methods:
                 vars(module)[name] = functools.partial(_refuse, type(module).__name__, name)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from retrofit.surgery import report_table
+
+if TYPE_CHECKING:
+    from retrofit.surgery.identity_check import CheckResult
 
 Status = Literal["converted", "kept", "unsupported"]
 
@@ -61,7 +66,7 @@ class EditRow:
     target: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing.
 
@@ -82,6 +87,23 @@ class Plan:
         """How many rows are converted, kept and unsupported."""
         found = Counter(row.status for row in self.layers)
         return {status: found[status] for status in ("converted", "kept", "unsupported")}
+
+    def __repr__(self) -> str:
+        """A small table for people; the record is in the attributes."""
+        return report_table.plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return report_table.plan_html(self)
+
+    @property
+    def activations(self) -> str:
+        """How many activations are converted, and why others are not, in a sentence; empty if none are concerned."""
+        rows = [row for row in self.edits if row.kind == "activation"]
+        left = Counter(row.reason for row in rows if row.status == "left")
+        if not left:
+            return ""
+        why = "; ".join(f"{count}: {reason}" for reason, count in left.most_common())
+        return f"{len(rows) - left.total()} of {len(rows)} activations are converted, {left.total()} are left ({why})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_dict` reads it back."""
@@ -104,7 +126,7 @@ class Plan:
         return cls(to=values["to"], layers=layers, options=values["options"], edits=edits)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a conversion did.
 
@@ -114,6 +136,7 @@ class Report:
         params_after: Number of parameters now.
         strength: Strength that the converted layers were seeded at; None on the meta device, and where they have none.
         notes: Further sentences for the user.
+        check: How the network compares with its source, where that was checked.
     """
 
     plan: Plan
@@ -121,6 +144,14 @@ class Report:
     params_after: int
     strength: float | None
     notes: tuple[str, ...] = ()
+    check: CheckResult | None = None
+
+    def __repr__(self) -> str:
+        """A summary for people; the record is in the attributes."""
+        return report_table.report_text(self)
+
+    def _repr_html_(self) -> str:
+        return report_table.report_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -142,4 +173,5 @@ class Report:
             "params": {"before": self.params_before, "after": self.params_after},
             "strength": self.strength,
             "notes": list(self.notes),
+            "check": None if self.check is None else self.check.to_dict(),
         }

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -16,10 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 import retrofit
+from retrofit import surgery
 from retrofit.cli.convert import command
 from retrofit.cli.network import file_stem
-from retrofit.layers.core import NoiseKind
-from retrofit.surgery.check import IdentityCheck
+from retrofit.layers.normality import NoiseKind
+from retrofit.surgery.identity_check import IdentityCheck
 from tests.cli.conftest import Run, complaint
 from tests.pictures import write_folder
 
@@ -86,6 +88,33 @@ def test_an_artifact_is_a_model_too(run: Run, here: Path, target: str) -> None:
     assert (here / "a-bnn.safetensors").is_file()
 
 
+@pytest.mark.parametrize("strength", [(), ("--strength", "0.5")])
+def test_a_second_conversion_leaves_the_first_at_its_strength(run: Run, here: Path, strength: tuple[str, ...]) -> None:
+    assert run("convert", "test_coatnet", "--to", "bnn", "--strength", "1", "-o", "a.safetensors").exit_code == 0
+    first = retrofit.load("a.safetensors").eval()
+    result = run("convert", "a.safetensors", "--to", "lnn", "-o", "b.safetensors", *strength, "--json")
+    values = json.loads(result.stdout)
+    assert (values["check"]["passed"], values["strength"]) == (True, 0.5 if strength else 0)
+    assert any("7 layers converted before keep their strength, 1" in note for note in values["notes"])
+    assert "note: 7 layers converted before" in result.stderr
+    second = retrofit.load("b.safetensors").eval()
+    stand = {type(layer).__name__: float(layer.strength) for layer in surgery.strength_layers(second)}
+    assert stand == {"BatchNormalNormAct2d": 1.0, "LayerNormalNorm2d": values["strength"]}
+    if not strength:
+        images = torch.randn(2, 3, 160, 160)
+        torch.testing.assert_close(second(images), first(images))
+
+
+def test_predictions_at_full_strength_leave_the_first_conversion_alone(run: Run, here: Path, tmp_path: Path) -> None:
+    pictures = write_folder(tmp_path / "pictures", each=1)
+    first = ["--only", "layer1", "--strength", "0.5", "-o", "a.safetensors"]
+    assert run("convert", "test_resnet", "--to", "bnn", *first).exit_code == 0
+    assert run("convert", "a.safetensors", "--to", "gn", "--calibrate", pictures, "-o", "b.safetensors").exit_code == 0
+    model = retrofit.load("b.safetensors")
+    assert {float(layer.strength) for layer in surgery.strength_layers(model.layer1)} == {0.5}
+    assert float(model.bn1.strength) == 0
+
+
 def test_strength_is_set_after_the_check_and_the_change_is_told(run: Run, here: Path) -> None:
     result = run("convert", "test_vit", "--to", "lnn", "--strength", "0.5", "--json")
     values = json.loads(result.stdout)
@@ -112,8 +141,10 @@ def test_options_of_the_batch_independent_targets(run: Run, here: Path, tmp_path
 
 
 def test_noise_reaches_the_layers(run: Run, here: Path) -> None:
-    assert run("convert", "test_resnet", "--to", "bnn", "--noise", "0.2").exit_code == 0
-    assert retrofit.load("test_resnet-bnn.safetensors").bn1.noise == 0.2
+    for flags, noise in (([], 0.0), (["--noise", "0.2"], 0.2), (["--noise", "paper"], 0.4)):
+        assert run("convert", "test_resnet", "--to", "bnn", "--force", *flags).exit_code == 0
+        assert retrofit.load("test_resnet-bnn.safetensors").bn1.noise == noise
+    assert run("convert", "test_resnet", "--to", "bnn", "--force", "--noise", "much").exit_code == 2
 
 
 def test_the_report_does_not_grow_with_the_model(run: Run, here: Path) -> None:
@@ -231,6 +262,30 @@ def test_force_replaces(run: Run, here: Path) -> None:
     assert type(retrofit.load("test_resnet-bnn.safetensors").bn1).__name__ == "BatchNormalNorm2d"
 
 
+def test_which_weights_of_a_checkpoint_were_taken_is_said_and_recorded(run: Run, here: Path) -> None:
+    trained = timm.create_model("test_byobnet").state_dict()
+    backbone = {f"net.{name}": value for name, value in trained.items() if not name.startswith("head.fc")}
+    torch.save({"model": {name: value + 1 for name, value in trained.items()}, "model_ema": backbone}, here / "x.pth")
+    words = ("convert", "test_byobnet", "--to", "bnn", "--checkpoint", "x.pth", "--json")
+    assert "2 missing (head.fc.weight, head.fc.bias); pass --checkpoint-partial" in complaint(run(*words))
+    result = run(*words, "--checkpoint-partial")
+    assert result.exit_code == 0
+    assert "checkpoint x.pth, its model_ema in PART (it also holds model: --checkpoint-key NAME)" in result.stderr
+    assert "tensors are left RANDOM (head.fc.weight, head.fc.bias)" in result.stderr
+    weights = json.loads(result.stdout)["weights"]
+    assert weights == {
+        **{"kind": "checkpoint", "from": "x.pth", "key": "model_ema", "others": ["model"]},
+        "left_random": ["head.fc.weight", "head.fc.bias"],
+    }
+    whole = run(*words, "--checkpoint-key", "model", "--force")
+    assert json.loads(whole.stdout)["weights"]["key"] == "model"
+
+
+@pytest.mark.parametrize("flag", [("--match", "order"), ("--checkpoint-key", "x"), ("--checkpoint-partial",)])
+def test_what_to_take_of_a_checkpoint_needs_one(run: Run, flag: tuple[str, ...]) -> None:
+    assert f"{flag[0]} says what to take" in complaint(run("convert", "test_byobnet", "--to", "bnn", *flag))
+
+
 def test_nan_weights_are_named_in_a_warning(run: Run, here: Path) -> None:
     weights = checkpoint()
     weights["layer1.0.bn1.weight"][:] = torch.nan
@@ -242,7 +297,7 @@ def test_nan_weights_are_named_in_a_warning(run: Run, here: Path) -> None:
 
 def test_a_read_only_folder(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # root may write anywhere, whatever the permission bits say
-    monkeypatch.setattr("retrofit.files.os.access", lambda path, mode: False)
+    monkeypatch.setattr("retrofit.utils.files.os.access", lambda path, mode: False)
     assert "read-only" in complaint(run("convert", "test_resnet", "--to", "bnn"))
 
 
@@ -268,7 +323,7 @@ def test_nothing_is_left_of_a_write_that_fails(
         Path(path).write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr("retrofit.artifact.save_file", half)
+    monkeypatch.setattr("retrofit.networks.artifact.save_file", half)
     result = run("convert", "test_resnet", "--to", "bnn", "--json")
     assert result.exit_code == code
     assert message in result.stderr
@@ -307,6 +362,25 @@ def test_brackets_in_a_pattern_are_not_markup(run: Run, here: Path) -> None:
     result = run("convert", "test_resnet", "--to", "bnn", "--skip", "layer[1]")
     assert result.exit_code == 0
     assert "'layer[1]'" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "tv:mobilenet_v3_small"])
+def test_a_random_network_asks_nothing_of_the_net(
+    name: str, run: Run, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def note(*args: Any, **_: Any) -> None:
+        asked.append(args)
+        raise OSError("there is no network here")
+
+    for owner, function in ((socket, "getaddrinfo"), (socket, "gethostbyname"), (socket, "create_connection")):
+        monkeypatch.setattr(owner, function, note)
+    monkeypatch.setattr(socket.socket, "connect", note)
+    assert run("inspect", name).exit_code == 0
+    assert run("convert", name, "--to", "bnn", "-o", "a.safetensors", "--img-size", "64").exit_code == 0
+    retrofit.save(retrofit.load("a.safetensors"), "c.safetensors")
+    assert asked == []
 
 
 @pytest.mark.parametrize("to", ["evonorm-s0", "frn-tlu"])

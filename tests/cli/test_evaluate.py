@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 
+import retrofit
 from tests.cli.conftest import Run, complaint
 from tests.pictures import write_folder
 
@@ -33,11 +34,14 @@ def test_figures_and_json(run: Run, pictures: Path) -> None:
     assert json.loads(result.stdout) == {
         "schema": 1,
         "model": "test_resnet",
+        "target": None,
+        "strength": None,
         "weights": {"kind": "checkpoint", "from": "w.pth"},
         "data": str(pictures),
         "images": 6,
         "top1": pytest.approx(100 / 3),
         "top5": 100.0,
+        "loss": pytest.approx(1.218, abs=0.001),
         "correct1": 2,
         "correct5": 6,
         "skipped": [],
@@ -56,7 +60,8 @@ def test_source_and_artifact_score_alike(run: Run, pictures: Path) -> None:
     source = json.loads(run("evaluate", *MODEL, *weights, "--data-dir", pictures, "--json").stdout)
     words = ["test_resnet-bnn.safetensors", "-j", "0", "--data-dir", pictures, "--json"]
     converted = json.loads(run("evaluate", *words).stdout)
-    assert converted == source
+    loss = pytest.approx(source["loss"], rel=1e-5)
+    assert converted == {**source, "target": "bnn", "strength": 0.0, "loss": loss}
 
 
 def test_what_the_data_leaves_open_is_said(run: Run, pictures: Path) -> None:
@@ -69,6 +74,15 @@ def test_what_the_data_leaves_open_is_said(run: Run, pictures: Path) -> None:
     values = json.loads(result.stdout)
     assert values["images"] == 5
     assert values["skipped"] == ["ant/0.png"]
+
+
+def test_a_strength_that_nobody_set_is_warned_of(run: Run, pictures: Path) -> None:
+    model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3), "gn")
+    for strength, warned in ((0.25, False), (0.02531, True)):
+        retrofit.set_strength(model, strength)
+        retrofit.save(model, f"{strength}.safetensors", source="test_resnet")
+        result = run("evaluate", f"{strength}.safetensors", "--data-dir", pictures, "-j", "0")
+        assert ("warning: layers stand at strength 0.0253" in result.stderr) is warned, result.stderr
 
 
 @pytest.mark.parametrize("words", [["--amp"], ["--amp", "--amp-dtype", "bfloat16"], ["--channels-last"]])
@@ -88,6 +102,7 @@ def test_ways_of_running(run: Run, pictures: Path, words: list[str]) -> None:
         (["--data-dir", "pictures", "--amp-dtype", "float16"], 2, "give --amp too"),
         (["--data-dir", "pictures", "--pretrained", "--checkpoint", "w.pth"], 2, "pass one"),
         (["--data-dir", "pictures", "--in-chans", "5"], 1, "takes 5 channels"),
+        (["--data-dir", "pictures", "--dataset", "digits"], 2, "drop --dataset digits or --data-dir"),
         (["--data-dir", "damaged"], 1, "none of the 1 images can be read"),
     ],
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 import yaml
 from accelerate.tracking import get_available_trackers
@@ -74,6 +75,20 @@ def test_a_run_and_what_it_says(run: Run, pictures: Path, network: str) -> None:
     assert_same("runs/small", "again")
     # The next run of the same name gets a folder of its own.
     assert "run: runs/small-2" in run("finetune", network, "--data-dir", pictures, *QUICK, "--epochs", "1").stderr
+
+
+def test_the_control_run_is_one_command(run: Run, pictures: Path) -> None:
+    source = timm.create_model("test_vit", num_classes=3, img_size=16)
+    torch.save(source.state_dict(), "source.pth")
+    words = ["test_vit", "--checkpoint", "source.pth", "--num-classes", "3", "--img-size", "16"]
+    result = run("finetune", *words, "--data-dir", pictures, *QUICK, "--epochs", "1", "--lr", "1e-12", "-o", "out")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith("weights: checkpoint source.pth\n")
+    assert "this is plain training" in result.stderr
+    for name, tensor in source.state_dict().items():
+        torch.testing.assert_close(weights("out")[name], tensor, rtol=0, atol=1e-9)
+    assert run("finetune", "--recipe", "out/recipe.yaml", "-o", "again").exit_code == 0
+    assert_same("out", "again")
 
 
 def test_flags_win_over_the_recipe(run: Run, pictures: Path, network: str) -> None:
@@ -178,16 +193,23 @@ def test_a_full_disk_leaves_the_state_before(run: Run, pictures: Path, network: 
         (["unheard_of", "--data-dir", "pictures"], 2, "unheard_of"),
         (["test_resnet", "--data-dir", "pictures", "--teacher", "source"], 1, "cannot teach"),
         (["broken.safetensors", "--data-dir", "pictures"], 1, "broken.safetensors"),
+        (["small.safetensors", "--data-dir", "pictures", "--dataset", "digits"], 2, "drop --dataset digits or"),
+        (["small.safetensors", "--data-dir", "pictures", "--pretrained"], 2, "drop --pretrained"),
+        (["small.safetensors", "--data-dir", "pictures", "--match", "order"], 2, "set checkpoint too"),
+        (["test_resnet", "--data-dir", "pictures", "--checkpoint", "absent.pth"], 1, "absent.pth"),
+        (["vit.safetensors", "--recipe", "digits"], 1, "does not take images of 32 x 32 pixels"),
+        (["test_vit", "--data-dir", "pictures", "--img-size", "9"], 1, "; give another --img-size"),
     ],
 )
 def test_refusals(run: Run, pictures: Path, network: str, words: list[str], code: int, pattern: str) -> None:
     Path("broken.safetensors").write_bytes(b"half of it")
+    retrofit.save(timm.create_model("test_vit", dynamic_img_size=False), "vit.safetensors")  # for 160 pixels
     before = sorted(os.listdir())
     result = run("finetune", *words)
     assert result.exit_code == code, result.stderr
     assert pattern in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
-    assert [name for name in sorted(os.listdir()) if name != "runs"] == before
+    assert sorted(os.listdir()) == before  # no run folder either
 
 
 def test_a_tracker_that_is_not_installed(run: Run, pictures: Path, network: str) -> None:

@@ -31,6 +31,15 @@ def test_json_lists_every_layer(run: Run, here: Path) -> None:
     assert len(values["layers"]) == 20
 
 
+def test_converted_layers_show_their_strength(run: Run, here: Path) -> None:
+    assert run("convert", "test_coatnet", "--to", "bnn", "--strength", "0.75", "-o", "a.safetensors").exit_code == 0
+    assert run("convert", "a.safetensors", "--to", "lnn", "-o", "b.safetensors").exit_code == 0
+    result = run("inspect", "b.safetensors", "--json")
+    shown = {row["source"]: row["strength"] for row in json.loads(result.stdout)["layers"]}
+    assert shown == {"BatchNormalNormAct2d": 0.75, "LayerNormalNorm2d": 0}
+    assert re.search(r"BatchNormalNormAct2d .* 0.75 .* already converted", result.stderr)
+
+
 def test_the_plan(run: Run, here: Path) -> None:
     result = run("inspect", "test_resnet", "--to", "bnn", "--skip", "layer1", "--json")
     assert result.exit_code == 0
@@ -74,3 +83,12 @@ def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: st
     result = run("inspect", *words)
     assert result.exit_code == code
     assert re.search(pattern, complaint(result))
+
+
+@pytest.mark.parametrize("words", [["--to", "gn-pn", "--from", "gn"], ["--to", "bnn", "--from", "gn"]])
+def test_a_hint_never_names_the_command_that_gave_it(run: Run, words: list[str]) -> None:
+    result = run("inspect", "test_efficientnet_gn", *words)
+    assert result.exit_code in (1, 2)
+    line = complaint(result)
+    assert "inspect MODEL --to" not in line
+    assert "--from gn" not in line

@@ -56,7 +56,7 @@ def test_help_of_a_command_needs_no_torch(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["frobnicate"], "No such command 'frobnicate'"),
+        (["frobnicate"], "there is no command 'frobnicate'"),
         (["convert", "resnet18"], "Missing option '--to'"),
         (["convert"], "Missing argument 'MODEL'"),
         (["convert", "resnet18", "--to", "bnn", "--strength", "2"], "--strength"),
@@ -80,7 +80,7 @@ OUTCOMES = [
     (UsageError("bad word; use a good one"), 2, "error: bad word; use a good one"),
     (KeyboardInterrupt(), 130, "interrupted"),
     (OSError(5, "Input/output error", "f"), 1, "error: [Errno 5] Input/output error: 'f'; check"),
-    (ValueError("first\nsecond"), 1, "error: unexpected ValueError: first; RETROFIT_DEBUG=1"),
+    (ValueError("first\nsecond"), 1, "error: unexpected ValueError: first second; RETROFIT_DEBUG=1"),
     (SystemExit(143), 143, ""),
 ]
 
@@ -119,5 +119,22 @@ def test_version() -> None:
 def test_python_dash_m() -> None:
     done = subprocess.run([sys.executable, "-m", "retrofit", "frobnicate"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: No such command 'frobnicate'; see retrofit --help\n"
+    assert done.stderr == "error: there is no command 'frobnicate'; see retrofit --help\n"
     assert done.stdout == ""
+
+
+def test_bare_call_shows_help_and_no_error(run: Run) -> None:
+    result = run()
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Usage: ")
+    assert "error:" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("convertt", "did you mean convert?"), ("finetun", "did you mean finetune?"), ("xyz", "there is no command")],
+)
+def test_a_mistyped_command_gets_the_closest(run: Run, word: str, hint: str) -> None:
+    result = run(word, "resnet18")
+    assert result.exit_code == 2
+    assert hint in complaint(result)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pingouin
 import pytest
 import torch
 from scipy import stats
@@ -38,6 +39,15 @@ def test_henze_zirkler_tells_normal_pairs_from_others() -> None:
     assert gaussianity.henze_zirkler(normal) < reject
     assert gaussianity.henze_zirkler(uniform) > reject
     assert gaussianity.henze_zirkler(folded) > reject
+
+
+@pytest.mark.parametrize("count", [3, 20, 400])
+@pytest.mark.parametrize("correlation", [0.0, 0.6, -0.999, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e5])
+def test_henze_zirkler_is_pingouins(count: int, correlation: float, scale: float) -> None:
+    x, noise = np.random.default_rng(count).normal(size=(2, count))
+    pair = np.stack([x, correlation * x + (1 - correlation**2) ** 0.5 * noise], 1) * scale + 3 * scale
+    assert gaussianity.henze_zirkler(pair) == pytest.approx(pingouin.multivariate_normality(pair).hz, rel=1e-6)
 
 
 def test_dependence_is_zero_for_independent_channels_and_one_for_equal_ones() -> None:

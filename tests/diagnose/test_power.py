@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from retrofit.diagnose.linearity import LinearityMeter
@@ -16,7 +16,6 @@ def features(n: int, c: int, p: int, seed: int = 0, offset: float = 0.3) -> torc
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 7), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
 def test_the_shares_sum_to_one(n: int, c: int, p: int, seed: int) -> None:
     meter = PowerMeter()
     meter.update(features(n, c, p, seed))

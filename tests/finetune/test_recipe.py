@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune.catalogue import read_shipped, shipped
 from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.finetune.shipped import read_shipped, shipped
 
 NAMES = [
     "cifar10",
@@ -58,6 +60,26 @@ def test_a_dataset_s_name_may_stand_in_the_place_of_a_folder(tmp_path: Path, mon
     assert (
         load_recipe(None, {"data_dir": "torch/cifar10"}).data_dir == "torch/cifar10"
     )  # a folder of that name is meant
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "expected"),
+    [
+        ({"dataset": "digits"}, {"data_dir": "photos.tar"}, ("photos.tar", "")),
+        ({"data_dir": "photos"}, {"dataset": "digits"}, (None, "digits")),
+        ({"data_dir": "d", "dataset": "torch/cifar10"}, {"data_dir": "photos"}, ("photos", "")),
+        ({"data_dir": "d", "dataset": "torch/cifar10"}, {"epochs": 1}, ("d", "torch/cifar10")),
+        ({"dataset": "digits"}, {"data_dir": "d", "dataset": "torch/cifar10"}, ("d", "torch/cifar10")),
+        ({"data_dir": "photos"}, {"data_dir": "hfds/cifar10"}, (None, "hfds/cifar10")),
+    ],
+)
+def test_images_come_from_one_place(
+    tmp_path: Path, own: dict[str, str], given: dict[str, str], expected: tuple[str | None, str]
+) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in own.items()))
+    recipe = load_recipe(path, given)
+    assert (recipe.data_dir, recipe.dataset) == expected
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -118,3 +140,55 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
 
 def test_every_setting_is_described() -> None:
     assert all(field.description for field in Recipe.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("a: &x [1, 1]\nb: *x\n", "holds references"),
+        ("a: &a [lol, lol]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(30)), "holds references"),
+        ("lr: " + "[" * 3000 + "]" * 3000, "values are nested"),
+        ("lr: " + "{a: " * 3000, "values are nested"),
+        ("lr: {a: {b: 1}}", "values are nested"),
+        ("\n".join(f"k{i}: 1" for i in range(6000)), "more than 1,000 names and values"),
+        ("\n".join(f"k{i}: 1" for i in range(100_000)), "more than 65,536"),
+        ("lr: " + "9" * 5000, "Exceeds the limit"),
+        ("lr: 0x" + "f" * 5000, "not a very large int"),
+        ("val_split: 0x" + "f" * 5000, "val_split should be"),
+        ("lr: 2001-99-99", "month must be"),
+        ("lr: 1e400", "lr should be a finite number, not '1e400'"),
+        ("lr: .nan", "lr should be"),
+        ("momentum: .nan", "momentum should be"),
+        ("epochs: 1e400", "epochs should be"),
+        ("epochs: 99999999999999999999", "epochs should be less than"),
+        ("opt: " + "x" * 60_000, r"opt 'xxxx.*\.\.\.x+' is unknown"),
+        ("x" * 900 + ": 1", r"unknown setting 'xxx.*\.\.\."),
+        ('"a\\nb\\e[2J": 1', r"unknown setting 'a\\nb\\x1b\[2J'"),
+        ("lr: " + "x" * 60_000, "lr should be a valid number"),
+        ("data_dir: torch/" + "x" * 60_000, "dataset torch/xxx"),
+        ("? [1]\n: 2", "unhashable key"),
+        ("0x" + "f" * 900 + ": 1", "unknown setting '<int>'"),
+        ("lr: 1\nlr: 2", "sets lr twice"),
+        ("opt: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ('opt: "\\ud800"', r"opt should be .*\\ud800"),
+    ],
+)
+def test_a_hostile_recipe_is_one_short_line(tmp_path: Path, text: str, pattern: str) -> None:
+    path = tmp_path / "hostile.yaml"
+    path.write_text(text)
+    start = time.perf_counter()
+    with pytest.raises(RetrofitError, match=pattern) as caught:
+        load_recipe(path, {})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 600
+    assert time.perf_counter() - start < 5
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"opt: \xff")
+    for name, words in (("pipe.yaml", "not a regular file"), ("latin.yaml", "codec can't decode"), ("", "not a reg")):
+        with pytest.raises(RetrofitError, match=words):
+            load_recipe(tmp_path / name, {})
+    with pytest.raises(UsageError, match="no recipe 'nnn"):
+        load_recipe("n" * 5000, {})

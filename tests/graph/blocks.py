@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 
@@ -218,6 +219,26 @@ class Feeders(nn.Module):
         x = self.bn_twice(self.twice(self.twice(x)))
         x = self.tied2(self.bn_tied(self.tied1(x)))
         return self.bn_pool(F.max_pool2d(x, 2))
+
+
+class Consumers(nn.Module):
+    """Norms whose output goes to a convolution, with and without an activation on the way, and to several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after_norm, self.after_activation, self.after_fused, self.twice = (nn.Conv2d(4, 4, 1) for _ in range(4))
+        self.bn_plain, self.bn_relu, self.bn_call, self.bn_two, self.bn_odd = (nn.BatchNorm2d(4) for _ in range(5))
+        self.bn_fused, self.bn_unknown = BatchNormAct2d(4), BatchNormAct2d(4, act_layer=nn.Softmax2d, inplace=None)
+        self.relu, self.drop = nn.ReLU(), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.after_norm(self.drop(self.bn_plain(x)))
+        x = self.after_activation(self.drop(self.relu(self.bn_relu(x))))
+        x = self.after_fused(self.bn_fused(x))
+        x = self.twice(self.twice(F.silu(self.bn_call(x))))
+        x = self.bn_two(x)
+        x = self.bn_odd(x).softmax(1) + F.relu(x)
+        return self.bn_unknown(x)
 
 
 class Wrapped(nn.Module):

@@ -17,11 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit.errors import RetrofitError
 from retrofit.graph.codegen import RewriteError
-from retrofit.graph.records import Activation
+from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import check_call, replace_call, replace_module
-from retrofit.graph.sites import find_sites
-
-from . import blocks
+from retrofit.graph.site import Activation
+from tests.graph import blocks
 
 tv = torchvision.models
 

@@ -5,9 +5,9 @@ import torch
 import torchvision
 from torch import nn
 
+from retrofit.graph.find_sites import find_sites
 from retrofit.graph.trace import trace
-
-from . import blocks
+from tests.graph import blocks
 
 
 def state(model: nn.Module) -> list[dict[str, object]]:
@@ -60,7 +60,16 @@ def test_hooks_do_not_run() -> None:
     model.conv1.register_forward_hook(lambda *_: 1 / 0)
     sequence = nn.Sequential(model)
     model.register_forward_pre_hook(lambda *_: 1 / 0)
-    assert [scope.name for scope in trace(sequence).scopes["eval"]] == [""]
+    assert [scope.name for scope in trace(sequence).scopes["eval"]] == ["", "0"]
+
+
+def test_a_block_with_hooks_is_one_step_to_what_is_around_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    (site,) = find_sites(model).sites
+    assert (site.activation is None, site.activation_consumer) == (False, "2")
+    model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    (site,) = find_sites(model).sites
+    assert (site.feeder, site.activation, site.reason) == ("0.0", None, "output of 0, which is traced on its own")
 
 
 def test_parts_without_a_norm_are_not_traced() -> None:

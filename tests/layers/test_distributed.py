@@ -1,7 +1,6 @@
 """Synchronized statistics: several gloo processes with shares of a batch against one process with the whole batch."""
 
 import copy
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from retrofit.layers import BatchNormalNorm2d, SyncBatchNormalNorm, kernels
-from retrofit.layers.kernels import compiled
 
 SHARES = {"equal": [4, 4], "unequal": [5, 3], "one empty": [8, 0]}
 
@@ -60,10 +58,8 @@ def work(rank: int, shares: list[int], folder: str, memory_format: torch.memory_
 
 KERNELS = [
     "eager",
-    pytest.param("compile", marks=pytest.mark.skipif(not compiled.available(), reason="needs a C++ compiler")),
-    pytest.param(
-        "triton", marks=[pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs it")]
-    ),
+    pytest.param("cpp", marks=pytest.mark.compiler),
+    pytest.param("triton", marks=pytest.mark.slow),
 ]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import UsageError
+from retrofit.surgery import Plan, apply
 
 OPTIONS: dict[str, Any] = {"noise": 0.2, "noise_kind": "unscaled", "alpha": 0.5, "newton_steps": 2}
 
@@ -37,11 +38,17 @@ def test_every_layer_gets_them() -> None:
     assert report.plan.options.items() >= OPTIONS.items()
 
 
-def test_left_out_they_are_the_papers() -> None:
-    model, report = retrofit.convert(mixed(), "normal")
-    for row, noise in zip((1, 2, 3, 4, 6), (0.4, 0.4, 0.4, 0.4, 1.0), strict=True):
+@pytest.mark.parametrize(("asked", "noises"), [(None, [0.0] * 5), ("paper", [0.4, 0.4, 0.4, 0.4, 1.0])])
+def test_left_out_they_are_the_papers_but_for_the_noise(asked: str | None, noises: list[float]) -> None:
+    model, report = retrofit.convert(mixed(), "normal", noise=asked)
+    for row, noise in zip((1, 2, 3, 4, 6), noises, strict=True):
         assert settings(model[row]) == {"noise": noise, "noise_kind": "scaled", "alpha": 1.0, "newton_steps": 1}
-    assert all(row.options == {} for row in report.plan.layers)
+    assert all(row.options == ({} if asked else {"noise": 0.0}) for row in report.plan.layers)
+
+
+def test_a_plan_of_an_earlier_version_keeps_the_papers_noise() -> None:
+    made = retrofit.plan(mixed(), "normal", noise="paper").to_dict()
+    assert apply(Plan.from_dict(made), mixed())[0][1].noise == 0.4
 
 
 def test_an_artifact_keeps_them(tmp_path: Path) -> None:
@@ -59,10 +66,11 @@ def test_an_artifact_keeps_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"alpha": 1.5}, "alpha must lie"),
+        ({"alpha": 1.5}, "alpha must be from 0 to 1"),
         ({"noise_kind": "none"}, "noise_kind must be one of scaled, unscaled, gaussian-dropout"),
         ({"newton_steps": 0}, "steps must be at least 1"),
         ({"noise": -1.0}, "noise must be"),
+        ({"noise": "papers"}, "a number or paper"),
     ],
 )
 def test_out_of_range(option: dict[str, Any], message: str) -> None:

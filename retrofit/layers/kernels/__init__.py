@@ -1,15 +1,19 @@
 """The kernels of normality normalization, and which of them run.
 
-`eager`, `compiled` and `fused` (Triton) are modules with the same three functions, `forward`, `backward` and `apply`,
-on tensors in a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of them: eager, compile or triton.
-Unset, CUDA tensors go through Triton and large CPU tensors through C++; small ones, and all where there is no compiler,
-stay eager, and nothing is said. The choice depends on the tensor alone, so that a run that is resumed repeats its bits.
+`eager`, `cpp` and `triton` are modules with the same three functions, `forward`, `backward` and `apply`,
+on tensors in a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of them: eager, cpp (or its former
+name, compile) or triton.
+Unset, CUDA tensors go through Triton and large CPU tensors through C++; small ones, and all where neither is to be had,
+stay eager. The choice depends on the tensor alone, so that a run that is resumed repeats its bits. The log says once
+what was chosen for a kind of device, as a warning where it is not the fastest.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -17,22 +21,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from retrofit.layers.kernels import compiled, eager
+from retrofit.layers.kernels import cpp, eager
+from retrofit.layers.transforms import transformed
+
+_log = logging.getLogger(__name__)
 
 VARIABLE = "RETROFIT_KERNELS"
-NAMES = ("eager", "compile", "triton")
+NAMES = ("eager", "cpp", "triton")
 LARGE = 2**13
 """Elements from which compiled kernels are worth the call, and some ten seconds of building them once a machine."""
 
 
 def fits(x: Tensor) -> bool:
-    """Whether `x` is a plain tensor of numbers: not one that a tracer, a compiler or a mode follows."""
+    """Whether `x` is a plain tensor of numbers: not one that a tracer, a compiler, a mode or a derivative follows."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.device.type in ("cpu", "cuda")
         and x.numel() > 0
         and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and not transformed()
         and _get_current_dispatch_mode() is None
     )
 
@@ -44,30 +51,66 @@ def run(function: str, out: Tensor, *args: Any) -> Any:
         ValueError: If RETROFIT_KERNELS names no kernels.
         RuntimeError: If it names kernels that cannot run here.
     """
+    return getattr(_choose(_named(), out), function)(out, *args)
+
+
+def chosen(x: Tensor) -> ModuleType:
+    """Return the kernels for `x` where there is a choice of C++ and torch operations only: `cpp` or `eager`."""
+    name = _named()
+    return _choose(name, x) if x.is_cpu and name != "triton" else eager
+
+
+def _named() -> str:
     name = os.environ.get(VARIABLE, "")
+    name = "cpp" if name == "compile" else name
     if name and name not in NAMES:
         raise ValueError(f"{VARIABLE}={name} names no kernels; choose one of {', '.join(NAMES)}, or unset it")
-    return getattr(_choose(name, out), function)(out, *args)
+    return name
 
 
 def _choose(name: str, x: Tensor) -> ModuleType:
     if name == "eager" or x.dtype == torch.float64:
         return eager
-    if name == "triton" or (not name and x.is_cuda and importlib.util.find_spec("triton")):
+    if name == "triton":
         return _triton(x)
-    if name == "compile" and not x.is_cuda:
-        if not compiled.available():
-            raise RuntimeError(f"{VARIABLE}=compile, but no C++ compiler works here; install g++ or unset it")
-        return compiled
-    large = not x.is_cuda and x.numel() >= LARGE
-    return compiled if large and compiled.available() else eager
+    if name == "cpp":
+        if x.device.type != "cpu":
+            raise RuntimeError(f"{VARIABLE}=cpp, but the tensor is on {x.device}; unset it or choose triton or eager")
+        if cpp.fault() is not None:
+            raise RuntimeError(f"{VARIABLE}=cpp, but there are no C++ kernels: {cpp.fault()}")
+        return cpp
+    if x.is_cuda:
+        return _triton(x) if _on_cuda() else eager
+    return cpp if x.numel() >= LARGE and _on_cpu() else eager
+
+
+@cache
+def _on_cpu() -> bool:
+    """Whether the C++ kernels are there; says what runs on the CPU."""
+    fault = cpp.fault()
+    if fault is None:
+        _log.info("normality layers run C++ kernels on the CPU")
+    else:
+        _log.warning("normality layers run torch operations on the CPU, about 12 times slower than C++: %s", fault)
+    return fault is None
+
+
+@cache
+def _on_cuda() -> bool:
+    """Whether Triton is there; says what runs on GPUs."""
+    found = importlib.util.find_spec("triton") is not None
+    if found:
+        _log.info("normality layers run Triton kernels on GPUs")
+    else:
+        _log.warning("normality layers run torch operations on GPUs, several times slower: triton is not installed")
+    return found
 
 
 def _triton(x: Tensor) -> ModuleType:
     if not importlib.util.find_spec("triton"):
         raise RuntimeError(f"{VARIABLE}=triton, but triton is not installed; unset it or install triton")
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError(f"{VARIABLE}=triton, but the tensor is on the CPU; unset it or choose eager or compile")
-    from retrofit.layers.kernels import fused
+        raise RuntimeError(f"{VARIABLE}=triton, but the tensor is on the CPU; unset it or choose eager or cpp")
+    from retrofit.layers.kernels import triton
 
-    return fused
+    return triton

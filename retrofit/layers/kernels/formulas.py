@@ -1,6 +1,6 @@
 """Algorithm 1 of Eftekhari & Papyan (2025) on a whole tensor, and the closed form of its backward.
 
-The one definition that eager torch runs and that a compiler traces; compiled.cpp and the Triton kernels mirror it.
+The one definition that eager torch runs and that a compiler traces; normality.cpp and the Triton kernels mirror it.
 Nothing here is seen by autograd. Everything is computed in float32 (float64 for float64 input).
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from retrofit.layers import distributed
-from retrofit.layers.estimate import first_step, step_bounds, step_derivative
-from retrofit.layers.transform import lmbda_derivative
+from retrofit.layers.lambda_estimate import first_step, step_bounds, step_derivative
+from retrofit.layers.yeo_johnson import lmbda_derivative
 
 FIELDS = 10
 """Numbers kept of each set: mean, variance, 1 / std, step, the step's gradient (5), the noise's scale."""

@@ -25,8 +25,8 @@ MULTIPLIERS = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
 SHIFTS = (17, 11, 15, 14)
 
 
-def draw_seed(device: torch.device | None = None) -> Tensor:
-    """Return two 32-bit words from torch's default generator for `device`; None is the CPU."""
+def draw_seed(device: torch.device) -> Tensor:
+    """Return two 32-bit words from torch's default generator for `device`."""
     return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)
 
 

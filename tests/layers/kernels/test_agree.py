@@ -1,8 +1,6 @@
 """Every kernel choice against the paper's algorithm in float64, left to autograd, and against each other."""
 
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from retrofit.layers.core import Statistics, apply_statistics, normality_norm
-from retrofit.layers.kernels import VARIABLE, compiled
+from retrofit.layers.kernels import VARIABLE, cpp
+from retrofit.layers.normality import Statistics, apply_statistics, normality_norm
 from tests.oracles import normality as oracle
 
 EPS = 1e-5
@@ -27,6 +25,11 @@ class Sets:
     dim: tuple[int, ...]
     affine: tuple[int, ...]
     channels_last: bool = False
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """One number a set."""
+        return tuple(1 if d in self.dim else n for d, n in enumerate(self.shape))
 
     def input(self, dtype: torch.dtype) -> Tensor:
         """Skewed and away from zero, so that lambda is far from 1."""
@@ -55,11 +58,10 @@ SETS = {
     "instance channels last": Sets((4, 10, 9, 7), (2, 3), (1, 10, 1, 1), True),
 }
 ALL = pytest.mark.parametrize("sets", SETS.values(), ids=SETS.keys())
-COMPILER = pytest.mark.skipif(not compiled.available(), reason="needs a C++ compiler")
-INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"  # as test_triton.py sets it
-TRITON = pytest.mark.skipif(not (INTERPRETER or torch.cuda.is_available()), reason="needs CUDA or Triton's interpreter")
+GIVEN = {name: sets for name, sets in SETS.items() if sets.affine == sets.kept}
+COMPILER = pytest.mark.compiler
 KERNELS = pytest.mark.parametrize(
-    "kernels", ["eager", pytest.param("compile", marks=COMPILER), pytest.param("triton", marks=TRITON)]
+    "kernels", ["eager", pytest.param("cpp", marks=COMPILER), pytest.param("triton", marks=pytest.mark.gpu)]
 )
 
 
@@ -87,7 +89,7 @@ def run(
 
 def device() -> str:
     """Triton's kernels run on the GPU, or in their interpreter on the CPU."""
-    return "cuda" if os.environ.get(VARIABLE) == "triton" and not INTERPRETER else "cpu"
+    return "cuda" if os.environ.get(VARIABLE) == "triton" and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 
 
 def affine_of(sets: Sets, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -165,26 +167,27 @@ class TestOracle:
         out.backward(g)
         torch.testing.assert_close(weight.grad, (g * out.detach()).sum_to_size(sets.affine), rtol=1e-4, atol=1e-4)
 
-    def test_given_statistics(self, sets: Sets) -> None:
-        x, (weight, bias) = sets.input(torch.float32), affine_of(sets, torch.float32)
-        shape = tuple(1 if d in sets.dim else n for d, n in enumerate(sets.shape))
-        if sets.affine != shape:
-            pytest.skip("no layer has given statistics for these sets")
-        ends = (1, 3), (0.5, 2), (-0.9, 2.9)  # mean, variance, lambda
-        given = [torch.linspace(*pair, weight.numel(), device=x.device).view(shape) for pair in ends]
-        with torch.no_grad():
-            got = apply_statistics(x, *given, weight, bias, EPS)
-        mean, var, lam, w, b = (s.detach().double() for s in (*given, weight, bias))
-        wanted = oracle.power_transform((x.double() - mean) / (var + EPS).sqrt(), lam) * w + b
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
-        assert got.stride() == x.stride()
+
+@pytest.mark.parametrize("sets", GIVEN.values(), ids=GIVEN.keys())
+@KERNELS
+@pytest.mark.usefixtures("choose")
+def test_given_statistics(sets: Sets) -> None:
+    x, (weight, bias) = sets.input(torch.float32), affine_of(sets, torch.float32)
+    ends = (1, 3), (0.5, 2), (-0.9, 2.9)  # mean, variance, lambda
+    given = [torch.linspace(*pair, weight.numel(), device=x.device).view(sets.kept) for pair in ends]
+    with torch.no_grad():
+        got = apply_statistics(x, *given, weight, bias, EPS)
+    mean, var, lam, w, b = (s.detach().double() for s in (*given, weight, bias))
+    wanted = oracle.power_transform((x.double() - mean) / (var + EPS).sqrt(), lam) * w + b
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert got.stride() == x.stride()
 
 
 @ALL
 @COMPILER
 def test_the_noise_is_the_same_whichever_kernels_run(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for kernels in ("eager", "compile"):
+    for kernels in ("eager", "cpp"):
         monkeypatch.setenv(VARIABLE, kernels)
         results.append(run(sets, torch.float32, noise=0.5)[0])
     for name, wanted in results[0].items():
@@ -194,8 +197,8 @@ def test_the_noise_is_the_same_whichever_kernels_run(sets: Sets, monkeypatch: py
 @COMPILER
 @pytest.mark.parametrize("name", ["batch", "layer", "group", "instance"])
 def test_results_repeat_to_the_bit_with_any_number_of_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "compile")
-    monkeypatch.setattr(compiled, "_SINGLE_THREADED", 0)
+    monkeypatch.setenv(VARIABLE, "cpp")
+    monkeypatch.setattr(cpp, "_SINGLE_THREADED", 0)
     torch.set_num_threads(2)
     first, second = (run(SETS[name], torch.float32, noise=0.3)[0] for _ in range(2))
     for key, value in first.items():
@@ -205,13 +208,13 @@ def test_results_repeat_to_the_bit_with_any_number_of_threads(name: str, monkeyp
 @COMPILER
 def test_compiled_kernels_take_every_form_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the forms above is handed to eager kernels in silence."""
-    monkeypatch.setenv(VARIABLE, "compile")
+    monkeypatch.setenv(VARIABLE, "cpp")
 
     def fail(*args: object) -> None:
         raise AssertionError("eager kernels were called")
 
-    monkeypatch.setattr(compiled.eager, "forward", fail)
-    monkeypatch.setattr(compiled.eager, "backward", fail)
+    monkeypatch.setattr(cpp.eager, "forward", fail)
+    monkeypatch.setattr(cpp.eager, "backward", fail)
     for sets in SETS.values():
         run(sets, torch.float32)
         run(sets, torch.bfloat16, affine=False)
@@ -219,7 +222,7 @@ def test_compiled_kernels_take_every_form_themselves(monkeypatch: pytest.MonkeyP
 
 @COMPILER
 def test_extreme_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "compile")
+    monkeypatch.setenv(VARIABLE, "cpp")
     x = torch.randn(64, 4)
     x[0] = torch.tensor([1e4, -1e4, 1e18, 0.0])
     out, found = normality_norm(x, None, None, dim=(0,), eps=EPS)
@@ -233,47 +236,8 @@ def test_extreme_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "fast")
-    with pytest.raises(ValueError, match="eager, compile, triton"):
+    with pytest.raises(ValueError, match="eager, cpp, triton"):
         normality_norm(torch.randn(8, 4), None, None, dim=(0,), eps=EPS)
-
-
-def test_without_a_compiler_eager_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.layers.kernels.LARGE", 0)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    compiled._library.cache_clear()
-    compiled.available.cache_clear()
-    try:
-        x = torch.randn(8, 4)
-        monkeypatch.delenv(VARIABLE, raising=False)
-        normality_norm(x, None, None, dim=(0,), eps=EPS)
-        monkeypatch.setenv(VARIABLE, "compile")
-        with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
-            normality_norm(x, None, None, dim=(0,), eps=EPS)
-    finally:
-        compiled._library.cache_clear()
-        compiled.available.cache_clear()
-
-
-@COMPILER
-def test_a_broken_compiler_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", sys.executable)  # answers --version and fails at everything else
-    compiled._library.cache_clear()
-    compiled.available.cache_clear()
-    try:
-        assert not compiled.available()
-        assert not list((tmp_path / "retrofit").iterdir())
-    finally:
-        compiled._library.cache_clear()
-        compiled.available.cache_clear()
-
-
-TINY = {  # the interpreter takes about a second a program
-    "batch": Sets((3, 2, 3, 3), (0, 2, 3), (1, 2, 1, 1)),
-    "columns": Sets((9, 5), (0,), (1, 5)),
-    "layer": Sets((2, 9), (1,), (1, 9)),
-    "group": Sets((1, 2, 3, 3, 3), (2, 3, 4), (1, 2, 3, 1, 1)),
-}
 
 
 @pytest.fixture
@@ -286,7 +250,7 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 
 @ALL
-@pytest.mark.parametrize("kernels", ["eager", pytest.param("compile", marks=COMPILER)])
+@pytest.mark.parametrize("kernels", ["eager", pytest.param("cpp", marks=COMPILER)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stages_of_ranks_are_the_whole(
     kernels: str, sets: Sets, dtype: torch.dtype, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
@@ -297,23 +261,3 @@ def test_stages_of_ranks_are_the_whole(
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for key, value in wanted.items():
         torch.testing.assert_close(got[key], value, **tolerance)
-
-
-@pytest.mark.skipif(not INTERPRETER, reason="test_triton.py runs it")
-@pytest.mark.parametrize("ranks", [False, True])
-@pytest.mark.parametrize(("name", "shared"), [*((name, False) for name in TINY), ("batch", True), ("columns", True)])
-def test_interpreted_briefly(
-    name: str, shared: bool, ranks: bool, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Noise, outputs and gradients, with one program a set and with sets that several share, and ranks too."""
-    from retrofit.layers.kernels import fused
-
-    if shared:
-        monkeypatch.setattr(fused, "_programs", lambda device: 100)
-        monkeypatch.setattr(fused, "_TILE", 4 * (fused._COLUMNS if name == "columns" else 1))
-        monkeypatch.setattr(fused, "_ROUNDS", 1)
-    monkeypatch.setenv(VARIABLE, "triton")
-    got, _ = run(TINY[name], torch.float32, noise=0.5, group=alone if ranks else None)
-    monkeypatch.setenv(VARIABLE, "eager")
-    for key, wanted in run(TINY[name], torch.float32, noise=0.5)[0].items():
-        torch.testing.assert_close(got[key], wanted, rtol=1e-4, atol=1e-5)

@@ -3,19 +3,17 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
-
-def interpret(selection: str) -> None:
-    """Run a selection of test_agree.py in a process of its own: functions are interpreted or not when first read."""
-    file = Path(__file__).with_name("test_agree.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-k", selection]
+@pytest.mark.slow
+def test_interpreted_kernels_match_eager_ones() -> None:
+    """In a process of its own: functions are interpreted or not when first read."""
+    file = Path(__file__).with_name("interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", ""]
     done = subprocess.run(
         [*command, str(file)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -29,11 +27,6 @@ def interpret(selection: str) -> None:
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_match_the_oracle() -> None:
-    interpret("interpreted_briefly")
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 @pytest.mark.parametrize("tile", [(1024, 1), (64, 16)], ids=["stretches", "columns"])
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
@@ -42,7 +35,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tile: tuple[int, int], dtype
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from retrofit.layers.kernels import fused
+    from retrofit.layers.kernels import triton as kernels
 
     def build(kernel: Any, **constants: Any) -> None:
         constants |= {"ROWS": tile[0], "COLUMNS": tile[1]}
@@ -55,9 +48,9 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tile: tuple[int, int], dtype
         assert "cubin" in built.asm
 
     for stage in (-1, 0, 1, 2, 3, 4):
-        build(fused._forward, STAGE=stage, NOISE=True)
-    build(fused._forward, STAGE=-1, NOISE=False, Weight=None, Bias=None, Factor=None, Seed=None)
+        build(kernels._forward, STAGE=stage, NOISE=True)
+    build(kernels._forward, STAGE=-1, NOISE=False, Weight=None, Bias=None, Factor=None, Seed=None)
     for stage in (-1, 0, 1):
-        build(fused._backward, STAGE=stage, NOISE=True)
-    build(fused._affine_gradients, NOISE=True)
-    build(fused._apply)
+        build(kernels._backward, STAGE=stage, NOISE=True)
+    build(kernels._affine_gradients, NOISE=True)
+    build(kernels._apply)

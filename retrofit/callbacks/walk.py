@@ -1,0 +1,49 @@
+"""A strength schedule that follows a trainer's count of optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from retrofit.finetune.strength_schedule import StrengthSchedule
+
+
+class Walk:
+    """Where the layers are to stand at each optimizer step; made anew from its state when a run resumes.
+
+    Args:
+        options: `StrengthSchedule`'s, `total_steps` among them if the trainer's own count is not to be used.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = dict(options)
+        self._schedule: StrengthSchedule | None = None
+        self._state: dict[str, Any] = {}
+
+    @property
+    def strength(self) -> float | None:
+        """The strength that was set last."""
+        return None if self._schedule is None else self._schedule.strength
+
+    def begin(self, model: nn.Module, total_steps: int, step: int) -> None:
+        """Start on a network, at `step` of a run; a resumed one goes on from where its layers began."""
+        options = {"total_steps": total_steps, **self.options}
+        self._schedule = StrengthSchedule(model, **options)
+        self.go(step)
+
+    def go(self, step: int) -> None:
+        """Set the layers to what `step` optimizer steps make of them, whatever has become of their strength since."""
+        if self._schedule is not None:
+            state = {**self._schedule.state_dict(), **self._state, "steps": step}
+            self._schedule.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        if self._schedule is None:
+            return self._state
+        return {key: value for key, value in self._schedule.state_dict().items() if key != "steps"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._state = {key: value for key, value in state.items() if key != "steps"}

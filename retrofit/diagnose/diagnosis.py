@@ -1,0 +1,289 @@
+"""Measure what the papers measure, layer by layer, on a network and images; the network is left as it was.
+
+Images pass batch by batch: moments are gathered as they go, quantiles from a few thousand values a channel, so memory
+does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from retrofit.diagnose import gaussianity
+from retrofit.diagnose.linearity import LinearityMeter
+from retrofit.diagnose.power import Power, PowerMeter
+from retrofit.diagnose.probe import Probe, probes
+from retrofit.diagnose.robustness import Attenuation, InputNoise, attenuation, input_noise
+from retrofit.errors import RetrofitError
+from retrofit.graph.find_sites import find_sites
+from retrofit.layers import ProxyNorm
+from retrofit.layers.lambdas import lambda_values
+from retrofit.utils.evaluating import evaluating
+
+Batch = tuple[Tensor, "Tensor | None"]
+Progress = Callable[[str, int, int], None]
+
+NOISE_LEVELS = (0.0, 0.1, 0.25, 0.5, 1.0)
+INJECTED = 0.1
+_VALUES = 2048  # of a channel in a batch, for a Q-Q plot
+_PAIRS, _PAIR_VALUES = 8, 400
+FEWEST = 50  # values of a channel, below which statistics of pairs say nothing
+_POSITIONS = 4096  # of a channel in an image, evenly spread, for the activation's linearity
+_SOURCES = 4  # layers that get noise
+_NOISE_IMAGES = 16  # followed through the layers, which takes two copies of a batch
+
+
+@dataclass(frozen=True)
+class DiagnosisOptions:
+    """How much is measured.
+
+    Attributes:
+        channels: Channels of each layer that get Q-Q plots, and
+        batches: batches of images, evenly spread, that do (figure 6: 20 and 10).
+        seed: Chooses channels, values and noise.
+    """
+
+    channels: int = 20
+    batches: int = 10
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What was found about one normalization layer.
+
+    Attributes:
+        name: Dotted name.
+        kind: Class name.
+        r2: Mean R^2 of the Q-Q plots of what the affine gets: after the power transform, where there is one.
+        r2_before: The same before the transform; None where there is none.
+        power: Shares of its power.
+        henze_zirkler: Mean statistic over pairs of channels; None where no pair varies, or a batch has too few values.
+        dependence: Mean adjusted mutual information over the same pairs.
+        linearity: How close to linear the activation that follows acts; None where none follows directly.
+        lmbda: Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a running
+            average is used, else over the normalized sets of the first images; None without a transform.
+        plot: The Q-Q plot of the channel whose R^2 is the median one.
+    """
+
+    name: str
+    kind: str
+    r2: float | None
+    r2_before: float | None
+    power: Power
+    henze_zirkler: float | None
+    dependence: float | None
+    linearity: float | None
+    lmbda: tuple[float, ...] | None
+    plot: gaussianity.QQ | None = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found about a network.
+
+    Attributes:
+        images: How many were measured.
+        layers: The normalization layers that were called, in the model's order.
+        noise: Where noise injected at some layers went.
+        input_noise: Answers under noise on the images; empty where the model gives no class scores.
+    """
+
+    images: int
+    layers: tuple[Layer, ...]
+    noise: tuple[Attenuation, ...]
+    input_noise: tuple[InputNoise, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, without the points of the Q-Q plots."""
+        layers = []
+        for layer in self.layers:
+            values = asdict(layer)
+            del values["plot"]
+            layers.append(values)
+        return {
+            "images": self.images,
+            "layers": layers,
+            "noise": [asdict(entry) for entry in self.noise],
+            "input_noise": [asdict(entry) for entry in self.input_noise],
+        }
+
+
+class Unlabelled(Sequence[Batch]):
+    """Batches whose labels mean nothing for the network."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        """Take them as they are."""
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a batch without its labels."""
+        return self._batches[index][0], None
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    options: DiagnosisOptions | None = None,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Measure a network.
+
+    Args:
+        model: Any network with normalization layers; its mode, hooks and statistics end as they were.
+        batches: Images (N, C, H, W), preprocessed, with their labels or None; passed over twice, so that a
+            sequence that reads them when they are asked for (`retrofit.images.dataset.SampledBatches`) keeps memory
+            small.
+        options: How much is measured.
+        progress: Called as progress(what, done, in all).
+
+    Raises:
+        RetrofitError: If the network calls no normalization layer, or there are no images.
+    """
+    options = options or DiagnosisOptions()
+    found = probes(model)
+    if not found:
+        raise RetrofitError("the model has no normalization layer to diagnose; retrofit inspect MODEL lists them")
+    with evaluating(model):
+        every = -(-len(batches) // options.batches)
+        observers = [_Observer(probe, options, every) for probe in found]
+        _follow_activations(model, observers)
+        images = 0
+        clean: list[Tensor] = []
+        with ExitStack() as stack:
+            for observer in observers:
+                stack.callback(observer.attach().remove)
+            for number, (pixels, _) in enumerate(batches):
+                scores = model(pixels)
+                if isinstance(scores, Tensor) and scores.ndim == 2:
+                    clean.append(scores.argmax(1))
+                images += len(pixels)
+                if progress is not None:
+                    progress("layers", number + 1, len(batches))
+        if not images:
+            raise RetrofitError("there are no images to measure on; name a folder of images with --data-dir")
+        called = [observer for observer in observers if observer.seen]
+        if not called:
+            raise RetrofitError("the model calls none of its normalization layers on these images")
+        lambdas = lambda_values(model, batches[0][0])
+        layers = []
+        for number, observer in enumerate(called):
+            layers.append(observer.result(lambdas.get(observer.probe.name)))
+            if progress is not None:
+                progress("statistics", number + 1, len(called))
+        live = [observer.probe for observer in called]
+        sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
+        followed = []
+        enough = range(min(len(batches), -(-_NOISE_IMAGES // len(batches[0][0]))))
+        pixels = torch.cat([batches[number][0] for number in enough])[:_NOISE_IMAGES]
+        for number, source in enumerate(sources):
+            generator = torch.Generator().manual_seed(options.seed)
+            arrived = attenuation(model, live, source, pixels, INJECTED, generator)
+            followed += [arrived] if arrived.errors else []
+            if progress is not None:
+                progress("noise", number + 1, len(sources))
+        answers: list[InputNoise] = []
+        if clean:
+            answers = input_noise(model, _reported(batches, progress), clean, NOISE_LEVELS, options.seed)
+    return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers))
+
+
+def _reported(batches: Sequence[Batch], progress: Progress | None) -> Iterable[Batch]:
+    for number, batch in enumerate(batches):
+        yield batch
+        if progress is not None:
+            progress("input noise", number + 1, len(batches))
+
+
+def _follow_activations(model: nn.Module, observers: list[_Observer]) -> None:
+    """Give each observer the activation that directly follows its layer."""
+    by_layer = {observer.probe.layer: observer for observer in observers}
+    by_name = {observer.probe.name: observer for observer in observers}
+    for site in find_sites(model, by_layer.__contains__).sites:
+        observer = by_name.get(site.norm)
+        if observer is not None and site.places == 1 and site.activation is not None:
+            observer.activation = site.activation.module
+    for module in model.modules():
+        if isinstance(module, ProxyNorm) and module.norm in by_layer:
+            by_layer[module.norm].activation = module
+
+
+class _Observer:
+    """Gathers what one layer makes of each batch."""
+
+    def __init__(self, probe: Probe, options: DiagnosisOptions, every: int) -> None:
+        self.probe = probe
+        self.activation: nn.Module | None = None
+        self.seen = 0
+        self._options, self._every = options, every
+        self._generator = torch.Generator().manual_seed(options.seed)
+        self._power, self._linearity = PowerMeter(), LinearityMeter()
+        self._plots: list[gaussianity.QQ] = []
+        self._before: list[float] = []
+        self._pairs: list[gaussianity.Values] = []
+
+    def attach(self) -> Any:
+        """Watch the layer's input."""
+        return self.probe.layer.register_forward_pre_hook(lambda _module, args: self._observe(args[0]))
+
+    def _observe(self, x: Tensor) -> None:
+        y = self.probe.normalized(x)
+        self._power.update(y)
+        if self.activation is not None:
+            out = self.probe.output(x)
+            z = self.activation(out.clone())
+            before, after = self.probe.by_channel(out), self.probe.by_channel(z)
+            step = 1 + (before.shape[2] - 1) // _POSITIONS
+            self._linearity.update(before[..., ::step], after[..., ::step])
+        if self.seen % self._every == 0:
+            self._look_closely(x, y)
+        self.seen += 1
+
+    def _look_closely(self, x: Tensor, y: Tensor) -> None:
+        """Sample a few channels."""
+        channels = gaussianity.choose(y.shape[1], self._options.channels, self._generator)
+        state = self._generator.get_state()
+        values = gaussianity.sample(y, channels, _VALUES, self._generator)
+        self._plots += [plot for column in values.T if (plot := gaussianity.qq(column)) is not None]
+        if self.probe.transforms:
+            self._generator.set_state(state)
+            before = gaussianity.sample(self.probe.standardised(x), channels, _VALUES, self._generator)
+            self._before += [plot.r2 for column in before.T if (plot := gaussianity.qq(column)) is not None]
+        if not self._pairs:
+            enough = values[:_PAIR_VALUES].T if len(values) >= FEWEST else ()
+            live = [column for column in enough if column.std() > 0]
+            self._pairs = [np.stack(pair, 1) for pair in zip(live[0::2], live[1::2], strict=False)][:_PAIRS]
+
+    def result(self, lmbda: Tensor | None) -> Layer:
+        """Return what was found; `lmbda` are the layer's estimates, if it has any."""
+        ranked = sorted(self._plots, key=lambda plot: plot.r2)
+        return Layer(
+            name=self.probe.name,
+            kind=self.probe.kind,
+            r2=_mean([plot.r2 for plot in ranked]),
+            r2_before=_mean(self._before),
+            power=self._power.result(),
+            henze_zirkler=_mean([gaussianity.henze_zirkler(pair) for pair in self._pairs]),
+            dependence=_mean([gaussianity.dependence(pair) for pair in self._pairs]),
+            linearity=self._linearity.result() if self.activation is not None else None,
+            lmbda=None if lmbda is None else self._quantiles(lmbda),
+            plot=ranked[len(ranked) // 2] if ranked else None,
+        )
+
+    def _quantiles(self, lmbda: Tensor) -> tuple[float, ...]:
+        used = 1 + float(self.probe.layer.degree) * (lmbda.double() - 1)  # type: ignore[arg-type]
+        return tuple(np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist())
+
+
+def _mean(values: list[float]) -> float | None:
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.mean(finite)) if finite else None

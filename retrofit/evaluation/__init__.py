@@ -1,0 +1,1 @@
+"""How good a network is on labelled images."""

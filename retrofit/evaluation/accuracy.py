@@ -1,0 +1,165 @@
+"""Top-1 and top-5 accuracy of a classifier on labelled images, with the classifier's own preprocessing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrofit.errors import RetrofitError
+from retrofit.images.worker_signals import heed_no_signals
+from retrofit.utils.evaluating import evaluating
+from retrofit.utils.placement import autocast
+from retrofit.utils.text import shortlist
+
+if TYPE_CHECKING:
+    from retrofit.images.dataset import ImageData
+    from retrofit.networks.library import Preprocess
+
+Progress = Callable[[int, "int | None"], None]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How many images a classifier got right.
+
+    Attributes:
+        images: Images evaluated; unreadable ones are not among them.
+        correct1: Images whose class had the highest score.
+        correct5: Images whose class was among the five highest scores.
+        outputs: Class scores that the model gives.
+        skipped: Names of the images that could not be read.
+        not_finite: Images whose scores held NaN or infinity; they count as wrong.
+        loss: Mean cross-entropy of the images whose scores are finite; NaN if there are none.
+    """
+
+    images: int
+    correct1: int
+    correct5: int
+    outputs: int
+    skipped: tuple[str, ...] = ()
+    not_finite: int = 0
+    loss: float = math.nan
+
+    @property
+    def top1(self) -> float:
+        """Top-1 accuracy in percent."""
+        return 100 * self.correct1 / self.images
+
+    @property
+    def top5(self) -> float:
+        """Top-5 accuracy in percent."""
+        return 100 * self.correct5 / self.images
+
+
+def evaluate(
+    model: nn.Module,
+    data: ImageData,
+    preprocess: Preprocess,
+    *,
+    batch_size: int = 64,
+    workers: int = 2,
+    device: torch.device | str = "cpu",
+    amp: torch.dtype | None = None,
+    channels_last: bool = False,
+    progress: Progress | None = None,
+) -> Accuracy:
+    """Evaluate a classifier.
+
+    Images that cannot be read are left out and listed, and the figures are those of the others: one damaged file among
+    fifty thousand is worth a line, not the run. Only if none can be read is there nothing to report.
+
+    Args:
+        model: Gives class scores of shape (N, classes); moved to the device and put in eval mode.
+        data: What `retrofit.images.dataset.open_images` found.
+        preprocess: The model's input size, mean, standard deviation, interpolation and crop.
+        batch_size: Images in a batch.
+        workers: Processes that decode; 0 decodes in this one.
+        device: Where to run.
+        amp: Data type of mixed precision; None for none.
+        channels_last: Whether to run in the channels-last memory format.
+        progress: Called as progress(images done, images in all or None) after every batch.
+
+    Raises:
+        RetrofitError: If no image can be read, or the model gives no class scores or fewer than the data has classes.
+    """
+    from timm.data import create_loader
+
+    device = torch.device(device)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = model.to(device).to(memory_format=layout).eval()
+    loader = create_loader(
+        data.images,
+        input_size=preprocess.input_size,
+        batch_size=batch_size,
+        interpolation=preprocess.interpolation,
+        mean=preprocess.mean,
+        std=preprocess.std,
+        crop_pct=preprocess.crop_pct,
+        crop_mode=preprocess.crop_mode,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        device=device,
+        persistent_workers=False,
+        worker_seeding=heed_no_signals,
+    )
+    total = len(data.images) if hasattr(data.images, "__len__") else None
+    images = correct1 = correct5 = outputs = not_finite = done = 0
+    loss = 0.0
+    skipped: list[str] = []
+    with torch.inference_mode(), autocast(device, amp):
+        for pixels, targets in loader:
+            unread = targets < 0
+            if unread.any():
+                skipped += [data.images.unreadable(target) for target in targets[unread].tolist()]
+            labels = targets[~unread]
+            if len(labels):
+                scores = _scores(model(pixels[~unread].contiguous(memory_format=layout)), data.outputs)
+                outputs = scores.shape[1]
+                images += len(labels)
+                finite = scores.isfinite().all(dim=1)
+                not_finite += int((~finite).sum())
+                right = scores.topk(min(5, scores.shape[1]), dim=1).indices.eq(labels[:, None]) & finite[:, None]
+                correct1 += int(right[:, 0].sum())
+                correct5 += int(right.sum())
+                loss += float(functional.cross_entropy(scores[finite], labels[finite], reduction="sum"))
+            done += len(targets)
+            if progress is not None:
+                progress(done, total)
+    if not images:
+        raise RetrofitError(f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files")
+    finite_images = images - not_finite
+    mean_loss = loss / finite_images if finite_images else math.nan
+    return Accuracy(images, correct1, correct5, outputs, tuple(skipped), not_finite, mean_loss)
+
+
+def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
+    """Return the class with the highest score for each image, in eval mode.
+
+    Args:
+        model: The network; every module's training flag is put back.
+        batches: Images, (N, C, H, W) each, preprocessed for the model.
+
+    Raises:
+        RetrofitError: If the model gives no class scores.
+    """
+    with evaluating(model):
+        return [best for batch in batches for best in _scores(model(batch), None).argmax(dim=1).tolist()]
+
+
+def _scores(answer: Any, outputs_needed: int | None) -> Tensor:
+    """Return the class scores (N, classes) in float32, or say why the answer holds none."""
+    if not isinstance(answer, Tensor) or answer.ndim != 2:
+        shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+        raise RetrofitError(f"the model gives no class scores (its output: {shape}); use an image classifier")
+    if outputs_needed is not None and outputs_needed > answer.shape[1]:
+        raise RetrofitError(
+            f"the data has class {outputs_needed - 1} (from 0) but the model gives {answer.shape[1]} scores; "
+            "use the model's own data, a --class-map, or --num-classes with a matching checkpoint"
+        )
+    return answer.float()

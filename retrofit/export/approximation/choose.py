@@ -1,0 +1,226 @@
+"""Which layers are approximated how well, and which lambdas are frozen: judged on images, not on formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from retrofit.errors import RetrofitError
+from retrofit.export.approximation.allocation import Candidate, allocations
+from retrofit.export.approximation.calibration import Observer, gaussian
+from retrofit.export.approximation.fit import MAX_SIZE, Fit, Fitter, LayerFunction
+from retrofit.export.approximation.lines import LineFitter
+from retrofit.export.approximation.polynomial import PolynomialFitter
+from retrofit.export.forms import channel_map
+from retrofit.export.forms.channel_map import ChannelMap
+from retrofit.export.forms.operations import constant_norm
+from retrofit.layers.lambdas import lambda_values
+from retrofit.utils.placement import device_of
+
+AFFINE = 1e-3  # with a degree given: what is as good as affine
+_FEW = 8  # images that show what errors do
+_ROOM = 0.98  # of the tolerance: the folded network rounds differently from the one that choices are tried in
+
+Runtime = Literal["onnxruntime", "openvino"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Approximations of one kind in one runtime.
+
+    Attributes:
+        fitter: Fits them.
+        base: What any of them costs an element, as a share of what the exact transform costs there.
+        each: What each degree, or line, costs besides.
+    """
+
+    fitter: type[Fitter]
+    base: float
+    each: float
+
+
+RUNTIMES: Mapping[Runtime, Sequence[Family]] = {
+    "onnxruntime": [Family(PolynomialFitter, -0.125, 0.125)],
+    "openvino": [Family(LineFitter, -0.04, 0.04), Family(PolynomialFitter, 0.055, 0.007)],
+}
+"""What approximates best, first; costs as `benchmarks/export_latency.py` shows them for tf_efficientnet_lite0."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A layer that may be approximated.
+
+    Attributes:
+        map: What it computes, upright.
+        shape: Of its input.
+        high: Upper limit of the ReLU (inf) or ReLU6 behind it; None if there is none.
+        activation: That ReLU, if it can be taken away.
+    """
+
+    map: ChannelMap
+    shape: Sequence[int]
+    high: float | None
+    activation: nn.Module | None
+
+
+Transforms = Mapping[nn.Module, Transform]
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """What may be approximated, and how well the network must then agree with itself.
+
+    Attributes:
+        runtime: What constant transforms are approximated for; None leaves them exact.
+        degree: Of all polynomials, or the number of lines; None for as few as meet the tolerance.
+        freeze_lambda: Whether layers that estimate lambda take its mean over the images instead.
+        tolerance: Largest difference of the output, as a share of the largest output.
+        fit: Batches of images to fit on; without any, the running statistics have to do.
+        check: Batches to judge on.
+    """
+
+    runtime: Runtime | None
+    degree: int | None
+    freeze_lambda: bool
+    tolerance: float
+    fit: Sequence[Tensor]
+    check: Sequence[Tensor]
+
+
+def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dict[nn.Module, Fit]:
+    """Approximate transforms, with as little computation as keeps the network within the tolerance.
+
+    Args:
+        net: The network, in evaluation.
+        transforms: What may be approximated, by layer.
+        wanted: The tolerance and the images.
+
+    Returns:
+        A fit for each layer that is approximated; the others stay exact.
+
+    Raises:
+        RetrofitError: If no choice of degrees meets the tolerance.
+    """
+    assert wanted.runtime is not None
+    targets = _targets(net, transforms, wanted.fit)
+    families = RUNTIMES[wanted.runtime]
+    if wanted.degree is not None:
+        return {layer: _of_size(target, families[0].fitter, wanted.degree) for layer, target in targets.items()}
+    limit, best = _ROOM * wanted.tolerance, math.inf
+    expected = [answers(net, [batch]) for batch in wanted.check]
+    for chosen in allocations(_candidates(net, transforms, targets, families, wanted.fit or wanted.check)):
+        with _approximated(transforms, chosen):
+            difference = _difference(net, wanted.check, expected, limit)
+        if difference <= limit:
+            return chosen
+        best = min(best, difference)
+    advice = "raise --tolerance" if wanted.fit else "raise --tolerance, give --calibrate images"
+    raise RetrofitError(
+        f"approximations change the output by {best:.2g} of its scale, not safely less than "
+        f"{wanted.tolerance:g}; {advice} or use --fold exact"
+    )
+
+
+def mean_lambdas(net: nn.Module, images: Sequence[Tensor]) -> dict[nn.Module, float]:
+    """Return the mean lambda, strength included, of each layer that estimates it, over images."""
+    place = device_of(net)
+    found: dict[nn.Module, list[Tensor]] = {}
+    for batch in images:
+        for name, values in lambda_values(net, batch.to(place)).items():
+            found.setdefault(net.get_submodule(name), []).append(values.double().mean())
+    return {
+        layer: 1 + float(layer.degree) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
+        for layer, means in found.items()
+        if channel_map.estimates(layer)
+    }
+
+
+@torch.no_grad()
+def answers(net: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that a network gives for each batch, one after the other."""
+    place = device_of(net)
+    return [leaf for batch in inputs for leaf in tree_leaves(net(batch.to(place))) if isinstance(leaf, Tensor)]
+
+
+def _difference(net: nn.Module, batches: Sequence[Tensor], expected: Sequence[Sequence[Tensor]], limit: float) -> float:
+    """Return the largest difference as a share of the largest output; of batches up to the first beyond a limit."""
+    scale = max(float(leaf.abs().max()) for leaves in expected for leaf in leaves)
+    largest = 0.0
+    for batch, leaves in zip(batches, expected, strict=True):
+        gap = max(float((a - b).abs().max()) for a, b in zip(leaves, answers(net, [batch]), strict=True))
+        largest = max(largest, gap / scale if scale and math.isfinite(gap) else math.inf)
+        if largest > limit:
+            break
+    return largest
+
+
+def _targets(net: nn.Module, transforms: Transforms, images: Sequence[Tensor]) -> dict[nn.Module, LayerFunction]:
+    """Return what is to be approximated, on the values that the images bring about."""
+    observer = Observer(sum(map(len, images)))
+    with observer.watch(transforms):
+        answers(net, images)
+    seen, targets = observer.values(), {}
+    for layer, one in transforms.items():
+        scale, shift = one.map.scale, one.map.shift
+        data = seen[layer].affine(scale, shift) if layer in seen else gaussian(len(scale), scale.device)
+        targets[layer] = LayerFunction(one.map, data, one.high)
+    return targets
+
+
+def _of_size(target: LayerFunction, fitter: type[Fitter], size: int) -> Fit:
+    affine = target.affine()
+    return affine if affine.rms_error <= AFFINE else fitter(target).fit(size)
+
+
+def _candidates(
+    net: nn.Module,
+    transforms: Transforms,
+    targets: Mapping[nn.Module, LayerFunction],
+    families: Sequence[Family],
+    images: Sequence[Tensor],
+) -> list[Candidate]:
+    """Fit all kinds and sizes, and see what an error of each layer alone does to the output."""
+    few = torch.cat(list(images))[:_FEW]
+    expected = answers(net, [few])
+    found = []
+    for layer, target in targets.items():
+        fits, costs = [target.affine()], [0.0]
+        for family in families:
+            fitter = family.fitter(target)
+            for size in range(2, MAX_SIZE + 1):
+                fits.append(fitter.fit(size))
+                costs.append(family.base + size * family.each)
+        with _approximated(transforms, {layer: fits[1]}):
+            gaps = [a.double() - b for a, b in zip(expected, answers(net, [few]), strict=True)]
+        change = sum(float(gap.square().sum()) for gap in gaps)
+        harm = change / max(fits[1].rms_error ** 2, 1e-30)
+        found.append(Candidate(layer, fits, costs, harm, math.prod(transforms[layer].shape)))
+    return found
+
+
+@contextmanager
+def _approximated(transforms: Transforms, fits: Mapping[nn.Module, Fit]) -> Iterator[None]:
+    """Let layers answer with their approximations for a while."""
+    with ExitStack() as stack:
+        for layer, fit in fits.items():
+            one = transforms[layer]
+            stack.callback(layer.register_forward_hook(_replacer(one, fit)).remove)
+            if fit.has_activation and one.activation is not None:
+                one.activation.forward = lambda x: x  # a hook would come too late: the ReLU may work in place
+                stack.callback(delattr, one.activation, "forward")
+        yield
+
+
+def _replacer(one: Transform, fit: Fit) -> Callable[..., Tensor]:
+    """Return a forward hook that answers with the approximation of a layer."""
+    ndim = len(one.shape)
+    norm = constant_norm(one.map.scale * fit.scale, one.map.shift * fit.scale + fit.shift, ndim)
+    form = nn.Sequential(norm, *fit.parts(ndim))
+    return lambda _layer, args, _out: form(args[0])

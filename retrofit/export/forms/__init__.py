@@ -1,0 +1,1 @@
+"""What stands in for a normalization layer at inference, and what each layer computes."""

@@ -1,0 +1,1 @@
+"""The ONNX file: made by torch's exporter, compared with PyTorch, written whole."""

@@ -1,0 +1,83 @@
+"""Batch statistics over all processes, and back to each process's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from timm.layers import BatchNormAct2d, SyncBatchNormAct
+from torch import nn
+
+from retrofit.errors import RetrofitError
+from retrofit.layers import (
+    BatchNormalNorm1d,
+    BatchNormalNorm2d,
+    BatchNormalNorm3d,
+    BatchNormalNormAct2d,
+    NormalityMixin,
+    SyncBatchNormalNorm,
+    SyncBatchNormalNormAct,
+)
+from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
+
+_CONVERTED: dict[type[nn.Module], type[nn.Module]] = {
+    BatchNormalNorm1d: SyncBatchNormalNorm,
+    BatchNormalNorm2d: SyncBatchNormalNorm,
+    BatchNormalNorm3d: SyncBatchNormalNorm,
+    BatchNormalNormAct2d: SyncBatchNormalNormAct,
+}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {  # torch's own synchronization needs an accelerator
+    nn.BatchNorm1d: nn.SyncBatchNorm,
+    nn.BatchNorm2d: nn.SyncBatchNorm,
+    nn.BatchNorm3d: nn.SyncBatchNorm,
+    BatchNormAct2d: SyncBatchNormAct,
+}
+
+
+def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> int:
+    """Let batch normalizations take their training statistics over all processes, with exact gradients.
+
+    Each layer turns into its synchronized form in place: same object, parameters, buffers and state-dict names.
+
+    Args:
+        model: The network.
+        device: Where it will run; where it is if None. On a CPU only converted layers synchronize: torch's
+            SyncBatchNorm needs a GPU.
+
+    Returns:
+        How many layers synchronize.
+
+    Raises:
+        RetrofitError: If a layer whitens, or takes several Newton steps: both need each set whole.
+    """
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
+        raise RetrofitError(
+            "whitening matrices are not synchronized between processes; leave dbn and dbnn unsynchronized"
+        )
+    forms = _CONVERTED if torch.device(device).type == "cpu" else _CONVERTED | _PLAIN
+    found = [module for module in model.modules() if type(module) in forms]
+    if any(isinstance(module, NormalityMixin) and module.steps > 1 for module in found):
+        raise RetrofitError(
+            "synchronized statistics take one Newton step; convert without --newton-steps, or drop --sync-norm"
+        )
+    for module in found:
+        vars(module)["_retrofit_local_form"] = type(module)
+        module.__class__ = forms[type(module)]
+        vars(module).setdefault("process_group", None)
+    return len(found)
+
+
+@contextmanager
+def local_norms(model: nn.Module) -> Iterator[None]:
+    """Give the layers that `sync_norms` changed their own class for a while: an artifact describes that network."""
+    changed = [(module, type(module)) for module in model.modules() if "_retrofit_local_form" in vars(module)]
+    for module, _ in changed:
+        module.__class__ = vars(module)["_retrofit_local_form"]
+    try:
+        yield
+    finally:
+        for module, form in changed:
+            module.__class__ = form

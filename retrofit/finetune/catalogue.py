@@ -1,0 +1,44 @@
+"""The recipes that come with the package."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+import retrofit
+from retrofit.errors import UsageError
+from retrofit.utils.text import printable
+
+_PACKAGE = Path(retrofit.__file__).parent
+
+
+def folder() -> Path:
+    """Return the folder of recipes: in the installed package, or beside it in a source checkout."""
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+
+
+def shipped() -> dict[str, str]:
+    """Return the first comment line of each shipped recipe, by name."""
+    return {path.stem: _summary(path.read_text()) for path in sorted(folder().glob("*.yaml"))}
+
+
+def read_shipped(name: str) -> str:
+    """Return a shipped recipe's text.
+
+    Raises:
+        UsageError: If there is none of that name; the message shows the closest ones.
+    """
+    path = folder() / f"{name}.yaml"
+    if "/" in name or not os.path.isfile(path):
+        known = list(shipped())
+        close = difflib.get_close_matches(name, known, n=2, cutoff=0.4) or known
+        raise UsageError(
+            f"no recipe {printable(repr(name), 100)}; did you mean {' or '.join(close)}? `retrofit recipes` lists them"
+        )
+    return path.read_text()
+
+
+def _summary(text: str) -> str:
+    return text.partition("\n")[0].lstrip("# ")

@@ -1,0 +1,55 @@
+"""A run that learns nothing, and why."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from retrofit.finetune.recipe import Recipe
+from retrofit.layers import MigratedGroupNorm
+from retrofit.utils.evaluating import evaluating
+
+_NEAR = 0.95  # of the loss of guessing: a network that has begun to learn is below
+_SAME = 0.01  # difference of probabilities between the answers of a network whose features have collapsed
+
+
+def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
+    """Whether validation gives what guessing gives, up to two standard errors.
+
+    Args:
+        top1: Accuracy in percent.
+        loss: Mean cross-entropy.
+        images: How many were looked at.
+        classes: How many there are to guess from.
+    """
+    guess = 1 / classes
+    error = math.sqrt(guess * (1 - guess) / images)
+    return classes > 1 and top1 / 100 <= guess + 2 * error and loss >= _NEAR * math.log(classes)
+
+
+def all_alike(model: nn.Module, images: Tensor) -> bool:
+    """Whether a network answers the same to all images, (N, C, H, W)."""
+    with evaluating(model):
+        answers = model(images).float().softmax(dim=1)
+    return bool((answers - answers.mean(dim=0)).abs().max() < _SAME)
+
+
+def explanation(model: nn.Module, recipe: Recipe, collapsed: bool, untrained: bool) -> str:
+    """Say what a run at chance most likely suffers from, and what to change.
+
+    Args:
+        model: Its network.
+        recipe: Its settings.
+        collapsed: Whether all images get the same answer.
+        untrained: Whether it began with random weights, which take their time.
+    """
+    if untrained and not collapsed:
+        return "it began with random weights: train it longer, or begin with trained ones"
+    what = "its features have collapsed, all images get the same answer: " if collapsed else ""
+    layers = ""
+    if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):
+        layers = " for layers that take no statistics of the batch"
+    warmup = " without warm-up" if recipe.warmup == 0 else ""
+    more = "give --warmup-epochs 1" if recipe.warmup == 0 else "raise --warmup-epochs"
+    return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower --lr or {more}"

@@ -1,0 +1,339 @@
+"""The images of a run: which, in what order, how augmented.
+
+The order of an epoch and the augmentation of an image depend on the seed, the epoch and the image alone: not on the
+number of workers or processes, and not on whether the run was interrupted.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timm.data import create_transform
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune.recipe import Recipe
+from retrofit.images.dataset import ImageData, open_images
+from retrofit.images.worker_signals import heed_no_signals
+from retrofit.networks.library import Preprocess
+
+_HELD_OUT = 0.1  # where the data has no part to validate on and the recipe names no fraction
+_EVAL_NAMES = ("val", "valid", "validation", "eval", "evaluation")
+
+Key = tuple[int, int]  # epoch, number of the image
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a run.
+
+    Attributes:
+        train: Images to train on, for `loader`.
+        val: Images to validate on; None if there are none.
+        outputs: How many outputs the network needs; None where the data does not tell.
+        names: What they are called, as far as known.
+        notes: Sentences for the user.
+    """
+
+    train: ImageData
+    val: ImageData | None
+    outputs: int | None
+    names: tuple[str, ...] | None
+    notes: tuple[str, ...] = ()
+
+
+class Part(Dataset[Any]):
+    """Some images of a dataset, with a transform of their own.
+
+    Args:
+        images: A map-style dataset with a `transform`.
+        indices: Which of its images; all if None.
+    """
+
+    def __init__(self, images: Any, indices: Sequence[int] | None = None) -> None:
+        self.images = copy.copy(images)
+        self.indices = range(len(images)) if indices is None else indices
+
+    def __copy__(self) -> Part:
+        """Return a part whose transform can be set without setting this one's."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self), images=copy.copy(self.images))
+        return copied
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[self.indices[index]]
+
+    @property
+    def transform(self) -> Callable[..., Any]:
+        """What turns a picture into a tensor."""
+        found: Callable[..., Any] = self.images.transform
+        return found
+
+    @transform.setter
+    def transform(self, transform: Callable[..., Any]) -> None:
+        self.images.transform = transform
+
+    def unreadable(self, target: int) -> str:
+        """Return the name of the file behind a negative target."""
+        return str(self.images.unreadable(target))
+
+
+class Relabelled(Part):
+    """The images of a `Part`, with other targets; those of unreadable images stay negative."""
+
+    def __init__(self, part: Part, targets: Sequence[int]) -> None:
+        super().__init__(part.images, part.indices)
+        self.targets = targets
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        return image, target if target < 0 else self.targets[index]
+
+
+def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Images:
+    """Open the images that a recipe names, and set some aside for validation.
+
+    Args:
+        recipe: The run's settings.
+        labels: Names of the network's outputs, if known.
+        channels: Of the network's input.
+
+    Raises:
+        RetrofitError: If there are no such images, or too few to hold some out.
+        UsageError: If a split does not exist.
+    """
+    teaching = recipe.teacher == "source"
+
+    def part(split: str) -> ImageData:
+        return open_images(
+            recipe.data_dir,
+            dataset=recipe.dataset,
+            split=split,
+            class_map=recipe.class_map if recipe.labelled else None,
+            labels=labels if recipe.labelled else None,
+            channels=channels,
+        )
+
+    train = part(recipe.train_split)
+    if recipe.labelled and train.matched == "labels" and train.classes != len(labels or ()) and not teaching:
+        labels = None  # fewer classes than the network knows: it gets a classifier for these alone
+        train = part(recipe.train_split)
+    if recipe.labelled and train.classes == 1:
+        raise RetrofitError(
+            "the data has a single class; give one folder a class, or train without labels: --teacher source "
+            "--task-loss-weight 0"
+        )
+    outputs, names = train.classes, train.names
+    if train.matched == "labels":
+        outputs, names = len(labels or ()), tuple(labels or ())
+    elif train.matched == "class map" and names is not None:
+        outputs = len(names)
+    val_split = recipe.val_split
+    notes: tuple[str, ...] = ()
+    if isinstance(val_split, str) and not _has_split(recipe, val_split):
+        if val_split not in _EVAL_NAMES:
+            raise UsageError(f"the data has no part {val_split!r}; give --val-split the name of one, or a fraction")
+        val_split = _HELD_OUT
+        notes = (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (--val-split)",)
+    if isinstance(val_split, str):
+        val: ImageData | None = part(val_split)
+    else:
+        train, val = _hold_out(train, val_split, recipe.seed)
+    if not recipe.labelled:
+        outputs, names = None, None
+    return Images(train, val, outputs, names, notes)
+
+
+def _has_split(recipe: Recipe, split: str) -> bool:
+    """Whether the data has a part of that name; folders have it as a sub-folder, tars have no parts."""
+    if recipe.dataset or recipe.data_dir is None:
+        return True
+    root = Path(recipe.data_dir)
+    names = _EVAL_NAMES if split in _EVAL_NAMES else (split,)
+    return any((root / name).is_dir() for name in names)
+
+
+def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, ImageData | None]:
+    if fraction == 0:
+        return data, None
+    if isinstance(data.images, IterableDataset):
+        raise UsageError("a stream cannot be divided; unpack it into a folder or tar")
+    count = len(data.images)
+    held = round(count * fraction)
+    if not 0 < held < count:
+        raise RetrofitError(
+            f"{fraction:.0%} of {count} images leaves none for training or validation; give more images"
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
+    parts = (Part(data.images, sorted(order[held:])), Part(data.images, sorted(order[:held])))
+    return replace(data, images=parts[0]), replace(data, images=parts[1])
+
+
+def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[..., Any]:
+    """Build timm's training augmentation, all of it on the CPU and image by image.
+
+    Raises:
+        UsageError: If timm does not know one of the recipe's values.
+    """
+    try:
+        transform: Callable[..., Any] = create_transform(
+            preprocess.input_size,
+            is_training=True,
+            no_aug=recipe.no_aug,
+            train_crop_mode=recipe.train_crop_mode,
+            scale=recipe.scale,
+            ratio=recipe.ratio,
+            hflip=recipe.hflip,
+            vflip=recipe.vflip,
+            color_jitter=recipe.color_jitter,
+            auto_augment=recipe.aa,
+            interpolation=recipe.train_interpolation,
+            mean=preprocess.mean,
+            std=preprocess.std,
+            re_prob=recipe.reprob,
+            re_mode=recipe.remode,
+            re_count=recipe.recount,
+        )
+    except Exception as error:  # timm asserts, and raises KeyError and ValueError
+        raise UsageError(
+            f"timm cannot build the augmentation ({error or type(error).__name__}); check aa, remode, "
+            "train_interpolation and scale"
+        ) from error
+    return transform
+
+
+class Augmented(Dataset[Any]):
+    """Images whose augmentation is drawn from (seed, epoch, image): ask for `[epoch, number]`."""
+
+    def __init__(self, images: Any, transform: Callable[..., Any], seed: int) -> None:
+        self.part = Part(images)
+        self.part.transform = transform
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, key: Key) -> Any:
+        with _drawing_from(self.seed, *key):
+            return self.part[key[1]]
+
+
+class Order(Sampler[list[Key]]):
+    """The batches of an epoch for one process, from any of them on.
+
+    Consecutive batches of the processes make up one batch of all: several processes with a share each see what one
+    process with the whole batch sees.
+
+    Args:
+        count: Images in all.
+        batch_size: Images of a batch, a process.
+        rank: This process.
+        world: Processes in all.
+        seed: Of the order.
+
+    Attributes:
+        epoch: Which epoch's order to follow.
+        start: The first batch to give.
+    """
+
+    def __init__(self, count: int, batch_size: int, rank: int, world: int, seed: int) -> None:
+        self.count, self.batch_size, self.rank, self.world, self.seed = count, batch_size, rank, world, seed
+        self.epoch = 0
+        self.start = 0
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch; what is left over at its end is left out."""
+        return self.count // (self.batch_size * self.world)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        generator = torch.Generator().manual_seed(_number(self.seed, self.epoch))
+        order = torch.randperm(self.count, generator=generator, device="cpu").tolist()
+        for batch in range(self.start, len(self)):
+            first = (batch * self.world + self.rank) * self.batch_size
+            yield [(self.epoch, index) for index in order[first : first + self.batch_size]]
+
+
+class Batches:
+    """The training batches of one process, epoch by epoch.
+
+    Args:
+        images: Images to train on.
+        transform: Their augmentation.
+        recipe: Batch size, workers and seed.
+        rank: This process.
+        world: Processes in all.
+
+    Raises:
+        RetrofitError: If there are too few images for one batch.
+        UsageError: If the images are a stream.
+    """
+
+    def __init__(self, images: Any, transform: Callable[..., Any], recipe: Recipe, rank: int, world: int) -> None:
+        if isinstance(images, IterableDataset):
+            raise UsageError(
+                f"{recipe.dataset} is a stream, whose order an interrupted run could not go on with; unpack it into "
+                "a folder or tar, or use hfds/"
+            )
+        count, batch_size = len(images), min(recipe.batch_size, len(images) // world)
+        if recipe.mixup or recipe.cutmix:
+            batch_size -= batch_size % 2
+        if batch_size < 1:
+            raise RetrofitError(f"{count} images to train on are too few for {world} processes; give more")
+        self._order = Order(count, batch_size, rank, world, recipe.seed)
+        self._images = Augmented(images, transform, recipe.seed)
+        self.batch_size = batch_size
+        self._loader = DataLoader(
+            self._images,
+            batch_sampler=self._order,
+            num_workers=recipe.workers,
+            worker_init_fn=heed_no_signals,
+            persistent_workers=recipe.workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # the loader draws from it, and not from the one that the network draws from
+        )
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._order)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """Give an epoch's batches of (images, targets), from batch `start` on."""
+        self._order.epoch, self._order.start = number, start
+        return iter(self._loader)
+
+    def unreadable(self, target: int) -> str:
+        """Return the name of the file behind a negative target."""
+        return self._images.part.unreadable(target)
+
+
+def _number(*key: int) -> int:
+    """Return a 32-bit number that depends on all of `key`."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
+
+
+@contextmanager
+def _drawing_from(*key: int) -> Iterator[None]:
+    """Let Python's, numpy's and torch's CPU generators draw what `key` determines, and then go on as before."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    number = _number(*key)
+    random.seed(number)
+    np.random.seed(number)
+    torch.default_generator.manual_seed(number)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

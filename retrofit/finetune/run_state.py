@@ -1,0 +1,90 @@
+"""The state of a run on the disk: everything that the next step depends on."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrofit.errors import RetrofitError
+from retrofit.utils.files import atomic_write
+from retrofit.utils.text import one_line
+
+SCHEMA = 1
+_LAST, _PREVIOUS = "last.pt", "previous.pt"
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write a state and keep the one before it; at every moment one of the two is whole.
+
+    Raises:
+        RetrofitError: If the disk is full or the folder cannot be written to; the state before stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    last = folder / _LAST
+    with atomic_write(last, force=True) as temporary:
+        try:
+            torch.save({"schema": SCHEMA, **state}, temporary)
+        except RuntimeError as error:  # torch's writer reports a full disk so
+            raise RetrofitError(
+                f"cannot write the state {last} ({one_line(error)}); free space, then --resume"
+            ) from error
+        if last.exists():
+            os.replace(last, folder / _PREVIOUS)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """Read the newest whole state.
+
+    Raises:
+        RetrofitError: If there is none, or it is of a newer version.
+    """
+    reason = "there is none"
+    for name in (_LAST, _PREVIOUS):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises anything on a damaged file
+            reason = f"{name}: {one_line(error)}"
+            continue
+        if state["schema"] > SCHEMA:
+            raise RetrofitError(f"{path} was written by a newer retrofit; upgrade retrofit to resume it")
+        return state
+    raise RetrofitError(f"no state to resume in {folder} ({reason}); start the run anew with its recipe.yaml")
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of Python's, numpy's and torch's generators, as values that `torch.load` reads safely."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Let the generators go on from where `random_state` found them."""
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    with suppress(KeyError):
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,132 @@
+"""The walk itself: how strength and noise of converted layers change from step to step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from torch import nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.layers import NormalityMixin, StrengthMixin
+from retrofit.layers.base import check_noise, check_strength
+
+Shape = Literal["linear", "cosine", "off"]
+NOISE_STAGES = 4  # noise is a plain number, on which a compiled network specializes: few values, few compilations
+
+
+class StrengthSchedule:
+    """Raises the strength t of converted layers from 0, the source's function, to 1, the paper's.
+
+    Construct it before the first step and call `step()` after every optimizer step. The noise factor xi of normality
+    layers has a course of its own, because the papers' noise is made for long training from scratch; the layers
+    multiply it by t besides.
+
+    Layers that were converted in several goes may differ in strength. Those that stand lowest walk from `start`; a
+    layer that is further along walks from where it stands, so that what it was trained for is not lost.
+
+    Args:
+        model: A network with converted layers; wrap several in an `nn.ModuleList` to move them together.
+        total_steps: Optimizer steps of the whole training.
+        shape: "linear" or "cosine" in t; "off" leaves the strength as it is.
+        ramp: Fraction of the training over which t rises; 0 starts at `end` at once.
+        start: t at the first step, of the layers that stand lowest.
+        end: t from the end of the ramp on.
+        noise: xi at the end, for all layers; None leaves each layer's own.
+        noise_start: Fraction of the training at which noise begins.
+        noise_ramp: Fraction of the training over which it grows to `noise`, in a few equal stages.
+
+    Raises:
+        UsageError: If an argument is out of range.
+        RetrofitError: If the network holds no converted layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        total_steps: int,
+        *,
+        shape: Shape = "linear",
+        ramp: float = 0.5,
+        start: float = 0.0,
+        end: float = 1.0,
+        noise: float | None = None,
+        noise_start: float = 0.5,
+        noise_ramp: float = 0.1,
+    ) -> None:
+        if shape not in ("linear", "cosine", "off"):
+            raise UsageError(f"shape must be linear, cosine or off, not {shape!r}")
+        for name, value in (("ramp", ramp), ("noise_start", noise_start), ("noise_ramp", noise_ramp)):
+            if not 0 <= value <= 1:
+                raise UsageError(f"{name} is a fraction of the training, from 0 to 1, not {value}")
+        if total_steps < 1:
+            raise UsageError(f"total_steps must be at least 1, not {total_steps}")
+        try:
+            self._start, self._end = check_strength(start), check_strength(end)
+            self._noise = None if noise is None else check_noise(noise)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        self._layers = [module for module in model.modules() if isinstance(module, StrengthMixin)]
+        if not self._layers:
+            raise RetrofitError("the model holds no converted layer; convert it first")
+        self._noisy = [layer for layer in self._layers if isinstance(layer, NormalityMixin)]
+        self._total = total_steps
+        self._shape = shape
+        self._ramp = ramp
+        self._noise_span = noise_start, noise_ramp
+        self._steps = 0
+        stand = [float(layer.strength) for layer in self._layers]
+        self._starts = [self._start if t == min(stand) else max(self._start, t) for t in stand]
+        self._current: tuple[list[float] | None, float | None] = (None, None)
+        self._set()
+
+    def step(self) -> None:
+        """Move to the next step: call it once after every optimizer step."""
+        self._steps += 1
+        self._set()
+
+    @property
+    def strength(self) -> float | None:
+        """The strength that the schedule has set (of several, the lowest); None if it leaves the strength alone."""
+        return None if self._current[0] is None else min(self._current[0])
+
+    @property
+    def noise(self) -> float | None:
+        """The noise factor that the schedule has set; None if it leaves the noise alone."""
+        return self._current[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands; the layers' strength is in the model's own state."""
+        return {"steps": self._steps, "starts": list(self._starts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another schedule stood, and set the layers accordingly."""
+        self._steps = int(state["steps"])
+        self._starts = list(state.get("starts", self._starts))
+        self._current = (None, None)
+        self._set()
+
+    def _set(self) -> None:
+        done = self._steps / self._total
+        strengths = None if self._shape == "off" else self._strengths_at(done)
+        noise = None if self._noise is None else self._noise_at(done, self._noise)
+        if strengths is not None and strengths != self._current[0]:
+            for layer, own in zip(self._layers, strengths, strict=True):
+                layer.set_strength(own)
+        if noise is not None and noise != self._current[1]:
+            for noisy in self._noisy:
+                noisy.noise = noise
+        self._current = (strengths, noise)
+
+    def _strengths_at(self, done: float) -> list[float]:
+        risen = 1.0 if done >= self._ramp else done / self._ramp
+        if self._shape == "cosine":
+            risen = (1 - math.cos(math.pi * risen)) / 2
+        return [start + (self._end - start) * risen for start in self._starts]
+
+    def _noise_at(self, done: float, most: float) -> float:
+        start, ramp = self._noise_span
+        if done < start:
+            return 0.0
+        grown = 1.0 if done >= start + ramp else (done - start) / ramp
+        return most * math.ceil(grown * NOISE_STAGES) / NOISE_STAGES

@@ -1,0 +1,276 @@
+"""Decorrelated batch normalization (Huang et al. 2018) and its normality version (Eftekhari & Papyan 2025, table 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
+
+from retrofit.layers.base import StrengthMixin
+from retrofit.layers.batch_norm import (
+    BatchNormalNorm1d,
+    BatchNormalNorm2d,
+    BatchNormalNorm3d,
+    RunningNormality,
+    _BatchNormalNorm,
+)
+from retrofit.layers.functional import _empty, _update_running
+from retrofit.layers.inverse_square_root import (
+    GROUP_SIZE,
+    ITERATIONS,
+    WHITENINGS,
+    Whitening,
+    check_group_size,
+    check_iterations,
+    check_whitening,
+    inverse_square_root,
+    largest_divisor,
+    newton_schulz,
+)
+from retrofit.layers.kernels.formulas import affine
+from retrofit.layers.normality import Statistics, compute_dtype, gaussianize
+from retrofit.layers.settings import hold_settings
+from retrofit.layers.transforms import transformed
+from retrofit.layers.yeo_johnson import yeo_johnson
+
+
+class DecorrelatedNorm(StrengthMixin, _NormBase):
+    """Mixin: groups of channels are whitened where BatchNorm divides each by its standard deviation.
+
+    With S the covariance of a group over (N, *), the matrix that multiplies the centred values is
+
+        (1 - t) * diag(S + eps)^(-1/2) + t * (S + eps)^(-1/2)
+
+    with t the strength: BatchNorm at 0, ZCA whitening at 1. Computed in float32 (float64 for float64 input).
+
+    Attributes:
+        group_size: Channels that are whitened together: the largest divisor of the channels up to what was asked for.
+        whitening: "eigen", the exact root, or "newton-schulz", IterNorm's approximation.
+        iterations: Newton-Schulz steps.
+        running_covariance: Running average of S, unbiased as `running_var` is, (groups, group_size, group_size); None
+            where no statistics are tracked.
+        running_whitening: Its root (running_covariance + eps)^(-1/2), whatever the strength. The paper averages the
+            roots of the batches instead. Where a group's covariance is singular, as behind a convolution with fewer
+            inputs than outputs, its null space turns from step to step and that average magnifies what lies there.
+    """
+
+    group_size: int
+    whitening: Whitening
+    iterations: int
+    running_covariance: Tensor | None
+    running_whitening: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        *args: Any,
+        group_size: int = GROUP_SIZE,
+        whitening: Whitening = "eigen",
+        iterations: int = ITERATIONS,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_features, *args, **kwargs)
+        self.group_size = largest_divisor(num_features, check_group_size(group_size))
+        self.whitening = check_whitening(whitening)
+        self.iterations = check_iterations(iterations)
+        hold_settings(self, {"whitening": WHITENINGS, "iterations": check_iterations}, self.strength.device)
+        self.register_buffer("running_covariance", None)
+        self.register_buffer("running_whitening", None)
+        self.reset_running_whitening()
+
+    def reset_running_stats(self) -> None:
+        """Return the running statistics to mean 0, variance 1 and no correlation."""
+        super().reset_running_stats()
+        if "running_whitening" in self._buffers:
+            self.reset_running_whitening()
+
+    def reset_running_whitening(self) -> None:
+        """Forget correlations: the running matrix becomes the one of BatchNorm, diag(running_var + eps)^(-1/2)."""
+        if self.running_var is not None:
+            self.running_covariance, self.running_whitening = self._uncorrelated(self.running_var)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *), with the batch's statistics in training and the running ones after it."""
+        self._check_input_dim(x)
+        batch = self.training or self.running_mean is None
+        if batch and x.numel() == x.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+        if x.numel() == 0:
+            shape = (1, -1, *(1,) * (x.ndim - 2))
+            return _empty(x, *(None if p is None else p.view(shape) for p in (self.weight, self.bias)))
+        followed = torch.compiler.is_compiling() or transformed() or x.is_meta
+        if not batch and not followed and bool(self.strength == 0):
+            args = self.running_mean, self.running_var, self.weight, self.bias
+            return functional.batch_norm(x, *args, False, 0.0, self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.to(compute_dtype(x)).movedim(1, 0).reshape(-1, self.group_size, x.numel() // x.shape[1])
+            y = self._by_batch(rows) if batch else self._by_running_statistics_of(rows)
+            out = affine(y, *(None if p is None else p.view(len(y), -1, 1) for p in (self.weight, self.bias)))
+            out = out.to(x.dtype).view(x.shape[1], x.shape[0], *x.shape[2:]).movedim(0, 1)
+        return out.contiguous(memory_format=_memory_format(x))
+
+    def mixed(self, scaling: Tensor, whitening: Tensor) -> Tensor:
+        """Return the matrices, (groups, g, g), that the strength makes of BatchNorm's and of the root."""
+        return (1 - self.strength) * scaling + self.strength * whitening
+
+    def running_matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrices, (groups, g, g), that multiply centred values in evaluation."""
+        if self.running_var is None or self.running_whitening is None:
+            raise ValueError("running statistics are needed outside training")
+        return self.mixed(self._scaling(self.running_var.to(dtype)), self.running_whitening.to(dtype))
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        steps = f", iterations={self.iterations}" if self.whitening == "newton-schulz" else ""
+        return f"{super().extra_repr()}, group_size={self.group_size}, whitening={self.whitening}{steps}"
+
+    def _by_batch(self, rows: Tensor) -> Tensor:
+        """Normalize (groups, g, values) by their own statistics, and keep those."""
+        mean = rows.mean(-1, True)
+        centred = rows - mean
+        covariance = centred @ centred.mT / rows.shape[-1]
+        var = covariance.diagonal(dim1=-2, dim2=-1)
+        y, lmbda = self._transform(self.mixed(self._scaling(var), self._root(covariance)) @ centred)
+        if self.training and self.track_running_stats:
+            self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
+        return y
+
+    def _root(self, covariance: Tensor) -> Tensor:
+        """Return (S + eps)^(-1/2), (groups, g, g)."""
+        regular = covariance + self.eps * torch.eye(self.group_size, dtype=covariance.dtype, device=covariance.device)
+        if self.whitening == "eigen":
+            return inverse_square_root(regular, self.eps)
+        return newton_schulz(regular, self.iterations)
+
+    def _by_running_statistics_of(self, rows: Tensor) -> Tensor:
+        """Normalize (groups, g, values) by the running statistics."""
+        assert self.running_mean is not None
+        mean = self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
+        return self._transform_by_running_lambda(self.running_matrix(rows.dtype) @ (rows - mean))
+
+    def _transform(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what becomes of whitened values in training, and their lambda."""
+        return h, h.new_ones(())
+
+    def _transform_by_running_lambda(self, h: Tensor) -> Tensor:
+        """Return what becomes of whitened values in evaluation."""
+        return h
+
+    @torch.no_grad()
+    def _track(self, found: Statistics, covariance: Tensor) -> None:
+        momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / self.num_batches_tracked.to(torch.float32)
+        running_lambda = getattr(self, "running_lambda", None)
+        _update_running(self.running_mean, self.running_var, running_lambda, found, momentum)
+        if self.running_covariance is not None and self.running_whitening is not None:
+            unbiased = covariance * (found.size / (found.size - 1))
+            self.running_covariance.mul_(1 - momentum).add_(unbiased.to(self.running_covariance.dtype) * momentum)
+            self.running_whitening.copy_(self._root(self.running_covariance.to(covariance.dtype)))
+
+    def _scaling(self, var: Tensor) -> Tensor:
+        """Return diag(var + eps)^(-1/2) as matrices, (groups, g, g)."""
+        return torch.diag_embed(torch.rsqrt(var + self.eps).view(-1, self.group_size))
+
+    def _uncorrelated(self, var: Tensor) -> tuple[Tensor, Tensor]:
+        """Return covariances and roots, (groups, g, g) each, of channels of the given variance."""
+        return torch.diag_embed(var.view(-1, self.group_size)), self._scaling(var)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Accept the source layer's checkpoint: with no whitening in it, that starts as BatchNorm's again."""
+        if self.running_var is not None and prefix + "running_whitening" not in state_dict:
+            first = self._uncorrelated(state_dict.get(prefix + "running_var", self.running_var).to(self.running_var))
+            for name, value in zip(("running_covariance", "running_whitening"), first, strict=True):
+                state_dict[prefix + name] = value
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _Plain(StrengthMixin, _NormBase):
+    """torch's constructor arguments, and what every torch this runs with has of `bias`."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        strength: float = 1.0,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self._register_strength(strength, device)
+
+    reset_parameters = RunningNormality.reset_parameters
+
+
+class DecorrelatedBatchNorm1d(DecorrelatedNorm, _Plain):
+    """Decorrelated batch normalization over (N, C) or (N, C, L) input.
+
+    Takes `torch.nn.BatchNorm1d`'s arguments and `group_size` (most channels whitened together, the paper's 16),
+    `whitening` ("eigen" or "newton-schulz"), `iterations` (of the latter, 5) and `strength` (t, 1).
+    """
+
+    _check_input_dim = BatchNormalNorm1d._check_input_dim
+
+
+class DecorrelatedBatchNorm2d(DecorrelatedNorm, _Plain):
+    """Decorrelated batch normalization over (N, C, H, W) input; its arguments are `DecorrelatedBatchNorm1d`'s."""
+
+    _check_input_dim = BatchNormalNorm2d._check_input_dim
+
+
+class DecorrelatedBatchNorm3d(DecorrelatedNorm, _Plain):
+    """Decorrelated batch normalization over (N, C, D, H, W) input; its arguments are `DecorrelatedBatchNorm1d`'s."""
+
+    _check_input_dim = BatchNormalNorm3d._check_input_dim
+
+
+class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
+    """Mixin: lambda is estimated from each channel's whitened values.
+
+    Whitened values are not standardised again: their variance is one but for eps, except where a group has fewer
+    values than channels or channels that depend on each other, and the estimate holds for any variance.
+    """
+
+    def _transform(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        y, lmbda = gaussianize(h.flatten(0, 1), (1,), **self._options)
+        return y.view_as(h), lmbda.detach()
+
+    def _transform_by_running_lambda(self, h: Tensor) -> Tensor:
+        assert self.running_lambda is not None
+        lmbda = 1 + self.degree * (self.running_lambda.to(h.dtype) - 1)
+        return yeo_johnson(h, lmbda.view(-1, self.group_size, 1))
+
+
+class DecorrelatedBatchNormalNorm1d(_ThenTransform, BatchNormalNorm1d):
+    """Decorrelated batch normality normalization over (N, C) or (N, C, L) input (Eftekhari & Papyan 2025, table 3).
+
+    Takes the arguments of `BatchNormalNorm1d` and those of `DecorrelatedBatchNorm1d`.
+    """
+
+
+class DecorrelatedBatchNormalNorm2d(_ThenTransform, BatchNormalNorm2d):
+    """Decorrelated batch normality normalization over (N, C, H, W) input; see `DecorrelatedBatchNormalNorm1d`."""
+
+
+class DecorrelatedBatchNormalNorm3d(_ThenTransform, BatchNormalNorm3d):
+    """Decorrelated batch normality normalization over (N, C, D, H, W) input; see `DecorrelatedBatchNormalNorm1d`."""
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """The format of `x`, so that the result has it too."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last

@@ -1,0 +1,63 @@
+"""GroupNormalNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.layers.base import NormalityMixin
+from retrofit.layers.functional import group_normal_norm
+from retrofit.layers.normality import NoiseKind
+
+
+class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
+    """Group normality normalization over (N, C, *) input: `torch.nn.GroupNorm`'s counterpart.
+
+    lambda is estimated from each sample and group, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes
+    torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`, `alpha`
+    and `steps`.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        noise: float = 0.4,
+        strength: float = 1.0,
+        steps: int = 1,
+        noise_kind: NoiseKind = "scaled",
+        alpha: float = 1.0,
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self._register_options(noise, strength, steps, noise_kind, alpha, device)
+
+    def reset_parameters(self) -> None:
+        """Return gamma to 1 and beta to 0, as far as there are any."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *)."""
+        return group_normal_norm(
+            x,
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            **self._options,
+        )
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        return super().extra_repr() + self._options_repr()

@@ -1,0 +1,103 @@
+"""InstanceNormalNorm1d, 2d, 3d."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from retrofit.layers.batch_norm import RunningNormality
+from retrofit.layers.functional import instance_normal_norm
+from retrofit.layers.normality import NoiseKind
+
+
+class _InstanceNormalNorm(RunningNormality):
+    """Instance normality normalization: a set is each sample and channel over (*)."""
+
+    _batched_ndim: int
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        noise: float = 0.4,
+        strength: float = 1.0,
+        steps: int = 1,
+        noise_kind: NoiseKind = "scaled",
+        alpha: float = 1.0,
+    ) -> None:
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device,
+            dtype,
+            bias=bias,
+            noise=noise,
+            strength=strength,
+            steps=steps,
+            noise_kind=noise_kind,
+            alpha=alpha,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *) or (C, *), with the sample's statistics (eval: the running ones, where tracked)."""
+        if x.ndim not in (self._batched_ndim, self._batched_ndim - 1):
+            raise ValueError(f"expected {self._batched_ndim - 1}D or {self._batched_ndim}D input (got {x.ndim}D input)")
+        batched = x.ndim == self._batched_ndim
+        channels = x.shape[1 if batched else 0]
+        if channels != self.num_features and self.affine:
+            raise ValueError(
+                f"expected input's size at dim={int(batched)} to match num_features ({self.num_features}), "
+                f"but got: {channels}."
+            )
+        out = instance_normal_norm(
+            x if batched else x.unsqueeze(0),
+            *self._tracked(True),
+            self.weight,
+            self.bias,
+            self.training or not self.track_running_stats,
+            0.0 if self.momentum is None else self.momentum,
+            self.eps,
+            **self._options,
+        )
+        return out if batched else out.squeeze(0)
+
+
+class InstanceNormalNorm1d(_InstanceNormalNorm):
+    """Instance normality normalization over (N, C, L) or (C, L) input: `torch.nn.InstanceNorm1d`'s counterpart.
+
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
+    """
+
+    _batched_ndim = 3
+
+
+class InstanceNormalNorm2d(_InstanceNormalNorm):
+    """Instance normality normalization over (N, C, H, W) or (C, H, W) input: `torch.nn.InstanceNorm2d`'s counterpart.
+
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
+    """
+
+    _batched_ndim = 4
+
+
+class InstanceNormalNorm3d(_InstanceNormalNorm):
+    """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W): `torch.nn.InstanceNorm3d`'s counterpart.
+
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
+    `alpha` and `steps`.
+    """
+
+    _batched_ndim = 5

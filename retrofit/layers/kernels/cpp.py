@@ -1,0 +1,160 @@
+"""The formulas in C++ (normality.cpp), built by the machine's own compiler the first time they are wanted.
+
+The library is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose
+sets lie regularly enough; `forward`, `backward` and `apply` hand anything else to `eager`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from retrofit.layers.kernels import build, eager, ranks
+from retrofit.layers.kernels.build import UnavailableError
+from retrofit.layers.kernels.formulas import FIELDS
+from retrofit.layers.kernels.layout import Geometry, geometry
+
+_ALL = -1  # stages in one call
+_SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
+
+
+class _Geometry(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in Geometry._fields[1:])
+
+
+class _Options(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("t", "eps", "factor")),
+        *((name, ctypes.c_uint32) for name in ("seed0", "seed1")),
+        *((name, ctypes.c_int) for name in ("noise", "threads", "stage")),
+    )
+
+
+def forward(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    t: Tensor,
+    dims: tuple[int, ...],
+    eps: float,
+    factor: Tensor,
+    seed: Tensor | None,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """See `eager.forward`."""
+    plan = _plan(x, dims, weight, bias)
+    if plan is None:
+        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed, group)
+    stats = _room(FIELDS, *(1 if d in dims else n for d, n in enumerate(x.shape)))
+    options = _options(x, t.item(), eps, factor, seed)
+    tensors = out, x, _floats(weight), _floats(bias), stats
+    if group is None:
+        _call("forward", x, plan, options, *tensors, None)
+        return stats
+    parts = _room(ranks.ROWS, plan.sets)
+    for options.stage, rows in ranks.forward_stages(seed is not None):
+        _call("forward", x, plan, options, *tensors, parts)
+        parts[rows] = ranks.share_forward(options.stage, parts[rows], x.numel() // plan.sets, group)
+    options.stage = ranks.LAST
+    _call("forward", x, plan, options, *tensors, parts)
+    return stats
+
+
+def backward(
+    grad_x: Tensor,
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    t: Tensor,
+    stats: Tensor,
+    dims: tuple[int, ...],
+    factor: Tensor,
+    seed: Tensor | None,
+    affine: tuple[int, ...],
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """See `eager.backward`."""
+    plan = _planned(x, dims, affine)
+    if plan is None:
+        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine, group)
+    options = _options(x, t.item(), 0.0, factor, seed)
+    shares = _room(options.threads, 2, *affine).zero_()
+    tensors = grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats
+    if group is None:
+        _call("backward", x, plan, options, *tensors, None)
+    else:
+        parts, options.stage = _room(ranks.BACKWARD.stop, plan.sets), 0
+        _call("backward", x, plan, options, *tensors, parts)
+        parts, options.stage = ranks.average(parts, x.numel() // plan.sets, group), 1
+        _call("backward", x, plan, options, *tensors, parts)
+    grad_weight, grad_bias = shares.sum(0)
+    return grad_weight, grad_bias
+
+
+def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
+    """See `eager.apply`."""
+    plan = _plan(x, dims, constants[0])
+    if plan is None:
+        eager.apply(out, x, dims, constants)
+        return
+    _call("apply", x, plan, _options(x, 0.0, 0.0, None, None), out, x, constants)
+
+
+@cache
+def fault() -> str | None:
+    """Say why there are no kernels, or return None where there are; they are looked for and built once a process."""
+    try:
+        library()
+    except (OSError, UnavailableError) as error:
+        return str(error)
+    return None
+
+
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def _plan(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | None) -> Geometry | None:
+    affine = next((tuple(p.shape) for p in parameters if p is not None), (1,) * x.ndim)
+    return _planned(x, dims, affine)
+
+
+def _planned(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
+    return geometry(tuple(x.shape), dims, affine, library().width()) if x.dtype in TYPES else None
+
+
+def _options(x: Tensor, t: float, eps: float, factor: Tensor | None, seed: Tensor | None) -> _Options:
+    words = (0, 0) if seed is None else (word % 2**32 for word in seed.tolist())
+    return _Options(t, eps, 0.0 if factor is None else factor.item(), *words, seed is not None, threads(x), _ALL)
+
+
+def threads(x: Tensor) -> int:
+    """Return how many threads work on `x`."""
+    return torch.get_num_threads() if x.numel() >= _SINGLE_THREADED else 1
+
+
+def _floats(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach().to(torch.float32).contiguous()
+
+
+def _room(*shape: int) -> Tensor:
+    """Return what the library writes floats to, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _call(name: str, x: Tensor, plan: Geometry, options: _Options, *tensors: Tensor | None) -> None:
+    place = ctypes.byref(_Geometry(*plan[1:]))
+    pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
+    half = x.dtype == torch.bfloat16
+    getattr(library(), name)(int(half), int(plan.columns), place, ctypes.byref(options), *pointers)
+
+
+@cache
+def library() -> Any:
+    """Return the loaded library; see `build.load`."""
+    return build.load()

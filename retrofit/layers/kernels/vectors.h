@@ -1,0 +1,109 @@
+// Vectors of floats, whose lanes are those of the instruction set, and what the kernels compute with them.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <omp.h>
+
+namespace {
+
+constexpr int W = WIDTH;
+typedef float V __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+
+struct Bfloat16 { uint16_t bits; };
+struct Full { static constexpr int n = W; };
+struct Part { int n; };
+
+inline V splat(float x) { return V{} + x; }
+inline I iota() { I v; for (int i = 0; i < W; i++) v[i] = i; return v; }
+
+inline V load(const float* p, Full) { V v; std::memcpy(&v, p, sizeof v); return v; }
+inline V load(const float* p, Part k) { V v{}; for (int i = 0; i < k.n; i++) v[i] = p[i]; return v; }
+inline void store(float* p, V v, Full) { std::memcpy(p, &v, sizeof v); }
+inline void store(float* p, V v, Part k) { for (int i = 0; i < k.n; i++) p[i] = v[i]; }
+
+template <class K> inline V load(const Bfloat16* p, K k) {
+    U u{};
+    for (int i = 0; i < k.n; i++) u[i] = uint32_t(p[i].bits) << 16;
+    return (V)u;
+}
+template <class K> inline void store(Bfloat16* p, V v, K k) {
+    U u = (U)v;
+    u = v == v ? u + 0x7FFF + ((u >> 16) & 1) : U{} + 0x7FC00000u;  // to nearest, ties to even
+    for (int i = 0; i < k.n; i++) p[i].bits = uint16_t(u[i] >> 16);
+}
+
+inline V keep(V v, Full) { return v; }  // zero in lanes that hold no element
+inline V keep(V v, Part k) { return iota() < k.n ? v : V{}; }
+
+template <size_t N> inline V polynomial(V x, const float (&c)[N]) {
+    V out = x * c[0] + c[1];
+    for (size_t i = 2; i < N; i++) out = out * x + c[i];
+    return out;
+}
+
+constexpr float LN2 = 0.6931471805599453f, LN2_HIGH = 0.693145751953125f, LN2_LOW = 1.4286068203e-6f;
+constexpr int THREE_QUARTERS = 0x3F400000, ONE = 0x3F800000, EXPONENT = int(0xFF800000);
+// Weighted minimax fits; within 2 ulp.
+constexpr float LOG1P[] = {0.05413185432553291f, -0.12067317217588425f, 0.14983916282653809f, -0.1682281792163849f,
+                           0.19977077841758728f, -0.24993441998958588f, 0.3333354890346527f, -0.5000005960464478f};
+constexpr float EXPM1[] = {0.0013882494531571865f, 0.00836664717644453f, 0.04166720435023308f, 0.16666541993618011f,
+                           0.4999999701976776f};
+
+inline V log_of(I k, V m) { return __builtin_convertvector(k, V) * (LN2 * 0x1p-23f) + (polynomial(m, LOG1P) * (m * m) + m); }
+
+// log(1 + a), a >= 0: 1 + a = 2^k * (1 + m), -1/4 <= m < 1/2, m formed from a itself, so that a small a keeps its bits.
+inline V log1p(V a) {
+    a = a > 1e37f ? splat(1e37f) : a;
+    I k = ((I)(1 + a) - THREE_QUARTERS) & EXPONENT;
+    V scale = (V)(ONE - k);
+    return log_of(k, a * scale + (scale - 1));
+}
+
+inline V log(V q) {
+    I k = ((I)q - THREE_QUARTERS) & EXPONENT;
+    return log_of(k, q * (V)(ONE - k) - 1);
+}
+
+// exp(u) - 1 = 2^n * (exp(r) - 1) + (2^n - 1), u = n * ln 2 + r
+inline V expm1(V u) {
+    u = u > 87.0f ? splat(87.0f) : u;
+    u = u < -87.0f ? splat(-87.0f) : u;
+    V n = (u * (1 / LN2) + 12582912.0f) - 12582912.0f;
+    V r = (u - n * LN2_HIGH) - n * LN2_LOW;
+    V scale = (V)((__builtin_convertvector(n, I) << 23) + ONE);
+    return (polynomial(r, EXPM1) * (r * r) + r) * scale + (scale - 1);
+}
+
+inline V absolute(V h) { return (V)((I)h & 0x7FFFFFFF); }
+inline V signed_as(V h, V magnitude) { return (V)((I)magnitude ^ ((I)h & int(0x80000000))); }
+
+typedef double D __attribute__((vector_size(8 * W)));
+
+struct Sum {  // of one quantity over a set
+    V part{};
+    D total{};
+    void add(V v) { part += v; }
+    void flush() { total += __builtin_convertvector(part, D), part = V{}; }
+    explicit Sum(V mean) : total(__builtin_convertvector(mean, D)) {}
+    Sum() = default;
+    template <bool COLUMNS> void finish(double scale) {
+        double all = 0;
+        if (!COLUMNS) for (int i = 0; i < W; i++) all += total[i];
+        total = (COLUMNS ? total : all + D{}) * scale;
+    }
+    V value() const { return __builtin_convertvector(total, V); }
+};
+
+template <class... Sums> inline void flush(Sums&... sums) { (sums.flush(), ...); }
+template <bool COLUMNS, class... Sums> inline void finish(double scale, Sums&... sums) {
+    (sums.template finish<COLUMNS>(scale), ...);
+}
+
+}  // namespace

@@ -1,0 +1,183 @@
+"""The maximum-likelihood estimate of lambda by Newton's method from lambda = 1 (Eftekhari & Papyan 2025, section 4.1).
+
+The paper's single step divides by L'', which trained channels can make tiny or negative, and takes the set's variance
+to be one, which it is not where eps is comparable to it. Here L' and L'' hold for any variance, L'' is floored, and the
+step is bounded so that no value of the set is stretched by more than `MAX_STRETCH`. On well-behaved sets (a Gaussian
+has L'' = 0.58) neither bound acts, and the estimate is the paper's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MIN_CURVATURE = 0.1
+MAX_STRETCH = math.exp(4.0)
+_TINY = 1e-30
+_SERIES_RADIUS = 0.5
+_SERIES_TERMS = 12
+
+Reduce = Callable[[list[Tensor]], list[Tensor]]
+"""Means of each tensor over the normalized set, kept broadcastable."""
+
+
+class StepGradient(NamedTuple):
+    """Derivatives of the step with respect to the means that it is made of, one value a normalized set."""
+
+    by_m1: Tensor
+    by_m2: Tensor
+    by_m3: Tensor
+    by_m45: Tensor
+    by_v: Tensor
+
+
+@dataclass(frozen=True)
+class NewtonStep:
+    """One Newton step from lambda = 1, with what its derivative needs; every field has one value a normalized set.
+
+    `step` is lambda - 1; `free` is 1 where it is not held by the stretch bound, `curved` where L'' is above its floor.
+    """
+
+    step: Tensor
+    free: Tensor
+    curved: Tensor
+    slope: Tensor
+    curvature: Tensor
+    v: Tensor
+    m2: Tensor
+    m3: Tensor
+    m45: Tensor
+
+    def gradient(self) -> StepGradient:
+        """Return the step's derivatives; zero where a bound holds the step.
+
+        With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 r^2 and step = -L' / L''. Below, `slope` is
+        d step / d L' = -1 / L'' and `curve` is d step / d L'' = L' / L''^2, which is zero where L'' is floored.
+        """
+        ratio = self.m2 / self.v
+        bend = (self.m45 - self.m3 * self.m3) / self.v
+        slope = -self.free / self.curvature
+        curve = self.free * self.curved * self.slope / self.curvature**2
+        return StepGradient(
+            by_m1=-slope,
+            by_m2=(slope - 4 * curve * ratio) / self.v,
+            by_m3=-2 * curve * self.m3 / self.v,
+            by_m45=curve / self.v,
+            by_v=(-slope * ratio - curve * bend + 4 * curve * ratio**2) / self.v,
+        )
+
+
+def first_step(h: Tensor, reduce: Reduce, bound: tuple[Tensor, Tensor], log: Tensor | None = None) -> NewtonStep:
+    """Take the Newton step from lambda = 1 in closed form (paper's appendix D, for any variance).
+
+    Args:
+        h: Standardised values: mean zero over each set, variance at most one.
+        reduce: Takes the means over each set.
+        bound: `step_bounds` of the same sets.
+        log: log(1 + |h|), if it is at hand.
+
+    Returns:
+        The step and its moments, one a set, in `h`'s dtype.
+    """
+    a = h.abs()
+    log = torch.log1p(a) if log is None else log
+    grown = (1 + a) * log
+    d = grown - a  # d psi / d lambda at 1
+    e = grown * log - 2 * d  # |d^2 psi / d lambda^2| at 1
+    m1, m2, m3, m45, v = reduce([torch.copysign(log, h), h * d, d, torch.addcmul(a * e, d, d), h * h])
+    v = v.clamp_min(_TINY)
+    slope = m2 / v - m1
+    raw_curvature = (m45 - m3 * m3) / v - 2 * (m2 / v) ** 2
+    curvature = raw_curvature.clamp_min(MIN_CURVATURE)
+    raw_step = -slope / curvature
+    step = raw_step.clamp(*bound)
+    dtype = h.dtype
+    return NewtonStep(
+        step=step,
+        free=(raw_step == step).to(dtype),
+        curved=(raw_curvature > MIN_CURVATURE).to(dtype),
+        slope=slope,
+        curvature=curvature,
+        v=v,
+        m2=m2,
+        m3=m3,
+        m45=m45,
+    )
+
+
+def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of lambda - 1 that keep |d psi / d h| below `MAX_STRETCH` on a set that spans [low, high].
+
+    The derivative is exp(s * (lambda - 1) * log(1 + |h|)): lambda > 1 stretches the positive side, lambda < 1 the
+    negative one.
+    """
+    room = math.log(MAX_STRETCH)
+    return -room / torch.log1p((-low).clamp_min(_TINY)), room / torch.log1p(high.clamp_min(_TINY))
+
+
+def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, gradient: Sequence[Tensor]) -> Tensor:
+    """Return N * d step / d h_i for every element of the sets, h's own dependence on the input aside.
+
+    Closed form of the derivative of `first_step`; `gradient` is `NewtonStep.gradient()`, `a` is |h|, `log` log(1 + a)
+    and `inverse` 1 / (1 + a).
+    """
+    by = StepGradient(*gradient)
+    a_log = a * log
+    grown = log + a_log  # (1 + a) * l
+    d = grown - a  # of which m3 is the mean: d d / d a = l
+    dm2 = d + a_log  # d (h * d) / d h
+    dm45 = grown * log - 2 * d + log * (a_log + 2 * d)  # d (a * e + d^2) / d a, e = (1 + a) * l^2 - 2 * d
+    odd = by.by_m45 * dm45 + by.by_m3 * log  # derivatives by a, which take the sign of h
+    return by.by_m1 * inverse + by.by_m2 * dm2 + 2 * by.by_v * h + torch.where(h < 0, -odd, odd)
+
+
+def newton_lmbda(h: Tensor, dim: tuple[int, ...], steps: int = 1) -> Tensor:
+    """Estimate lambda by `steps` Newton iterations from lambda = 1, differentiably.
+
+    Args:
+        h: Standardised values; the normalized set spans `dim`.
+        dim: Dimensions of the set.
+        steps: Newton iterations; one is the paper's estimate.
+
+    Returns:
+        lambda, with `dim` kept as size one. 1 for sets without spread. Within `step_bounds`.
+    """
+    low, high = step_bounds(h.detach().amin(dim, True), h.detach().amax(dim, True))
+    a = h.abs()
+    log = torch.log1p(a)
+    s = torch.where(h < 0, -1.0, 1.0).to(h.dtype)
+    total = torch.zeros_like(low)
+    m1 = (s * log).mean(dim, True)
+    for _ in range(steps):
+        u = (1 + s * total) * log
+        psi, first, second = (
+            f * c for f, c in zip(_exponential_moments(u), (s * log, log**2, s * log**3), strict=True)
+        )
+        var_first, _ = torch.var_mean(first, dim, correction=0, keepdim=True)
+        centred = psi - psi.mean(dim, True)
+        v = (centred * centred).mean(dim, True).clamp_min(_TINY)
+        ratio = (centred * first).mean(dim, True) / v
+        curvature = (var_first + (centred * second).mean(dim, True)) / v - 2 * ratio**2
+        total = (total - (ratio - m1) / curvature.clamp_min(MIN_CURVATURE)).clamp(low, high)
+    return 1 + total
+
+
+def _exponential_moments(u: Tensor) -> list[Tensor]:
+    """Integrals of x^k * exp(u * x) over x in [0, 1] for k = 0, 1, 2: f, f' and f'' of f(u) = expm1(u) / u."""
+    small = u.abs() < _SERIES_RADIUS
+    v = torch.where(small, u, 0.0)
+    w = torch.where(small, 1.0, u)
+    exp = torch.exp(w)
+    closed = (torch.expm1(w) / w, (exp * (w - 1) + 1) / w**2, (exp * (w * w - 2 * w + 2) - 2) / w**3)
+    out = []
+    for k, far in enumerate(closed):
+        series = torch.zeros_like(v)
+        for j in reversed(range(_SERIES_TERMS + 1)):
+            series = series * v + 1 / (math.factorial(j) * (j + k + 1))
+        out.append(torch.where(small, series, far))
+    return out

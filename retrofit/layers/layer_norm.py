@@ -1,0 +1,73 @@
+"""LayerNormalNorm and its channels-first form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.layers.base import NormalityMixin
+from retrofit.layers.functional import channel_layer_normal_norm, layer_normal_norm
+from retrofit.layers.normality import NoiseKind
+
+
+class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
+    """Layer normality normalization over the trailing `normalized_shape`: `torch.nn.LayerNorm`'s counterpart.
+
+    lambda is estimated from each sample, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes torch's
+    arguments and `noise` (xi, the paper's 1.0), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`, `alpha` and
+    `steps`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        noise: float = 1.0,
+        strength: float = 1.0,
+        steps: int = 1,
+        noise_kind: NoiseKind = "scaled",
+        alpha: float = 1.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._register_options(noise, strength, steps, noise_kind, alpha, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (*, *normalized_shape)."""
+        return layer_normal_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            **self._options,
+        )
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        return super().extra_repr() + self._options_repr()
+
+
+class LayerNormalNorm2d(LayerNormalNorm):
+    """Layer normality normalization of channels-first maps, (N, C, *): each position over C.
+
+    The counterpart of timm's and torchvision's LayerNorm2d; keeps the input's memory format. `normalized_shape` is C.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *), over C."""
+        if x.ndim < 2 or x.shape[1] != self.normalized_shape[0]:
+            raise RuntimeError(f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}")
+        return channel_layer_normal_norm(
+            x,
+            self.weight,
+            self.bias,
+            self.eps,
+            **self._options,
+        )

@@ -1,0 +1,405 @@
+"""GroupNorm and LayerNorm that start as the BatchNorm they replace, by its running statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.layers.base import StrengthMixin, shown
+from retrofit.layers.kernels import channelwise
+from retrofit.layers.norm_act import _ThenActivate
+from retrofit.layers.normality import compute_dtype
+from retrofit.layers.settings import check_groups, hold_settings
+from retrofit.layers.transforms import differentiable_once, transformed
+
+_Linear = nn.Linear | nn.modules.conv._ConvNd
+_LINEAR_TYPES: tuple[type[_Linear], ...] = (
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+def migrated_group_norm(
+    x: Tensor,
+    num_groups: int,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    strength: Tensor | float = 1.0,
+    eps: Tensor | float = 1e-5,
+    source_eps: Tensor | float | None = None,
+    gain: Tensor | None = None,
+) -> Tensor:
+    """Standardise by constant running statistics, then group-normalize to the degree t = `strength`.
+
+        x' = (x - running_mean) / sqrt(running_var + source_eps) * gain       per channel
+        y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight / gain + bias
+
+    where m and v are the mean and variance of x' per sample and group. At t = 0 this is `F.batch_norm` in evaluation,
+    whatever the gain, at t = 1 `F.group_norm` of x' with the weight divided by the gain; one group normalizes each
+    whole sample, as LayerNorm over (C, *). The gain is how much a channel counts in its group's moments.
+
+    All of it is one scale and one shift per sample and channel, which follow from the moments of x per sample and
+    channel; of the activations only x is kept for the backward. Statistics are float32 at least. Running statistics,
+    gain and t are constants to autograd; there is no second derivative.
+
+    Args:
+        x: (N, C, *), floating point, 2 dimensions or more.
+        num_groups: Groups G; divides C.
+        running_mean: (C,).
+        running_var: (C,).
+        weight: gamma (C,) or None for ones.
+        bias: beta (C,) or None for zeros.
+        strength: t in [0, 1]; a 0-dim tensor changes without recompilation.
+        eps: Added to the group variance, in proportion; a number or a 0-dim tensor.
+        source_eps: Added to the running variance; `eps` if None.
+        gain: (C,) positive, or None for ones.
+
+    Returns:
+        (N, C, *) in the type and memory format of `x`.
+
+    Raises:
+        ValueError: If `x` has fewer than 2 dimensions or not C channels.
+    """
+    channels = running_mean.numel()
+    if x.ndim < 2 or x.shape[1] != channels:
+        raise ValueError(f"expected (N, {channels}, *), got {tuple(x.shape)}")
+    dtype = compute_dtype(x)
+    gamma = torch.ones_like(running_mean, dtype=dtype) if weight is None else weight.to(dtype)
+    beta = torch.zeros_like(running_mean, dtype=dtype) if bias is None else bias.to(dtype)
+    t = torch.as_tensor(strength, dtype=dtype, device=x.device)
+    rstd = torch.rsqrt(running_var.to(dtype) + (eps if source_eps is None else source_eps))
+    gain = torch.ones_like(rstd) if gain is None else gain.to(dtype)
+    maps = x if x.ndim > 2 else x.unsqueeze(-1)
+    constants = running_mean.detach().to(dtype), rstd.detach(), gain.detach()
+    # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
+    if transformed():
+        mean, var = _moments_by_autograd(maps.to(dtype))
+        out, _, _ = _group_affine(maps, mean, var, *constants, gamma, beta, t.detach(), num_groups, eps, _affine)
+    else:
+        where = channelwise.place(maps, per_sample=True)
+        if where is None:
+            mean, var = _moments(maps.detach().to(dtype))
+        else:
+            mean, var = channelwise.moments(maps.detach(), where, constants[0])
+        out = _GroupAffine.apply(maps, mean, var, *constants, gamma, beta, t, num_groups, eps, where)
+    return out.view_as(x) if x.ndim == 2 else out
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of `x` (N, C, *) per sample and channel, (N, C) each, without cancellation."""
+    dims = tuple(range(2, x.ndim))
+    if x.is_cpu or x.numel() == 0:  # on CPU var_mean takes several times as long; on nothing it warns
+        mean = x.mean(dims, keepdim=True)
+        var = torch.linalg.vector_norm(x - mean, dim=dims).square() / max(1, math.prod(x.shape[2:]))
+        return mean.flatten(1), var
+    var, mean = torch.var_mean(x, dims, correction=0)
+    return mean, var
+
+
+def _moments_by_autograd(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_moments` does by operations that can be differentiated and batched."""
+    dims = tuple(range(2, x.ndim))
+    mean = x.mean(dims, keepdim=True)
+    return mean.flatten(1), (x - mean).square().mean(dims)
+
+
+def _group_affine(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    running_mean: Tensor,
+    rstd: Tensor,
+    gain: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    t: Tensor,
+    num_groups: int,
+    eps: Tensor | float,
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result and, (N, C) each, the group's mean over the channel's gain and k of `_GroupAffine`."""
+    n, channels = mean.shape
+    groups = n, num_groups, channels // num_groups
+    mean = ((mean - running_mean) * (rstd * gain)).reshape(groups)
+    m = mean.mean(2, keepdim=True)
+    v = ((var * (rstd * gain).square()).reshape(groups) + (mean - m).square()).mean(2, keepdim=True)
+    # At t = 0 the moments do not count, not even where they overflow.
+    m, v = torch.where(t > 0, m, 0.0), torch.where(t > 0, v, 1.0)
+    k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
+    m, k = m.expand(groups).reshape(n, channels) / gain, k.expand(groups).reshape(n, channels)
+    scale = k * gamma
+    return apply(x, scale * rstd, beta - scale * (running_mean * rstd + t * m)), m, k
+
+
+class _GroupAffine(torch.autograd.Function):
+    """y = x * scale + shift per sample and channel, with the closed-form derivative through the group moments.
+
+    With gain a, k = 1 / sqrt((1 - t) + t * (v + eps)), x^ = (x' - t * m) * k, g^ = grad * gamma / a, means over sample
+    and group:
+
+        d x' = k * (g^ - t * mean(g^) - t * k * (x' - m) * mean(g^ * x^))
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        running_mean: Tensor,
+        rstd: Tensor,
+        gain: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        t: Tensor,
+        num_groups: int,
+        eps: Tensor | float,
+        where: channelwise.ChannelLayout | None,
+    ) -> Tensor:
+        apply = _affine if where is None else lambda x, *tables: channelwise.affine(x, where, *tables)
+        out, m, k = _group_affine(x, mean, var, running_mean, rstd, gain, gamma, beta, t, num_groups, eps, apply)
+        ctx.where = where
+        ctx.save_for_backward(x, running_mean, rstd, gain, gamma, t, m, k)
+        ctx.groups = len(mean), num_groups, mean.shape[1] // num_groups
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, running_mean, rstd, gain, gamma, t, m, k = ctx.saved_tensors  # m of the group, over the channel's gain
+        (grad,) = grads
+        dims = tuple(range(2, x.ndim))
+        wide = grad.to(k.dtype)
+        if ctx.where is None:
+            sum_g = wide.sum(dims)
+            centred = (wide * x).sum(dims) - running_mean * sum_g
+        else:
+            centred, sum_g = channelwise.dots(x, grad, ctx.where, running_mean)
+        sum_gx = (centred * rstd - t * m * sum_g) * k  # of grad * x^
+        dx = None
+        if ctx.needs_input_grad[0]:
+            size = ctx.groups[2] * max(1, math.prod(x.shape[2:]))
+
+            def group_mean(sums: Tensor) -> Tensor:
+                means = (sums * gamma).view(ctx.groups).sum(2, keepdim=True) / size
+                return means.expand(ctx.groups).reshape(k.shape)
+
+            slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - running_mean) * rstd
+            shift = -t * k * gain * group_mean(sum_g / gain) - slope * (running_mean * rstd + m)
+            tables = slope * rstd.square(), k * gamma * rstd, shift * rstd
+            if ctx.where is not None:
+                dx = channelwise.combine(x, grad, ctx.where, *tables)
+            else:
+                dx = _affine(x, tables[0], tables[2], dtype=k.dtype)
+                dx = dx.addcmul_(wide, _like(x, tables[1])).to(x.dtype)
+        return dx, None, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None, None
+
+
+def _like(x: Tensor, table: Tensor) -> Tensor:
+    """Return (N, C) values in a shape that broadcasts over `x` (N, C, *)."""
+    return table.view(*table.shape, *(1,) * (x.ndim - 2))
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return x * scale + shift for (N, C) tables, in `dtype` or the type of `x`, computed in that of the tables."""
+    return torch.addcmul(_like(x, shift), x, _like(x, scale)).to(dtype or x.dtype)
+
+
+@torch.no_grad()
+def group_gain(weight: Tensor | None, num_groups: int) -> Tensor | None:
+    """The gain with which a trained channel counts in its group's variance in proportion to |gamma|.
+
+    A trained network has switched off some of its channels by their gamma. What passes through those says nothing about
+    the scale of what the next layer sees, yet would count in full. Every channel counts for a hundredth of the mean at
+    least, so that training may bring it back.
+
+    Args:
+        weight: gamma (C,), or None.
+        num_groups: Groups G; divides C.
+
+    Returns:
+        sqrt(|gamma| / mean |gamma|) with the mean over the group, (C,) in the type of `weight`; None without one.
+    """
+    if weight is None:
+        return None
+    power = weight.double().abs().view(num_groups, -1)
+    power = power.clamp_min(0.01 * power.mean(1, keepdim=True))
+    power = torch.where(power > 0, power, 1.0)  # a group that is off as a whole
+    return (power / power.mean(1, keepdim=True)).sqrt().flatten().to(weight.dtype)
+
+
+class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
+    """GroupNorm of an input that was standardised by a BatchNorm's running statistics: see `migrated_group_norm`.
+
+    It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
+    other; the buffers are constants, as are `gain`, (C,), which starts at ones (see `group_gain`), and `eps` and
+    `source_eps`, 0-dim tensors, which a conversion settles by the source's statistics. No sample sees another, in
+    training or evaluation, which are the same function.
+
+    Args:
+        num_groups: Groups G; 1 normalizes each whole sample.
+        num_channels: Channels C, a multiple of G.
+        eps: Added to the group variance at t = 1.
+        affine: Learn `weight` and `bias`.
+        device: Device of parameters and buffers.
+        dtype: Type of parameters and running statistics.
+        bias: With `affine`, learn `bias`.
+        source_eps: Added to the running variance: the BatchNorm's own eps, for its function at t = 0. `eps` if None.
+        strength: Initial t, in [0, 1]: 0 is BatchNorm in evaluation, 1 is GroupNorm.
+
+    Shape:
+        (N, C, *) to the same, in the input's type and memory format.
+
+    Raises:
+        ValueError: If G does not divide C or an argument is out of range.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    gain: Tensor
+    num_batches_tracked: Tensor
+    eps: Tensor  # type: ignore[assignment]
+    source_eps: Tensor
+    later_entries: ClassVar[tuple[str, ...]] = ("eps", "source_eps")
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        source_eps: float | None = None,
+        strength: float = 1.0,
+    ) -> None:
+        if num_groups < 1:
+            raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        del self.eps
+        self.set_eps(eps, eps if source_eps is None else source_eps, device, dtype)
+        self.register_buffer("running_mean", torch.zeros(num_channels, device=device, dtype=dtype))
+        self.register_buffer("running_var", torch.ones(num_channels, device=device, dtype=dtype))
+        self.register_buffer("gain", torch.ones(num_channels, device=device, dtype=dtype))
+        self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
+        self._register_strength(strength, device)
+        hold_settings(self, {"num_groups": partial(check_groups, num_channels)}, device)
+
+    def set_eps(self, eps: float, source_eps: float, device: Any = None, dtype: Any = None) -> None:
+        """Make the 0-dim buffers `eps` and `source_eps`, in float32 at least."""
+        exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        for name, value in (("eps", eps), ("source_eps", source_eps)):
+            self.register_buffer(name, torch.tensor(value, dtype=exact, device=device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MigratedGroupNorm:
+        """Move as any module does, but let no half type round `eps` to nothing."""
+        before = {name: self._buffers[name] for name in ("eps", "source_eps")}
+        super()._apply(fn, recurse)
+        for name, value in before.items():
+            now = self._buffers[name]
+            if now is not None and value is not None and now.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = value.to(now.device)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Return gamma to 1 and beta to 0, as far as there are any; the running statistics stay."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *)."""
+        return migrated_group_norm(
+            x,
+            self.num_groups,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            strength=self.strength,
+            eps=self.eps,
+            source_eps=self.source_eps,
+            gain=self.gain,
+        )
+
+    def input_affine(self) -> tuple[Tensor, Tensor]:
+        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift, the input's standardisation and gain.
+
+        What follows it is group normalization with `weight / gain` and `bias`.
+        """
+        scale = torch.rsqrt(self.running_var.double() + self.source_eps) * self.gain.double()
+        return scale, -self.running_mean.double() * scale
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        tensors = [shown(name, getattr(self, name)) for name in ("eps", "source_eps", "strength")]
+        parts = [f"{self.num_groups}, {self.num_channels}", *filter(None, tensors)]
+        return ", ".join([*parts, f"affine={self.affine}, bias={self.bias is not None}"])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept a BatchNorm's checkpoint: with no `gain` in it, that stays as it is."""
+        if prefix + "gain" not in state_dict:
+            state_dict[prefix + "gain"] = self.gain.detach().clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
+    """Migrated group normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
+
+
+@torch.no_grad()
+def fold_input_affine(norm: MigratedGroupNorm, feeder: nn.Module, *, also: tuple[type[nn.Module], ...] = ()) -> None:
+    """Move the standardisation by running statistics from `norm` into the convolution or linear layer before it.
+
+    The pair computes the same function afterwards, to rounding; `norm` standardises by the identity and its gain is 1.
+    Only valid where `feeder` feeds `norm` and nothing else, directly. A bias is added where `feeder` has none, and its
+    state dict no longer means what the source's did, so this belongs to deployment rather than conversion.
+
+    Args:
+        norm: The layer to relieve.
+        feeder: Linear or a (transposed) convolution of torch's own, of any number of dimensions and groups.
+        also: Subclasses of those to accept, whose output is linear in `weight` and `bias` too, such as timm's
+            Conv2dSame. (A weight-standardised convolution is not: it undoes the scale.)
+
+    Raises:
+        TypeError: If `feeder` is of another type.
+        ValueError: If it does not put out the channels of `norm`.
+    """
+    if type(feeder) not in (*_LINEAR_TYPES, *also) or not isinstance(feeder, _LINEAR_TYPES):
+        raise TypeError(f"cannot fold into {type(feeder).__name__}: not known to be linear in its weight")
+    transposed = isinstance(feeder, nn.modules.conv._ConvTransposeNd)
+    groups = feeder.groups if isinstance(feeder, nn.modules.conv._ConvNd) else 1
+    weight = feeder.weight
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    if channels != norm.num_channels:
+        raise ValueError(f"the layer before puts out {channels} channels, the norm has {norm.num_channels}")
+    scale, shift = norm.input_affine()
+    if transposed:  # (C_in, C_out / groups, *), C_in in groups
+        by_group = weight.double().view(groups, -1, *weight.shape[1:])
+        scaled = by_group * scale.view(groups, 1, -1, *(1,) * (weight.ndim - 2))
+    else:
+        scaled = weight.double() * scale.view(-1, *(1,) * (weight.ndim - 1))
+    weight.copy_(scaled.view_as(weight))
+    if feeder.bias is None:
+        feeder.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=weight.requires_grad)
+    else:
+        feeder.bias.copy_(feeder.bias.double() * scale + shift)
+    if norm.weight is not None:
+        norm.weight.div_(norm.gain)
+    norm.gain.fill_(1.0)
+    norm.running_mean.zero_()
+    norm.running_var.fill_(1 - norm.source_eps)  # so that the layer divides by exactly one

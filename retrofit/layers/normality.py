@@ -1,0 +1,319 @@
+"""The computation that every normality-normalized layer shares (Eftekhari & Papyan 2025, algorithm 1).
+
+A layer is its choice of normalized set. `normality_norm` standardises each set, estimates its lambda, transforms,
+adds the scaled noise and applies the affine; `apply_statistics` does the same with statistics that are given. Its
+backward is the closed form of the whole chain, so that only the input and a few numbers a set are kept for it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from retrofit.layers import distributed, kernels
+from retrofit.layers.kernels import formulas
+from retrofit.layers.kernels.eager import blocks
+from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype, reductions
+from retrofit.layers.kernels.layout import Layout
+from retrofit.layers.kernels.noise import draw_seed, normal
+from retrofit.layers.lambda_estimate import first_step, newton_lmbda, step_bounds, step_derivative
+from retrofit.layers.transforms import differentiable_once, transformed
+from retrofit.layers.yeo_johnson import lmbda_derivative, yeo_johnson
+
+__all__ = ["NoiseKind", "NormalityOptions", "Statistics", "apply_statistics", "compute_dtype", "normality_norm"]
+
+NoiseKind = Literal["scaled", "unscaled", "gaussian-dropout"]
+
+
+class NormalityOptions(TypedDict, total=False):
+    """The options of `normality_norm` that every layer has; see there."""
+
+    strength: Tensor | float
+    noise: float
+    noise_kind: NoiseKind
+    alpha: float
+    steps: int
+
+
+class Statistics(NamedTuple):
+    """What a normalized set was found to be: keepdim tensors without gradient, and the set's size over all ranks."""
+
+    mean: Tensor
+    var: Tensor
+    lmbda: Tensor
+    size: Tensor | int
+
+
+def apply_statistics(
+    x: Tensor, mean: Tensor, var: Tensor, lmbda: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Standardise with the given statistics, transform, and apply the affine.
+
+    Args:
+        x: Input of any shape.
+        mean: Mean, broadcastable to `x` and of as many dimensions, as are all that follow.
+        var: Biased variance.
+        lmbda: Transform parameter; 1 is the identity.
+        weight: gamma, or None.
+        bias: beta, or None.
+        eps: Added to the variance.
+
+    Returns:
+        The result in `x`'s shape and dtype; computed in float32 (float64 for float64 input).
+    """
+    dtype = compute_dtype(x)
+    given = (mean, var, lmbda, weight, bias)
+    wanted = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, *given))
+    if not wanted and kernels.fits(x):
+        return apply_constants(x, prepare(mean, var, lmbda, weight, bias, eps, dtype))
+    h = (x.to(dtype) - mean.to(dtype)) * torch.rsqrt(var.to(dtype) + eps)
+    return affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
+
+
+def prepare(
+    mean: Tensor,
+    var: Tensor,
+    lmbda: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what `apply_constants` needs of each set, stacked: mean, 1 / std, lambda - 1, gamma and beta."""
+    ones = torch.ones_like(mean, dtype=dtype)
+    rstd, change = torch.rsqrt(var.to(dtype) + eps), lmbda.to(dtype) - 1
+    gamma, beta = ones if weight is None else weight, 0 * ones if bias is None else bias
+    return torch.stack([c.to(dtype) for c in (mean, rstd, change, gamma, beta)])
+
+
+def apply_constants(x: Tensor, constants: Tensor) -> Tensor:
+    """Apply the constants of `prepare` to `x`; autograd sees nothing of it."""
+    shape = constants.shape[1:]
+    layout = Layout.of(x, tuple(d for d, n in enumerate(shape) if n == 1), shape)
+    out = layout.empty_like(x)
+    given = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
+    kernels.run("apply", layout.view(out), layout.view(x), layout.dims, given)
+    return out
+
+
+def normality_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    dim: tuple[int, ...],
+    eps: float,
+    strength: Tensor | float = 1.0,
+    noise: float = 0.0,
+    noise_kind: NoiseKind = "scaled",
+    alpha: float = 1.0,
+    steps: int = 1,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Statistics]:
+    """Normalize, gaussianize, perturb and scale `x` with statistics of its own.
+
+    Args:
+        x: Input of any shape; at least one element.
+        weight: gamma, broadcastable to `x`, or None.
+        bias: beta, broadcastable to `x`, or None.
+        dim: The dimensions that the normalized set spans.
+        eps: Added to the biased variance.
+        strength: t in [0, 1]: lambda = 1 + t * alpha * (estimate - 1), and the noise factor is t * noise.
+        noise: xi, the factor of the Gaussian noise; 0 for none.
+        noise_kind: The paper's "scaled" noise (section 4.2), or one that it compares with (section 5.6): see `perturb`.
+        alpha: Degree of gaussianization (eq. 6), in [0, 1]; 0 leaves the standardised values untransformed.
+        steps: Newton iterations of the estimate; 1 is the paper's.
+        group: Process group whose ranks share the sets, or None.
+
+    Returns:
+        The result in `x`'s shape and dtype, and the statistics (lambda as estimated: strength does not enter it).
+    """
+    t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
+    if steps > 1 or transformed():
+        if group is not None and steps > 1:
+            raise ValueError("synchronized statistics take one Newton step; set steps=1")
+        if group is not None:
+            raise RuntimeError("synchronized statistics take no transform of torch.func; use the plain layer's class")
+        options = NormalityOptions(strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha, steps=steps)
+        return _by_autograd(x, weight, bias, dim, eps, options)
+    factor = noise * t if noise else None
+    if factor is not None and noise_kind != "scaled":
+        y, found = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
+        return affine(perturb(y.to(t.dtype), factor, noise_kind, dim), weight, bias).to(x.dtype), found
+    degree = t if alpha == 1 else t * alpha
+    weight, bias = (None if p is None else p.view((1,) * (x.ndim - p.ndim) + p.shape) for p in (weight, bias))
+    out, (mean, var, _, step) = _NormalityNorm.apply(x, weight, bias, degree, factor, dim, eps, group)
+    return out, Statistics(mean, var, 1 + step, distributed.set_size(x, dim, group))
+
+
+class _NormalityNorm(torch.autograd.Function):
+    """Algorithm 1 with one Newton step, and its closed-form backward.
+
+    Plain tensors go through `kernels`, tensors that a compiler traces through the same formulas as a whole. `t`
+    multiplies lambda's step, `factor` the noise (None: no noise).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        t: Tensor,
+        factor: Tensor | None,
+        dim: tuple[int, ...],
+        eps: float,
+        group: ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        shapes = [None if p is None else p.shape for p in (weight, bias)]
+        ctx.layout = Layout.of(x, dim, *shapes) if kernels.fits(x) else None
+        ctx.dim, ctx.group = dim, group
+        seed = None if factor is None else draw_seed(x.device if ctx.layout is None else torch.device("cpu"))
+        if ctx.layout is None:
+            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), reductions(dim, group))
+            statistics = stats[:4]
+        else:
+            gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
+            view, out = ctx.layout.view, ctx.layout.empty_like(x)
+            arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, 0 * t if factor is None else factor, seed, group
+            stats = kernels.run("forward", view(out), *arguments)
+            statistics = torch.stack([ctx.layout.undo_set(s) for s in stats[:4]])
+        ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
+        ctx.mark_non_differentiable(statistics)
+        return out, statistics
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, t, factor, seed, stats = ctx.saved_tensors
+        if ctx.layout is None:
+            over = reductions(ctx.dim, ctx.group)
+            grad_x, y = formulas.backward(grads[0], x, weight, t, stats, _noise(x, factor, seed), over)
+            grad = grads[0].to(y.dtype)
+            grad_weight, grad_bias = grad * y, grad
+        else:
+            view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
+            gamma = None if weight is None else ctx.layout.view_affine(weight)
+            arguments = t, stats, ctx.layout.dims, 0 * t if factor is None else factor, seed
+            places = view(grad_x), view(x), view(grads[0]), gamma
+            grads_affine = kernels.run("backward", *places, *arguments, ctx.layout.affine, ctx.group)
+            grad_weight, grad_bias = (ctx.layout.undo_affine(g) for g in grads_affine)
+        return (
+            grad_x,
+            None if weight is None else grad_weight.sum_to_size(weight.shape).to(weight.dtype),
+            None if bias is None else grad_bias.sum_to_size(bias.shape).to(bias.dtype),
+            *(None,) * 5,
+        )
+
+
+def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | None:
+    return None if factor is None or seed is None else Noise(factor, lambda: normal(x.shape, seed))
+
+
+def _by_autograd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dim: tuple[int, ...],
+    eps: float,
+    options: NormalityOptions,
+) -> tuple[Tensor, Statistics]:
+    """Algorithm 1 with any number of Newton steps, by torch operations alone."""
+    values = x.to(compute_dtype(x))
+    var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
+    y, lmbda = gaussianize((values - mean) * torch.rsqrt(var + eps), dim, **options)
+    count = x.numel() // max(mean.numel(), 1)
+    return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), count)
+
+
+def gaussianize(
+    h: Tensor,
+    dim: tuple[int, ...],
+    *,
+    strength: Tensor | float = 1.0,
+    noise: float = 0.0,
+    noise_kind: NoiseKind = "scaled",
+    alpha: float = 1.0,
+    steps: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Estimate lambda, transform and perturb values that are standardised already.
+
+    Args:
+        h: Values of mean zero and a variance of at most one, in float32 at least.
+        dim: The dimensions that the normalized set spans.
+        strength: As for `normality_norm`, as are all that follow.
+        noise: xi.
+        noise_kind: What kind of noise.
+        alpha: Degree of gaussianization.
+        steps: Newton iterations of the estimate.
+
+    Returns:
+        The transformed values, noise added, and lambda as estimated (strength does not enter it).
+    """
+    degree = torch.as_tensor(strength * alpha, dtype=h.dtype, device=h.device)
+    if steps == 1 and not transformed():
+        y, lmbda = _OneStep.apply(h, degree, dim)
+    else:
+        lmbda = newton_lmbda(h, dim, steps)
+        y = yeo_johnson(h, 1 + degree * (lmbda - 1))
+    return perturb(y, noise * strength, noise_kind, dim) if noise else y, lmbda
+
+
+class _OneStep(torch.autograd.Function):
+    """One Newton step and the transform, with its closed-form backward: `h` and a few numbers a set are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        over = reductions(dim)
+        y, found = torch.empty_like(h), []
+        for block in blocks(h, dim):
+            values = block(h)
+            log = torch.log1p(values.abs())
+            newton = first_step(values, over.means, step_bounds(*over.extremes(values)), log)
+            block(y).copy_(formulas.transform(values, log, t * newton.step)[0])
+            found.append(torch.stack([newton.step, *newton.gradient()]))
+        stats = torch.cat(found, block.axis + 1)
+        lmbda = 1 + stats[0]
+        ctx.dim = dim
+        ctx.save_for_backward(h, t, stats)
+        ctx.mark_non_differentiable(lmbda)
+        return y, lmbda
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        h, t, stats = ctx.saved_tensors
+        grad_h = torch.empty_like(h)
+        for block in blocks(h, ctx.dim):
+            values, grad, (step, *gradient) = block(h), block(grads[0]), (block.of(s) for s in stats)
+            a = values.abs()
+            log = torch.log1p(a)
+            _, u, growth = formulas.transform(values, log, t * step)
+            inverse = 1 / (1 + a)
+            to_lmbda = (grad * lmbda_derivative(u, log, growth)).mean(ctx.dim, True)
+            shift = step_derivative(values, a, log, inverse, gradient)  # times the count
+            block(grad_h).copy_(grad * ((growth + 1) * inverse) + t * to_lmbda * shift)
+        return grad_h, None, None
+
+
+def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:
+    """Add noise, with z ~ N(0, 1) for each element (the paper's sections 4.2 and 5.6).
+
+    Args:
+        y: The transformed values, in float32 at least.
+        factor: xi times the strength.
+        kind: "scaled" gives y + factor * s * z, with s the mean absolute deviation of the set, which takes no gradient;
+            "unscaled" the same with s = sqrt(2 / pi), a standard normal set's; "gaussian-dropout" y * (1 + factor * z),
+            through which y's gradient flows (there the paper writes xi as sqrt((1 - p) / p), p the rate of retention).
+        dim: The dimensions that the normalized set spans.
+    """
+    noise = factor * torch.randn_like(y)
+    if kind == "gaussian-dropout":
+        return y * (1 + noise)
+    if kind == "unscaled":
+        return y + noise * math.sqrt(2 / math.pi)
+    return y + noise * (y - y.mean(dim, True)).abs().mean(dim, True).detach()

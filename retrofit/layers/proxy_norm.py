@@ -1,0 +1,245 @@
+"""Proxy-normalized activations (Labatie et al., NeurIPS 2021, eq. 7), without batch statistics."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.layers.base import StrengthMixin, shown
+from retrofit.layers.kernels import channelwise
+from retrofit.layers.normality import compute_dtype
+from retrofit.layers.settings import hold_settings
+
+
+class ProxyNorm(StrengthMixin):
+    """An elementwise activation, normalized by the moments that a Gaussian proxy of its input would have.
+
+    With y the output of a normalization layer before its affine part and gamma, beta that affine part, the activation
+    step phi(gamma * y + beta) becomes, per channel:
+
+        z = (phi(gamma * y + beta) - E_p) / sqrt(Var_p + eps)
+        E_p, Var_p = mean and variance of phi(gamma * Y + beta),  Y ~ N(proxy_bias, (1 + proxy_scale)^2)
+
+    The expectation is evaluated on `samples` values of Y, uniform in probability, in float32 at least; it depends on
+    parameters only, so training and evaluation are the same function and no sample sees another. Gradients reach
+    gamma, beta, `proxy_bias` and `proxy_scale` through E_p and Var_p. Nothing is kept from one call to the next.
+
+    gamma and beta belong to the preceding layer, `norm`, and stay registered there, so that they appear once in the
+    state dict, in `parameters()` and in optimizers. ProxyNorm holds that layer by a plain reference that `nn.Module`
+    does not register and reads `norm.weight` and `norm.bias` at every call: an unmodified model can go on calling
+    `act(x)`, a parameter that was replaced or moved is seen, and copying or pickling the model keeps the pair together
+    (copying the activation alone copies its norm too). Whoever replaces the norm must call `follow` with the new one.
+    `nn.DataParallel`, which copies modules one by one, is not supported; DistributedDataParallel is.
+
+    Not in the paper, for networks that were trained without it (both leave the paper's layer as the default):
+
+    - `strength` t blends with the plain activation, phi + t * (z - phi): the activation itself at t = 0, z at t = 1.
+    - `restore` returns what was removed: z * restore_scale + restore_shift, with sqrt(Var_p + eps) and E_p as they were
+      when `seed_restore` was last called. The step is then the plain activation until gamma or beta move, and from
+      there on keeps each channel at the mean and scale that the next layer was trained for.
+
+    Args:
+        activation: Elementwise module or function. Parameters per channel (PReLU) are evaluated per channel.
+        num_features: Channels C.
+        norm: Layer whose `weight` and `bias` (each of C elements, or None) are gamma and beta; None where the
+            activation follows a normalization without affine part. See `follow`.
+        eps: Added to Var_p. The paper found smaller values than 0.03 harmful.
+        params: Learn `proxy_bias` and `proxy_scale`, both zero at first. The paper applies weight decay to them.
+        scale: Divide by sqrt(Var_p + eps); False only subtracts E_p, for the activation before the final pooling.
+        restore: Keep the restoring affine, seeded at construction.
+        samples: Number of proxy samples, 256 in the paper.
+        channel_dim: Dimension of the channels: 1 for (N, C, *), -1 for (N, *, C).
+        strength: Initial t, in [0, 1].
+        device: Device of parameters and buffers.
+        dtype: Type of parameters; buffers have at least float32.
+
+    Shape:
+        (N, C, *) or (N, *, C) with 2 dimensions or more, to the same. The output has the type of the activation's.
+
+    Raises:
+        ValueError: If an argument is out of range, `norm` does not have C channels, or the activation is not
+            elementwise.
+    """
+
+    proxy_bias: nn.Parameter | None
+    proxy_scale: nn.Parameter | None
+    restore_scale: Tensor | None
+    restore_shift: Tensor | None
+
+    def __init__(
+        self,
+        activation: Callable[[Tensor], Tensor],
+        num_features: int,
+        *,
+        norm: nn.Module | None = None,
+        eps: float = 0.03,
+        params: bool = True,
+        scale: bool = True,
+        restore: bool = False,
+        samples: int = 256,
+        channel_dim: int = 1,
+        strength: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if num_features < 1 or samples < 1 or eps < 0:
+            raise ValueError(
+                f"need num_features and samples of at least 1, eps of at least 0; got {num_features}, {samples}, {eps}"
+            )
+        if channel_dim not in (1, -1):
+            raise ValueError(f"channel_dim must be 1 or -1, got {channel_dim}")
+        self.activation = activation
+        self.num_features = num_features
+        self.eps = eps
+        self.scale = scale
+        self.samples = samples
+        self.channel_dim = channel_dim
+        self._norm: tuple[nn.Module, ...] = ()  # in a tuple, out of nn.Module's sight
+        for name in ("proxy_bias", "proxy_scale"):
+            value = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if params else None
+            self.register_parameter(name, value)
+        exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        for name, wanted in (("restore_scale", restore and scale), ("restore_shift", restore)):
+            self.register_buffer(name, torch.empty(num_features, device=device, dtype=exact) if wanted else None)
+        self._register_strength(strength, device)
+        hold_settings(self, {"scale": bool}, device)
+        if isinstance(activation, nn.Module) and activation.state_dict():
+            self.register_state_dict_post_hook(_unwrap_names)
+        self.follow(norm)
+        if restore:
+            self.seed_restore()
+
+    @property
+    def norm(self) -> nn.Module | None:
+        """The layer whose `weight` and `bias` are gamma and beta."""
+        return self._norm[0] if self._norm else None
+
+    def follow(self, norm: nn.Module | None) -> None:
+        """Take gamma and beta from `norm.weight` and `norm.bias` from now on; either may be None or absent.
+
+        Raises:
+            ValueError: If one of them does not hold one value a channel.
+        """
+        for name in ("weight", "bias"):
+            value = getattr(norm, name, None)
+            if value is not None and tuple(value.shape) != (self.num_features,):
+                raise ValueError(f"norm.{name} is {tuple(value.shape)}, ProxyNorm needs ({self.num_features},)")
+        self._norm = () if norm is None else (norm,)
+
+    @torch.no_grad()
+    def seed_restore(self) -> None:
+        """Store sqrt(Var_p + eps) and E_p of the present gamma and beta as the restoring affine.
+
+        Raises:
+            ValueError: If the layer was built without `restore`.
+        """
+        if self.restore_shift is None:
+            raise ValueError("this ProxyNorm has no restoring affine; build it with restore=True")
+        mean, std = self.moments(self.restore_shift.dtype)
+        self.restore_shift.copy_(mean)
+        if self.restore_scale is not None:
+            self.restore_scale.copy_(std)
+
+    def moments(
+        self, dtype: torch.dtype = torch.float32, kind: channelwise.ActivationCode | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the present gamma and beta.
+
+        With `kind`, the activation as `channelwise` knows it, they are computed there, in float32.
+        """
+        gamma, beta = (getattr(self.norm, name, None) for name in ("weight", "bias"))
+        device = self._code.device
+        scale, shift = (
+            torch.ones(self.num_features, device=device, dtype=dtype),
+            torch.zeros((), device=device, dtype=dtype),
+        )
+        if self.proxy_scale is not None and self.proxy_bias is not None:
+            scale, shift = 1 + self.proxy_scale.to(dtype), self.proxy_bias.to(dtype)
+        if gamma is not None:
+            scale, shift = scale * gamma.to(dtype), shift * gamma.to(dtype)
+        if beta is not None:
+            shift = shift + beta.to(dtype)
+        steps = torch.arange(self.samples, device=device, dtype=dtype)
+        quantiles = (2**0.5) * torch.erfinv((2 * steps + 1) / self.samples - 1)
+        if kind is not None:
+            mean, var = channelwise.ProxyMoments.apply(scale, shift.expand_as(scale), quantiles, kind)
+            return mean, (var + self.eps).sqrt()
+        # Samples on dimension 0 and, for channels first, two dimensions behind: parameters of the activation broadcast
+        # as they do on (N, C, H, W), whether they are (C,) of PReLU's own kind or (C, 1, 1).
+        behind = (1, 1) if self.channel_dim == 1 else ()
+        proxy = torch.addcmul(shift.view(-1, *behind), quantiles.view(-1, 1, *behind), scale.view(-1, *behind))
+        shape = proxy.shape
+        with torch.autocast(
+            "cpu" if device.type == "meta" else device.type, enabled=False
+        ):  # some activations, PReLU among them, would drop to half
+            phi = self._activated(proxy)
+        if phi.shape != shape:
+            raise ValueError(f"the activation is not elementwise: it maps {tuple(shape)} to {tuple(phi.shape)}")
+        mean = phi.mean(0, keepdim=True)
+        var = (phi - mean).square().mean(0)
+        return mean.flatten(), (var.flatten() + self.eps).sqrt()
+
+    def _activated(self, proxy: Tensor) -> Tensor:
+        """Apply the activation with its own parameters in the type of `proxy`, which some do not mix with another."""
+        if not isinstance(self.activation, nn.Module):
+            return self.activation(proxy)
+        own = dict(itertools.chain(self.activation.named_parameters(), self.activation.named_buffers()))
+        cast = {n: t.to(proxy.dtype) for n, t in own.items() if t.is_floating_point() and t.dtype != proxy.dtype}
+        if not cast:
+            return self.activation(proxy)
+        return torch.func.functional_call(self.activation, cast, (proxy,))
+
+    def constants(
+        self, dtype: torch.dtype = torch.float32, kind: channelwise.ActivationCode | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (scale, shift), each (C,), such that the layer is phi * scale + shift, at its present strength."""
+        mean, std = self.moments(dtype, kind)
+        scale = torch.ones_like(mean)
+        if self.scale:
+            scale = std.reciprocal() if self.restore_scale is None else self.restore_scale.to(dtype) / std
+        shift = -scale * mean if self.restore_shift is None else self.restore_shift.to(dtype) - scale * mean
+        t = self.strength.to(dtype)
+        return torch.lerp(torch.ones_like(scale), scale, t), t * shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return phi(x), proxy-normalized; `x` is the output of the norm, gamma and beta included."""
+        if x.ndim < 2 or x.shape[self.channel_dim] != self.num_features:
+            found = f"dimension {self.channel_dim} of {tuple(x.shape)}"
+            raise ValueError(f"ProxyNorm expects {self.num_features} channels in {found}")
+        where = channelwise.place(x, self.channel_dim)
+        kind = None if where is None else channelwise.known(self.activation)
+        scale, shift = self.constants(compute_dtype(x), kind)
+        if kind is not None:
+            out: Tensor = channelwise.Activate.apply(x, scale, shift, kind, where)
+            return out
+        shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)
+        phi = self.activation(x)
+        return torch.addcmul(shift.view(shape), phi, scale.view(shape)).to(phi.dtype)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take the wrapped activation's entries under the names they had before it was wrapped."""
+        if isinstance(self.activation, nn.Module):
+            for name in self.activation.state_dict():
+                if prefix + name in state_dict:
+                    state_dict[f"{prefix}activation.{name}"] = state_dict.pop(prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """Return the arguments that differ between layers."""
+        parts = [f"{self.num_features}, eps={self.eps}", f"params={self.proxy_bias is not None}", f"scale={self.scale}"]
+        parts += [f"restore={self.restore_shift is not None}", f"channel_dim={self.channel_dim}"]
+        if not isinstance(self.activation, nn.Module):
+            parts.insert(0, getattr(self.activation, "__name__", repr(self.activation)))
+        return ", ".join(filter(None, [*parts, shown("strength", self.strength)]))
+
+
+def _unwrap_names(module: ProxyNorm, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Save the wrapped activation's entries under the names they had before it was wrapped: `act.weight`."""
+    inner = f"{prefix}activation."
+    for key in [key for key in state_dict if key.startswith(inner)]:
+        state_dict[prefix + key.removeprefix(inner)] = state_dict.pop(key)

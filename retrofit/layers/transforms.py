@@ -1,0 +1,51 @@
+"""What torch.func, forward-mode differentiation and jit.trace ask of layers with derivatives of their own.
+
+They follow each torch operation, so nothing may go past them: no kernel, no custom autograd function, no branch on a
+value, no constant kept from an earlier call. Layers have a plain path of torch operations for them, which has
+derivatives of any order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_REFUSAL = (
+    b"retrofit's layers have no second derivative through create_graph=True; "
+    b"take it by torch.func (grad, jacrev, hessian of functional_call), which has it"
+)
+
+
+def transformed() -> bool:
+    """Whether torch.func, forward-mode differentiation or jit.trace follows the operations that run now."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return bool(torch.jit.is_tracing()) or forward_ad._current_level >= 0  # type: ignore[attr-defined]
+
+
+def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
+    """Refuse the second derivative of a custom backward, in one line.
+
+    torch's own `once_differentiable` refuses it only where an incoming gradient requires grad. A gradient penalty added
+    to a loss passes there, as a constant, without a word.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor) -> Any:
+        if torch.compiler.is_compiling() or transformed():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        refuse = torch._C._functions.DelayedError(_REFUSAL, len(found))
+        return refuse(*(None if grad is None else grad.detach().requires_grad_() for grad in found))  # type: ignore[arg-type]
+
+    return wrapper

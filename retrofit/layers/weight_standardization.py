@@ -1,0 +1,89 @@
+"""Convolutions with standardised weights (Qiao et al. 2019), able to start as the convolution they replace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.layers.base import StrengthMixin
+from retrofit.layers.normality import compute_dtype
+
+
+class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
+    """Mixin for torch's convolutions: each output channel's weights are standardised over their fan-in.
+
+    With mean and var over one output channel's weights, timm's StdConv uses w^ = (w - mean) / sqrt(var + eps). Here:
+
+        weight used = w + t * (w^ * restore_scale + restore_shift - w)
+
+    At t = `strength` = 1, with scale 1 and shift 0 as constructed, that is StdConv; a `restore_scale` of
+    gain * gamma / sqrt(fan-in) makes it ScaledStdConv, whose learned gain a normalization layer behind makes redundant.
+    `seed_restore` stores the standard deviation and mean of the present weights instead: the layer is then the plain
+    convolution at any t until training moves them, and keeps each channel's mean and scale from there on.
+
+    The parameter keeps its name, `weight`, in the state dict. It is standardised in float32 at least. Fan-in 1 (1x1
+    depthwise) leaves nothing to standardise and is refused.
+
+    Args:
+        *args: The convolution's own.
+        eps: Added to the variance: timm's 1e-6; the paper of ProxyNorm takes 0.
+        strength: Initial t, in [0, 1].
+        **kwargs: The convolution's own.
+
+    Raises:
+        ValueError: If an argument is out of range or the fan-in is 1.
+    """
+
+    restore_scale: Tensor
+    restore_shift: Tensor
+
+    def __init__(self, *args: Any, eps: float = 1e-6, strength: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if eps < 0:
+            raise ValueError(f"eps must be at least 0, got {eps}")
+        if self.weight[0].numel() < 2:
+            raise ValueError("each output channel has a single weight: there is nothing to standardise")
+        self.eps = eps
+        device, exact = self.weight.device, torch.promote_types(self.weight.dtype, torch.float32)
+        self.register_buffer("restore_scale", torch.ones(len(self.weight), device=device, dtype=exact))
+        self.register_buffer("restore_shift", torch.zeros(len(self.weight), device=device, dtype=exact))
+        self._register_strength(strength, device)
+
+    @torch.no_grad()
+    def seed_restore(self) -> None:
+        """Store the mean and the standard deviation of the present weights, per output channel."""
+        mean, std = self._moments(self.weight.to(self.restore_scale.dtype))
+        self.restore_scale.copy_(std.flatten())
+        self.restore_shift.copy_(mean.flatten())
+
+    def standardized_weight(self) -> Tensor:
+        """Return the weight that the convolution uses, in the shape and type of `weight`."""
+        weight = self.weight.to(compute_dtype(self.weight))
+        shape = (-1, *(1,) * (weight.ndim - 1))
+        mean, std = self._moments(weight)
+        scale = self.restore_scale.to(weight.dtype).view(shape) / std
+        standard = torch.addcmul(self.restore_shift.to(weight.dtype).view(shape), weight - mean, scale)
+        return torch.lerp(weight, standard, self.strength.to(weight.dtype)).to(self.weight.dtype)
+
+    def _moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        dims = tuple(range(1, weight.ndim))
+        mean = weight.mean(dims, keepdim=True)
+        return mean, ((weight - mean).square().mean(dims, keepdim=True) + self.eps).sqrt()
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = super()._conv_forward(input, self.standardized_weight(), bias)
+        return out
+
+
+class WeightStandardizedConv1d(WeightStandardization, nn.Conv1d):
+    """`nn.Conv1d` with standardised weights: see `WeightStandardization`."""
+
+
+class WeightStandardizedConv2d(WeightStandardization, nn.Conv2d):
+    """`nn.Conv2d` with standardised weights: see `WeightStandardization`."""
+
+
+class WeightStandardizedConv3d(WeightStandardization, nn.Conv3d):
+    """`nn.Conv3d` with standardised weights: see `WeightStandardization`."""

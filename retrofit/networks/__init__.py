@@ -1,0 +1,1 @@
+"""Networks: built, opened, recognised, loaded with weights, saved and loaded as artifacts."""

@@ -1,0 +1,93 @@
+"""What a file may make us build: no more than its own tensors could fill.
+
+A manifest names a network and its sizes in a few bytes; building a network of a million layers, to find that the file
+holds sixty tensors, would take minutes and gigabytes. So the file's tensors bound the building.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from retrofit.errors import RetrofitError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# Builders make a few tensors that they replace or drop, and modules without tensors.
+_SLACK_TENSORS, _SLACK_ELEMENTS = 1_000, 10_000_000
+_NUMBER = 10_000  # above any size of a network that its tensors' shapes do not show, an image's side say
+_ITEMS = 100_000
+
+
+class TooLargeError(RetrofitError):
+    """A network that is being built is larger than what it is built for."""
+
+
+def check_numbers(values: Any, shapes: Shapes) -> None:
+    """Check that values which decide a network's size are in proportion to the tensors that it is to have.
+
+    Args:
+        values: JSON values: a builder's arguments, the options of layers.
+        shapes: The tensors' shapes.
+
+    Raises:
+        TooLargeError: If one is a number beyond any size that these tensors show, or a list is as long.
+    """
+    largest = max([_NUMBER, *(2 * size for shape in shapes.values() for size in shape)])
+    left = [values]
+    seen = 0
+    while left:
+        value = left.pop()
+        seen += 1
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            left += value
+        if seen + len(left) > _ITEMS or (isinstance(value, str) and len(value) > _ITEMS):
+            raise TooLargeError("its manifest gives it more arguments than a network has")
+        if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) > largest:
+            raise TooLargeError(f"its manifest asks for {value:.6g} of something, far more than its tensors show")
+
+
+@contextmanager
+def bounded_by(shapes: Shapes) -> Iterator[None]:
+    """Within the context, refuse to build networks far larger than tensors of these shapes could fill.
+
+    Raises:
+        TooLargeError: From within a builder, before the tensor too much is filled with values.
+    """
+    tensors = 4 * len(shapes) + _SLACK_TENSORS
+    elements = 4 * sum(math.prod(shape) for shape in shapes.values()) + _SLACK_ELEMENTS
+    made = {"tensors": 0, "modules": 0, "elements": 0}
+
+    def count(_parent: nn.Module, _name: str, child: nn.Module | Tensor | None) -> None:
+        if isinstance(child, Tensor):
+            made["tensors"] += 1
+            made["elements"] += child.numel()
+        else:
+            made["modules"] += 1
+        if made["tensors"] > tensors or made["modules"] > 4 * tensors or made["elements"] > elements:
+            raise TooLargeError(f"its manifest names a network far larger than the {len(shapes)} tensors that it holds")
+
+    handles = [
+        register(count)
+        for register in (
+            register_module_parameter_registration_hook,
+            register_module_buffer_registration_hook,
+            register_module_module_registration_hook,
+        )
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

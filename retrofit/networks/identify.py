@@ -1,0 +1,194 @@
+"""Recognising a network: which one of timm's or torchvision's it is, proved by building that one."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import RetrofitError
+from retrofit.networks.budget import Shapes, TooLargeError
+from retrofit.networks.description import Description, changes, describe, first_difference, restore
+from retrofit.networks.library import ModelSource, build, parse, timm_source
+from retrofit.networks.tensors import shapes_of
+from retrofit.surgery import apply
+from retrofit.utils.text import shortlist
+
+
+def source_of(model: nn.Module, hint: str | ModelSource | None = None) -> ModelSource:
+    """Tell where a network comes from, checked by building it and comparing the tensors' names and shapes.
+
+    Args:
+        model: A network of timm or torchvision, not converted.
+        hint: The answer, where the network cannot tell ("tv:resnet50").
+
+    Raises:
+        RetrofitError: If it cannot be told, or what the library builds differs.
+    """
+    return identify(model, hint)[0]
+
+
+def identify(
+    model: nn.Module, hint: str | ModelSource | None = None, convert: Callable[[nn.Module], nn.Module] | None = None
+) -> tuple[ModelSource, nn.Module]:
+    """Do `source_of`'s work for a network that may be converted, and hand back the skeleton that proves it.
+
+    The proof is that of tensors' names and shapes, and of every module's class and attributes; those that a file can
+    hold (an eps, a stride) are given to the skeleton.
+
+    Args:
+        model: The network.
+        hint: As for `source_of`.
+        convert: Repeats on a freshly built network what was done to this one.
+
+    Returns:
+        The source, and the converted skeleton, as `model` in all but values, on the meta device where it builds there.
+
+    Raises:
+        RetrofitError: As `source_of`.
+    """
+    shapes, description = shapes_of(model), describe(model)
+    problems: dict[str, int] = {}
+    for candidate in candidates(model, hint):
+        left = [candidate]
+        while left:
+            source = left.pop()
+            try:
+                built = skeleton(source, convert)
+            except RetrofitError as error:
+                problems[str(error)] = len(shapes)
+                continue
+            found = shapes_of(built)
+            if found == shapes:
+                restore(built, description)
+                different = first_difference(description, describe(built), ("here", f"in {source}"))
+                if different is None:
+                    return source, built
+                problems[different] = 0
+                continue
+            unlike = sum(shapes.get(name) != found.get(name) for name in {**shapes, **found})
+            problems[f"{source} has {_difference(shapes, found)}"] = unlike
+            if source is candidate:
+                left += _other_classes(source, model, shapes, found)
+    if not problems:
+        kind = type(model).__name__
+        raise RetrofitError(f'cannot tell which network this {kind} is; pass source="resnet50" or source="tv:resnet50"')
+    nearest = min(problems, key=lambda problem: problems[problem])
+    raise RetrofitError(
+        f"this network is not the one that the library builds: {nearest}; pass the matching source= and model_kwargs=, "
+        'or save it with source="own"'
+    )
+
+
+def set_since(model: nn.Module, source: ModelSource) -> Description:
+    """Return what was set on a network after it was built (and converted), for `restore` on one that is built again."""
+
+    def convert(fresh: nn.Module) -> nn.Module:
+        for plan in getattr(model, "_retrofit_plans", []):
+            fresh, _ = apply(plan, fresh)
+        return fresh
+
+    return changes(describe(model), describe(skeleton(source, convert)))
+
+
+def skeleton(source: ModelSource, convert: Callable[[nn.Module], nn.Module] | None = None) -> nn.Module:
+    """Build a network for its structure: without memory for its tensors, where it can be built so."""
+    finish = convert or (lambda model: model)
+    try:
+        with torch.device("meta"):
+            return finish(build(source))
+    except TooLargeError:
+        raise
+    except Exception:  # some builders compute with values; then the real ones are needed
+        with torch.random.fork_rng(devices=[]):
+            return finish(build(source))
+
+
+def candidates(model: nn.Module, hint: str | ModelSource | None = None) -> Iterator[ModelSource]:
+    """List the sources that a network may be of, likely ones first; none for a network of nobody's."""
+    if hint is not None:
+        yield parse(hint) if isinstance(hint, str) else hint
+        return
+    attached = getattr(model, "_retrofit_source", None)
+    if isinstance(attached, ModelSource):
+        yield attached
+    elif (found := timm_source(model)) is not None:
+        yield found
+    else:
+        yield from _torchvision_sources(model)
+
+
+def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
+    """List what torchvision's builders make of the model's class, those of the class's own file first."""
+    from torchvision.models import get_model_builder, list_models
+
+    home = type(model).__module__
+    if not home.startswith("torchvision."):
+        return
+    package = home.rpartition(".")[0]
+    files = {name: get_model_builder(name).__module__ for name in list_models()}
+    for name in sorted((n for n in files if files[n].startswith(package)), key=lambda name: files[name] != home):
+        for kwargs in _torchvision_structures(get_model_builder(name)):
+            source = ModelSource("torchvision", name, kwargs)
+            with suppress(RetrofitError):
+                if files[name] == home or type(skeleton(source)) is type(model):
+                    yield source
+
+
+def _torchvision_structures(builder: Callable[..., nn.Module]) -> Iterator[dict[str, Any]]:
+    """List the arguments that make one of torchvision's builders build other modules, the usual ones first."""
+    known = {"aux_loss": True, "aux_logits": False, "weights_backbone": True}
+    names = {"weights_backbone": "trained_backbone"}
+    present = [name for name in known if name in inspect.signature(builder).parameters]
+    for chosen in itertools.product((False, True), repeat=len(present)):
+        yield {names.get(n, n): known[n] for n, is_chosen in zip(present, chosen, strict=True) if is_chosen}
+
+
+def _other_classes(source: ModelSource, model: nn.Module, shapes: Shapes, found: Shapes) -> list[ModelSource]:
+    """Return a source with the number of classes that the network may have instead of those that were `found`."""
+    said = getattr(model, "num_classes", None)
+    numbers: list[int | None] = [said] if isinstance(said, int) else []
+    if shapes.keys() == found.keys():
+        numbers += [_classes(source, shapes)]
+    return [
+        replace(source, kwargs={**source.kwargs, "num_classes": number})
+        for number in dict.fromkeys(numbers)
+        if number is not None and number != source.kwargs.get("num_classes")
+    ]
+
+
+def _classes(source: ModelSource, shapes: Shapes) -> int | None:
+    """Work out the number of classes from how two such numbers change the shapes of a source's tensors."""
+    few, more = 7, 8
+    try:
+        one, two = (
+            shapes_of(skeleton(replace(source, kwargs={**source.kwargs, "num_classes": classes})))
+            for classes in (few, more)
+        )
+    except RetrofitError:  # it takes no number of classes
+        return None
+    found = set()
+    for name in one.keys() & two.keys() & shapes.keys():
+        for a, b, ours in zip(one[name], two[name], shapes[name], strict=False):
+            if a != b:
+                found.add(few + (ours - a) / (b - a))
+    classes = found.pop() if len(found) == 1 else -1
+    return int(classes) if classes >= 0 and classes == int(classes) else None
+
+
+def _difference(ours: Shapes, theirs: Shapes) -> str:
+    """Describe the first tensors in which two networks differ, in words that follow "NAME has"."""
+    lacking, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    reshaped = [
+        f"{name} {list(theirs[name])} for {list(ours[name])}"
+        for name in ours
+        if theirs.get(name, ours[name]) != ours[name]
+    ]
+    parts = (("no", lacking), ("also", extra), ("shapes", reshaped))
+    return "; ".join(f"{word} {shortlist(names)}" for word, names in parts if names)

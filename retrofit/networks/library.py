@@ -1,0 +1,388 @@
+"""Networks of timm and torchvision: found by name, built, recognised, and their preprocessing."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import logging
+import socket
+import urllib.request
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from torch import nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks import own
+from retrofit.utils.text import one_line
+
+# Arguments of the builders that fetch or read weights: that is the business of `pretrained` and --checkpoint, and an
+# artifact must not be able to ask for it.
+RESERVED_KWARGS = frozenset(
+    {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "weights_backbone"}
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a network comes from: all that is needed to build its structure again.
+
+    Attributes:
+        library: "timm", "torchvision" or "own": a network of the user's own.
+        name: The library's name for it; timm's may carry a tag ("resnet50.a1_in1k"). For a network of one's own, what
+            builds it ("package.module:callable"), or its class.
+        kwargs: Arguments for the builder (JSON values). torchvision builds some networks differently when weights are
+            asked for: there `weights` names the weights, and `trained_backbone` says of detection and segmentation
+            networks that their backbone has some; what is built then has that structure, and nothing is fetched.
+    """
+
+    library: Literal["timm", "torchvision", "own"]
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the name as the command line takes it."""
+        return {"torchvision": "tv:", "own": own.PREFIX}.get(self.library, "") + self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the source as JSON values; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelSource:
+        """Rebuild from `to_dict`'s values, which may come from anyone: only registered names, no weights to fetch.
+
+        The name of a network of one's own is no more than a word: `build` calls what a user typed.
+
+        Raises:
+            KeyError, TypeError, ValueError: If `values` did not come from `to_dict`.
+        """
+        source = cls(str(values["library"]), str(values["name"]), dict(values["kwargs"]))  # type: ignore[arg-type]
+        if source.library != "own" and (source.library not in ("timm", "torchvision") or ":" in source.name):
+            raise ValueError(f"{source.name!r} of {source.library!r} is not a registered network")
+        _refuse_reserved(source)
+        return source
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What a network expects of its images, in timm's words.
+
+    Attributes:
+        input_size: (C, H, W) of the network's input.
+        mean: Mean of each channel, subtracted from images in [0, 1].
+        std: Standard deviation of each channel.
+        interpolation: "bilinear", "bicubic", ...
+        crop_pct: Side of the centre crop as a fraction of the shorter side after resizing.
+        crop_mode: timm's "center", "squash" or "border".
+    """
+
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bicubic"
+    crop_pct: float = 0.875
+    crop_mode: str = "center"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, which are also keyword arguments of `timm.data.create_transform`."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
+        """Rebuild from `to_dict`'s values.
+
+        Raises:
+            KeyError, TypeError: If `values` did not come from `to_dict`.
+        """
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**plain)
+
+
+def parse(text: str) -> ModelSource:
+    """Find the network that a name means.
+
+    Args:
+        text: A timm name with optional tag, `tv:NAME`, a name that only torchvision has, `hf-hub:ID`,
+            `local-dir:FOLDER`, or `py:package.module:callable`, which is imported.
+
+    Raises:
+        UsageError: If there is no such network; the message shows the closest names.
+        RetrofitError: If the user's module cannot be imported.
+    """
+    import timm
+    from torchvision.models import list_models as list_torchvision
+
+    if text.startswith(own.PREFIX):
+        own.resolve(text.removeprefix(own.PREFIX))
+        return ModelSource("own", text.removeprefix(own.PREFIX))
+    prefix, colon, rest = text.partition(":")
+    prefix = prefix.replace("_", "-").lower()
+    if colon and prefix == "hf-hub" and rest:
+        return ModelSource("timm", f"hf-hub:{rest}")
+    if colon and prefix == "local-dir" and rest:
+        if not (Path(rest) / "config.json").is_file():
+            raise UsageError(f"no folder with timm's config.json at {rest!r}; check the path after local-dir:")
+        return ModelSource("timm", f"local-dir:{rest}")
+    torchvision_names = list_torchvision()
+    if colon:
+        if prefix in {"tv", "torchvision"} and rest in torchvision_names:
+            return ModelSource("torchvision", rest)
+        raise _unknown(text, [f"tv:{name}" for name in torchvision_names])
+
+    deprecated = timm.models.get_deprecated_models()
+    name = deprecated.get(text, text)
+    if name is None:
+        raise UsageError(f"timm has removed {text!r} without a replacement; choose another network")
+    base = name.partition(".")[0]
+    if timm.is_model(base) and base not in deprecated:
+        tagged = timm.list_models(f"{base}.*", include_tags=True)
+        if name == base or name in tagged:
+            return ModelSource("timm", name)
+        raise _unknown(text, tagged or [base], cutoff=0.0)
+    if text in torchvision_names:
+        return ModelSource("torchvision", text)
+    raise _unknown(base if "." in text else text, [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)])
+
+
+def _unknown(text: str, names: list[str], cutoff: float = 0.5) -> UsageError:
+    close = difflib.get_close_matches(text.lower(), names, n=5, cutoff=cutoff)
+    close.sort(key=lambda name: not name.startswith(text.lower()))
+    hint = (
+        f"did you mean {', '.join(close)}?"
+        if close
+        else "give a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact "
+        "(*.safetensors)"
+    )
+    return UsageError(f"unknown model {text!r}; {hint}")
+
+
+def with_options(
+    source: ModelSource,
+    *,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    img_size: int | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> ModelSource:
+    """Add the command line's options to a source, under the names that its builder knows them by.
+
+    A network that takes images of any size has no argument for it: there `img_size` changes nothing here, and the
+    caller records it in the preprocessing.
+
+    Raises:
+        UsageError: If a value is out of range, an option is one that the library's builder has no argument for, or
+            `model_kwargs` asks for weights.
+    """
+    for flag, value, least in (("num-classes", num_classes, 0), ("in-chans", in_chans, 1), ("img-size", img_size, 1)):
+        if value is not None and value < least:
+            raise UsageError(f"--{flag} {value} is out of range; it must be at least {least}")
+    if model_kwargs and source.library == "own":
+        raise UsageError(f"--model-kwargs means nothing to {source}; write a function that passes them, and name that")
+    kwargs = dict(model_kwargs or {})
+    if num_classes is not None:
+        kwargs["num_classes"] = num_classes
+    if in_chans is not None:
+        if source.library == "torchvision":
+            raise UsageError(f"torchvision's {source.name} has no option for --in-chans; take timm's network instead")
+        kwargs["in_chans"] = in_chans
+    if img_size is not None and (name := _size_argument(source)):
+        kwargs[name] = img_size
+    changed = replace(source, kwargs={**source.kwargs, **kwargs})
+    _refuse_reserved(changed)
+    return changed
+
+
+def _size_argument(source: ModelSource) -> str | None:
+    """Name the builder's argument for the image's side; None where the network takes any size."""
+    if source.library == "own":
+        return "img_size" if own.takes(source.name, "img_size") else None
+    if source.library == "torchvision":
+        return "image_size" if source.name.startswith("vit_") else None
+    if ":" in source.name:
+        return None
+    import timm
+
+    cfg = timm.models.get_pretrained_cfg(source.name)
+    return "img_size" if cfg is not None and cfg.fixed_input_size else None
+
+
+def _refuse_reserved(source: ModelSource) -> None:
+    if refused := sorted(RESERVED_KWARGS & source.kwargs.keys()):
+        raise UsageError(f"{refused[0]!r} is not a model argument to set here; use --pretrained or --checkpoint FILE")
+
+
+def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
+    """Build a network; `source_of` answers with where it came from, also after deepcopy or pickling.
+
+    Args:
+        source: Which one.
+        pretrained: Whether to fetch the library's trained weights; random weights otherwise.
+
+    Raises:
+        UsageError: If the library does not know the name or an argument.
+        RetrofitError: If the weights do not exist or cannot be fetched.
+    """
+    _refuse_reserved(source)
+    if ":" not in source.name:
+        parse(str(source))
+    try:
+        with _quiet(), _no_waiting_for_the_hub() if pretrained or source.name.startswith("hf-hub:") else nullcontext():
+            if source.library == "own":
+                model = own.build(source.name, source.kwargs)
+            elif source.library == "torchvision":
+                model, source = _build_torchvision(source, pretrained)
+            else:
+                model, source = _build_timm(source, pretrained)
+    except RetrofitError:
+        raise
+    except Exception as error:  # the builders raise anything: TypeError, AssertionError, KeyError, OSError, ...
+        raise _build_error(source, pretrained, error) from error
+    vars(model)["_retrofit_source"] = source
+    return model
+
+
+def _build_timm(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
+    import timm
+
+    model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
+    if ":" in source.name:  # remember the architecture, so that the hub or the folder is not needed again
+        source = timm_source(model) or source
+    return model, source
+
+
+def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
+    from torchvision.models import get_model, get_model_builder, get_model_weights
+
+    kwargs = dict(source.kwargs)
+    named = kwargs.pop("weights", "DEFAULT" if pretrained else None)
+    weights = None if named is None else get_model_weights(source.name)[named]
+    structure = weights is not None and not pretrained
+    if "weights_backbone" in inspect.signature(get_model_builder(source.name)).parameters:
+        kwargs["weights_backbone"] = "DEFAULT" if kwargs.pop("trained_backbone", False) else None
+        structure |= kwargs["weights_backbone"] is not None
+    with _structure_only(weights, kwargs.get("num_classes")) if structure else nullcontext():
+        model = get_model(source.name, weights=weights, **kwargs)
+    if weights is not None:
+        source = replace(source, kwargs={**source.kwargs, "weights": weights.name})
+    return model, source
+
+
+@contextmanager
+def _structure_only(weights: Any, classes: int | None) -> Iterator[None]:
+    """Let torchvision build what it builds for weights (frozen norms, no auxiliary heads, ...) without any weights.
+
+    Args:
+        weights: Those weights; None if only the backbone has some.
+        classes: Another number of outputs than theirs; the builders compare it with the names in the weights' record.
+    """
+    from torchvision.models import WeightsEnum
+
+    fetch, load = WeightsEnum.get_state_dict, nn.Module.load_state_dict
+    names = None if weights is None else weights.meta.get("categories")
+    WeightsEnum.get_state_dict = lambda *_, **__: {}
+    nn.Module.load_state_dict = lambda *_, **__: None  # type: ignore[method-assign]
+    if names is not None and classes is not None:
+        weights.meta["categories"] = range(classes)
+    try:
+        yield
+    finally:
+        WeightsEnum.get_state_dict = fetch
+        nn.Module.load_state_dict = load  # type: ignore[method-assign]
+        if names is not None:
+            weights.meta["categories"] = names
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what the libraries say about defaults that will change and about requests that will be repeated."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hub.setLevel(level)
+
+
+@contextmanager
+def _no_waiting_for_the_hub() -> Iterator[None]:
+    """Without a network use only what is cached: the hub's client would try for 20 seconds a file."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    before = constants.HF_HUB_OFFLINE
+    if not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    said = one_line(error)
+    if isinstance(error, LocalEntryNotFoundError):  # its message is three sentences long
+        said = "it is not in the cache, and the hub cannot be reached"
+    if isinstance(error, OSError) and (pretrained or source.name.startswith("hf-hub:")):
+        instead = "or pass --checkpoint FILE" + (" with a plain timm name" if source.name.startswith("hf-hub:") else "")
+        return RetrofitError(f"cannot download {source} ({said}); check the network, {instead}")
+    if pretrained and ("No pretrained weights" in said or isinstance(error, KeyError | AttributeError)):
+        return RetrofitError(
+            f"there are no pretrained weights for {source}; pass --checkpoint FILE or drop --pretrained"
+        )
+    given = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
+    if given:
+        return UsageError(f"cannot build {source} with {given}: {said}; change or drop these options")
+    return RetrofitError(f"cannot build {source}: {said}; choose another network")
+
+
+def timm_source(model: nn.Module) -> ModelSource | None:
+    """Read the source from what timm writes on its networks; None for others."""
+    import timm
+
+    cfg = getattr(model, "pretrained_cfg", None)
+    if not isinstance(cfg, dict) or not cfg.get("architecture"):
+        return None
+    name = f"{cfg['architecture']}.{cfg['tag']}" if cfg.get("tag") else cfg["architecture"]
+    try:
+        name = parse(name).name
+    except UsageError:
+        name = cfg["architecture"]  # a tag that only the hub's file knows
+    registered = timm.models.get_pretrained_cfg(name)
+    defaults = _builder_arguments(registered.to_dict()) if registered is not None else {}
+    arguments = {**_builder_arguments(cfg), **getattr(model, "_model_args", {})}
+    if isinstance(classes := getattr(model, "num_classes", None), int):
+        arguments["num_classes"] = classes
+    try:
+        plain = json.loads(json.dumps(arguments))
+    except TypeError as error:
+        raise RetrofitError(
+            f"{name} was built with an argument that a file cannot hold ({error}); build it from names and numbers, or "
+            'save it with source="own"'
+        ) from error
+    kwargs = {key: value for key, value in plain.items() if defaults.get(key) != value and key not in RESERVED_KWARGS}
+    return ModelSource("timm", name, kwargs)
+
+
+def _builder_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the builder's arguments that timm takes from a pretrained_cfg."""
+    arguments = {name: cfg[name] for name in ("num_classes", "global_pool") if cfg.get(name) is not None}
+    if cfg.get("input_size"):
+        arguments["in_chans"] = cfg["input_size"][0]
+        if cfg.get("fixed_input_size"):
+            arguments["img_size"] = list(cfg["input_size"][1:])
+    return arguments

@@ -1,0 +1,153 @@
+"""What an artifact says about itself, read with nothing built and no tensor loaded: it may come from anyone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from retrofit.errors import RetrofitError
+from retrofit.networks.budget import Shapes, check_numbers
+from retrofit.networks.description import Description, unpack
+from retrofit.networks.library import ModelSource, Preprocess
+from retrofit.networks.tensors import Header
+from retrofit.surgery import Plan
+from retrofit.utils.text import one_line, printable
+
+SCHEMA = 1
+KEY = "retrofit"
+_LARGEST_SIDE = 16_384
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest that is whole; what it says may still not fit its tensors.
+
+    Attributes:
+        source: What network it is.
+        plans: The conversions, in order.
+        preprocess: What it expects of its images.
+        labels: Names of its outputs.
+        weights: Where they come from.
+        versions: Of the libraries that wrote it.
+        description: Every module's class and attributes; None in artifacts of earlier versions.
+        fingerprint: What it answered when it was saved; None if it was not run.
+    """
+
+    source: ModelSource
+    plans: list[Plan]
+    preprocess: Preprocess
+    labels: list[str] | None
+    weights: dict[str, Any]
+    versions: dict[str, Any]
+    description: Description | None
+    fingerprint: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Manifest:
+        """Read an artifact's manifest.
+
+        Raises:
+            RetrofitError: As `read_manifest`, or if it is malformed.
+        """
+        values = read_manifest(path)
+        try:
+            modules, fingerprint = values.get("modules"), values.get("fingerprint")
+            return cls(
+                source=ModelSource.from_dict(values["model"]),
+                plans=[Plan.from_dict(step) for step in values["conversion"]["steps"]],
+                preprocess=_preprocess(values["preprocess"]),
+                labels=None if values["labels"] is None else [str(label) for label in values["labels"]],
+                weights=dict(values["weights"]),
+                versions=dict(values["versions"]),
+                description=None if modules is None else unpack(modules),
+                fingerprint=None if fingerprint is None or "values" not in fingerprint else dict(fingerprint),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise damaged(path, f"its manifest is malformed: {one_line(error)}") from error
+
+    def check_sizes(self, shapes: Shapes) -> None:
+        """Check that what it would have us build is in proportion to its tensors.
+
+        Raises:
+            TooLargeError: If it is not.
+        """
+        check_numbers(self.source.kwargs, shapes)
+        for plan in self.plans:
+            check_numbers([row.options for row in plan.layers] + [row.options for row in plan.edits], shapes)
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """Read what an artifact says about itself, as it stands in the file.
+
+    Raises:
+        RetrofitError: If there is no such file, or it is not an artifact that this version reads.
+    """
+    file = Path(path)
+    if not file.is_file():
+        problem = "is a folder" if file.is_dir() else "does not exist"
+        raise RetrofitError(f"{path} {problem}; give the path of an artifact that `retrofit convert` wrote")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, one_line(error)) from error
+    if KEY not in metadata:
+        raise RetrofitError(f"{path} is a plain checkpoint; give the network's name and --checkpoint {path}")
+    try:
+        values = json.loads(metadata[KEY])
+        schema = values["schema"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(path, "its manifest is not readable") from error
+    if type(schema) is not int or schema < 1:
+        raise damaged(path, f"its manifest has schema {printable(schema, 40)}")
+    if schema > SCHEMA:
+        raise RetrofitError(
+            f"{path} has schema {printable(schema, 40)}, this retrofit reads up to {SCHEMA}; upgrade retrofit"
+        )
+    return dict(values)
+
+
+def read_header(path: str | Path) -> Header:
+    """Read the shape and type of each tensor of a safetensors file, but no tensor.
+
+    Raises:
+        RetrofitError: If the file is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            return {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, one_line(error)) from error
+
+
+def is_artifact(path: str | Path) -> bool:
+    """Tell whether a file is a safetensors file with a manifest of ours, of any schema."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return KEY in (opened.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
+def damaged(path: str | Path, why: str) -> RetrofitError:
+    """Return the error for a file that is not what was once written."""
+    return RetrofitError(f"{path} is not a whole artifact ({why}); write or fetch it again")
+
+
+def _preprocess(values: Mapping[str, Any]) -> Preprocess:
+    """Read the preprocessing; raise ValueError for sizes and numbers that no images have."""
+    found = Preprocess.from_dict(values)
+    sizes = found.input_size
+    if len(sizes) not in (3, 4) or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
+        raise ValueError(f"images of size {printable(sizes, 80)}")
+    numbers = (*found.mean, *found.std, found.crop_pct)
+    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+        raise ValueError(f"mean {printable(found.mean, 80)}, std {printable(found.std, 80)}")
+    return found

@@ -1,0 +1,223 @@
+"""MODEL as the command line takes it -> a network, its preprocessing, and whose weights it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.layers import StrengthMixin
+from retrofit.networks import artifact
+from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
+from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
+from retrofit.networks.load_weights import load_into
+from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
+from retrofit.utils.text import plural, printable, shortlist
+
+__all__ = ["ModelSource", "Network", "Preprocess", "open_model", "strength_sentence", "strengths", "weights_sentence"]
+
+_CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".onnx", ".npz")
+
+
+@dataclass
+class Network:
+    """A network and what is known about it.
+
+    Attributes:
+        model: The network.
+        source: Where its structure comes from.
+        preprocess: What it expects of its images.
+        labels: Names of its outputs (ImageNet's as WordNet ids, "n01440764"); None if unknown.
+        weights: {"kind": "random" | "pretrained" | "checkpoint" | "unknown", "from": str | None}; of a checkpoint also,
+            where there is something to say, "key" (which of its weights were taken), "others" (which were not),
+            "left_random" (tensors of the network that it did not give) and "left_out" (its own that were not taken).
+        warnings: Sentences for the user.
+        artifact: The artifact it was read from, if it was.
+    """
+
+    model: nn.Module
+    source: ModelSource
+    preprocess: Preprocess
+    labels: list[str] | None
+    weights: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+    artifact: str | None = None
+
+    @property
+    def conversion(self) -> dict[str, Any]:
+        """How far it is converted, as JSON values: `target` and `strength`."""
+        return {"target": self.target, "strength": self.strength}
+
+    @property
+    def target(self) -> str | None:
+        """What it was converted to last; None if it was not."""
+        plans = getattr(self.model, "_retrofit_plans", [])
+        return plans[-1].to if plans else None
+
+    @property
+    def strength(self) -> float | None:
+        """Strength of its converted layers; None where there are none, or they differ."""
+        found = set(strengths(self.model))
+        return found.pop() if len(found) == 1 else None
+
+
+def strengths(model: nn.Module) -> list[float]:
+    """Return the strength of each converted layer that has one."""
+    return [float(layer.strength) for layer in model.modules() if isinstance(layer, StrengthMixin)]
+
+
+def strength_sentence(model: nn.Module) -> str | None:
+    """Say how far a network is on its way from its source to its target; None if no layer has a strength."""
+    found = strengths(model)
+    if not found:
+        return None
+    low, high = min(found), max(found)
+    span = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    return f"strength: {span} in {plural(len(found), 'converted layer')} (0 is the source, 1 the target)"
+
+
+def weights_sentence(weights: Mapping[str, Any]) -> str:
+    """Say whose weights a network has, in words that nobody can miss."""
+    match weights.get("kind"):
+        case "random":
+            return "weights: RANDOM (pass --pretrained or --checkpoint FILE for trained ones)"
+        case "pretrained":
+            return f"weights: pretrained ({printable(weights.get('from'), 200)})"
+        case "checkpoint":
+            key, others = weights.get("key"), weights.get("others") or []
+            taken = f", its {printable(key, 64)}" if key else ""
+            instead = f" (it also holds {shortlist(others)}: --checkpoint-key NAME)" if others else ""
+            part = " in PART" if weights.get("left_random") else ""
+            return f"weights: checkpoint {printable(weights.get('from'), 200)}{taken}{part}{instead}"
+        case _:
+            return "weights: of unknown origin (saved from Python without weights=)"
+
+
+def is_artifact(text: str) -> bool:
+    """Whether `text` names an artifact, which has weights and sizes of its own, rather than a network."""
+    return Path(text).suffix == ".safetensors"
+
+
+def open_model(
+    text: str,
+    *,
+    pretrained: bool = False,
+    checkpoint: str | Path | None = None,
+    match: Literal["name", "order"] = "name",
+    checkpoint_key: str | None = None,
+    checkpoint_partial: bool = False,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    img_size: int | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    network: str | None = None,
+) -> Network:
+    """Open a network by name, or an artifact by path.
+
+    Args:
+        text: A name as `retrofit.networks.library.parse` takes it, or the path of an artifact (`*.safetensors`).
+        pretrained: Whether to fetch the library's trained weights.
+        checkpoint: File to load weights from.
+        match: How the checkpoint's tensors find their places: by name, or in order.
+        checkpoint_key: Which of its weights, where it holds several (`retrofit.networks.checkpoint.read_checkpoint`).
+        checkpoint_partial: Whether only a part of its tensors, or of the network's, may find a place.
+        num_classes: Number of outputs; the library's default if None.
+        in_chans: Number of input channels.
+        img_size: Side of the input images.
+        model_kwargs: Further arguments for the library's builder.
+        network: What builds the network that an artifact of a user's own holds: `py:package.module:callable`.
+
+    Raises:
+        UsageError: If the name is unknown, an option is wrong, or options contradict each other.
+        RetrofitError: If weights or the artifact cannot be read or do not fit.
+    """
+    options = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size, "model_kwargs": model_kwargs}
+    if is_artifact(text):
+        flags = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
+        given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, False)]
+        if given:
+            raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}")
+        return _open_artifact(text, network)
+    if network is not None:
+        raise UsageError(f"--network builds what an artifact of your own network holds; {text} is none, drop it")
+    if text.endswith(_CHECKPOINTS) and ":" not in text:
+        raise UsageError(f"{text} is not a network's name or an artifact; give a name, and --checkpoint {text}")
+    if pretrained and checkpoint is not None:
+        raise UsageError("--pretrained and --checkpoint are two sources of weights; pass one of them")
+    if "weights" in (model_kwargs or {}) and not pretrained:
+        raise UsageError("'weights' in --model-kwargs chooses among pretrained weights; pass --pretrained too")
+
+    source = with_options(parse(text), **options)  # type: ignore[arg-type]
+    if pretrained and source.library == "own":
+        raise UsageError(f"no library has weights for {text}; drop --pretrained, load them in it or give --checkpoint")
+    read = _read(checkpoint, checkpoint_key) if checkpoint is not None else None
+    model = build(source, pretrained)
+    source = vars(model)["_retrofit_source"]
+    preprocess = preprocess_of(model, source)
+    if img_size is not None:
+        if (
+            with_options(source, img_size=img_size) != source
+        ):  # only now is known what lies behind hf-hub: or local-dir:
+            raise UsageError(f"{text} is built for one size; pass --model-kwargs img_size={img_size}")
+        preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
+    labels, warnings = None, []
+    weights: dict[str, Any] = {"kind": "random", "from": None}
+    if read is not None:
+        loaded = load_into(model, read.tensors, match, checkpoint_partial)
+        warnings += loaded.warnings
+        weights = {"kind": "checkpoint", "from": read.path}
+        details = {
+            "key": read.key,
+            "others": list(read.others),
+            "left_random": loaded.left_random,
+            "left_out": [*read.left_out, *loaded.left_out],
+        }
+        weights.update({name: value for name, value in details.items() if value})
+    elif pretrained:
+        labels = labels_of(model, source)
+        weights = {"kind": "pretrained", "from": weights_name(model, source)}
+        trained = getattr(model, "pretrained_cfg", {}).get("num_classes")
+        if num_classes is not None and trained not in (None, num_classes):
+            warnings.append(
+                f"the classifier is RANDOM: the pretrained weights have {trained} classes, not {num_classes}"
+            )
+    vars(model).update(_retrofit_preprocess=preprocess, _retrofit_labels=labels, _retrofit_weights=weights)
+    return Network(model, source, preprocess, labels, weights, tuple(warnings))
+
+
+def _read(checkpoint: str | Path, key: str | None) -> Checkpoint:
+    if artifact.is_artifact(checkpoint):
+        raise RetrofitError(f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL")
+    return read_checkpoint(checkpoint, key)
+
+
+def _open_artifact(path: str, network: str | None) -> Network:
+    into = None
+    if network is not None:
+        held = artifact.source_in(path)
+        if held.library != "own":
+            raise UsageError(f"{path} holds {held}, which its library builds; drop --network")
+        into = _own_network(network, held)
+    model = artifact.load(path, into=into)
+    known = vars(model)
+    return Network(
+        model,
+        known["_retrofit_source"],
+        known["_retrofit_preprocess"],
+        known["_retrofit_labels"],
+        known["_retrofit_weights"],
+        artifact=path,
+    )
+
+
+def _own_network(text: str, held: ModelSource) -> nn.Module:
+    """Build the network that the user typed, with the numbers of classes and channels that an artifact holds."""
+    source = parse(text)
+    if source.library == "own":
+        sizes = {name: held.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
+        source = with_options(source, **{name: size for name, size in sizes.items() if type(size) is int})  # type: ignore[arg-type]
+    return build(source).train()

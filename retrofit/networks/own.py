@@ -1,0 +1,97 @@
+"""Networks of one's own: `py:package.module:callable`, imported because the user typed it, and for no other reason.
+
+An artifact of such a network holds that name for people to read. Nothing is imported by it: what builds the network is
+said anew each time, as MODEL or --network.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.utils.text import printable, with_class
+
+PREFIX = "py:"
+_typed: dict[str, Callable[..., Any]] = {}
+
+
+def resolve(name: str) -> None:
+    """Import the callable that a user typed; `build` may then call it. Modules in the working folder are found.
+
+    Args:
+        name: "package.module:callable".
+
+    Raises:
+        UsageError: If it is not of that form, or the module has no such callable.
+        RetrofitError: If the module cannot be imported.
+    """
+    module_name, _, path = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        raise UsageError(f"{PREFIX}{printable(name, 100)} names no callable; write py:package.module:callable")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # anything may come out of the user's own module
+        raise RetrofitError(
+            f"cannot import {module_name} ({with_class(error)}); run this in its folder, or set PYTHONPATH"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), n=3) or [n for n in dir(found) if not n.startswith("_")]
+            raise UsageError(f"{module_name} has no {path}; it has {', '.join(close[:5]) or 'nothing'}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{path} of {module_name} is a {type(found).__name__}; name a function or class that builds")
+    _typed[name] = found
+
+
+def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
+    """Call a builder that the user typed in this process.
+
+    Raises:
+        UsageError: If it takes no such argument.
+        RetrofitError: If nobody typed it, or it fails or builds no network.
+    """
+    if name not in _typed:
+        raise RetrofitError(f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here")
+    if missing := [key for key in kwargs if not takes(name, key)]:
+        raise UsageError(f"{name} takes no {missing[0]}; give it that argument, or leave out --{_flag(missing[0])}")
+    try:
+        model = _typed[name](**kwargs)
+    except Exception as error:  # anything may come out of the user's own code
+        raise RetrofitError(f"{name} builds no network ({with_class(error)}); mend it") from error
+    if not isinstance(model, nn.Module):
+        raise RetrofitError(f"{name} returns a {type(model).__name__}; let it return a torch.nn.Module")
+    return model
+
+
+def is_typed(name: str) -> bool:
+    """Whether `build` may call the builder of this name."""
+    return name in _typed
+
+
+def takes(name: str, argument: str) -> bool:
+    """Whether a builder that was typed has an argument of this name."""
+    try:
+        parameters = inspect.signature(_typed[name]).parameters.values()
+    except (ValueError, TypeError):  # a builtin
+        return False
+    return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def name_of(model: nn.Module) -> str:
+    """Name the class of a network that no name was typed for."""
+    return f"{type(model).__module__}:{type(model).__qualname__}"
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

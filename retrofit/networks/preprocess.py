@@ -1,0 +1,94 @@
+"""What a network expects of its images, and what its outputs are called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from retrofit.networks.library import ModelSource, Preprocess
+
+
+def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
+    """Return the preprocessing that the library prescribes for a network's weights, fitted to its input.
+
+    A network of one's own may say what it expects as timm's do, in a dict `pretrained_cfg`; else it gets timm's usual
+    one, images of 224 pixels with ImageNet's mean and standard deviation.
+    """
+    find = {"timm": _timm_preprocess, "torchvision": _torchvision_preprocess, "own": _own_preprocess}
+    found = find[source.library](model, source)
+    size = source.kwargs.get("img_size", source.kwargs.get("image_size"))
+    height, width = (size, size) if isinstance(size, int) else size or found.input_size[1:]
+    channels = source.kwargs.get("in_chans", found.input_size[0])
+    return replace(
+        found,
+        input_size=(channels, height, width),
+        mean=_for_channels(found.mean, channels),
+        std=_for_channels(found.std, channels),
+    )
+
+
+def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Give each channel a value: its own, or the mean where the network has another number of channels."""
+    return values if len(values) == channels else (sum(values) / len(values),) * channels
+
+
+def _own_preprocess(model: nn.Module, _source: ModelSource) -> Preprocess:
+    from timm.data import resolve_data_config
+
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    usual = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
+    return Preprocess.from_dict(resolve_data_config(pretrained_cfg={**usual, **cfg}))
+
+
+def _timm_preprocess(model: nn.Module, _source: ModelSource) -> Preprocess:
+    import timm.data
+
+    return Preprocess.from_dict(timm.data.resolve_model_data_config(model))
+
+
+def _torchvision_preprocess(_model: nn.Module, source: ModelSource) -> Preprocess:
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    from torchvision.models import get_model_weights
+
+    try:
+        transforms = get_model_weights(source.name)[source.kwargs.get("weights", "DEFAULT")].transforms()
+    except (ValueError, KeyError):  # a network that the user registered, without weights
+        transforms = None
+    resize = getattr(transforms, "resize_size", None) or [224 * 8 // 7]
+    crop = getattr(transforms, "crop_size", None) or (resize if hasattr(transforms, "resize_size") else [224])
+    return Preprocess(
+        input_size=(3, crop[0], crop[-1]),
+        mean=tuple(getattr(transforms, "mean", IMAGENET_DEFAULT_MEAN)),
+        std=tuple(getattr(transforms, "std", IMAGENET_DEFAULT_STD)),
+        interpolation=getattr(getattr(transforms, "interpolation", None), "value", "bilinear"),
+        crop_pct=crop[0] / resize[0],
+    )
+
+
+def labels_of(model: nn.Module, source: ModelSource) -> list[str] | None:
+    """Return the names of a pretrained network's classes, in order; None where the library does not tell.
+
+    ImageNet's are WordNet ids ("n01440764"), as its folders are called.
+    """
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    if source.library == "torchvision":
+        from torchvision.models import get_model_weights
+
+        named = source.kwargs.get("weights")
+        names = get_model_weights(source.name)[named].meta.get("categories") if named else None
+        return list(ImageNetInfo().label_names() if len(names) == 1000 else names) if names else None
+    if names := getattr(model, "pretrained_cfg", {}).get("label_names"):
+        return list(names) if len(names) == getattr(model, "num_classes", None) else None
+    subset = infer_imagenet_subset(model)
+    return list(ImageNetInfo(subset).label_names()) if subset else None
+
+
+def weights_name(model: nn.Module, source: ModelSource) -> str:
+    """Name the library's trained weights that a network was built with."""
+    if source.library == "torchvision":
+        return f"{source}, {source.kwargs['weights']}"
+    cfg = getattr(model, "pretrained_cfg", {})
+    return ".".join(filter(None, (cfg.get("architecture", source.name), cfg.get("tag"))))

@@ -1,0 +1,203 @@
+"""The options of a conversion, each in one place: its name, values, range, help, and the targets that it belongs to.
+
+From here come the keywords of `retrofit.plan` and `retrofit.convert`, the flags of the command line and the record in a
+plan. Importing this imports no torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from retrofit.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from retrofit.layers.inverse_square_root import Whitening
+    from retrofit.layers.normality import NoiseKind
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_NORMALITY = ("bnn", "lnn", "gnn", "inn", "normal", "dbnn")
+_MIGRATED = ("gn", "ln", "gn-pn", "ln-pn")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option beside its name and type.
+
+    Attributes:
+        kind: int, float, bool, or "batches" (images; a folder on the command line).
+        targets: The targets that it means something to.
+        help: What it does; names its default.
+        words: Words that it takes instead of a number.
+        low: Smallest number.
+        high: Largest number.
+        switch: Of a bool, whether it can only be turned on.
+        instead: For a target that it means nothing to, what to use.
+    """
+
+    kind: Any
+    targets: tuple[str, ...]
+    help: str
+    words: tuple[str, ...] = ()
+    low: float = 0
+    high: float = math.inf
+    switch: bool = False
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+    def problem(self, value: Any) -> str:
+        """Return what is wrong with a value, after "NAME must be"; empty if nothing is."""
+        if isinstance(value, str) or self.kind is str:
+            listed = ", ".join(self.words)
+            return "" if value in self.words else f"one of {listed}" if self.kind is str else f"a number or {listed}"
+        if self.kind not in (int, float):
+            return ""
+        if isinstance(value, bool) or not isinstance(value, (int, self.kind)):
+            return "a whole number" if self.kind is int else "a number"
+        if self.low <= value <= self.high and value < math.inf:
+            return ""
+        return f"at least {self.low:g}" if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
+
+
+def known_as(kind: Any, targets: tuple[str, ...], help: str, **rest: Any) -> dict[str, Option]:
+    """Return the metadata of a field of `ConversionOptions`; see `Option`."""
+    return {"option": Option(kind, targets, help, **rest)}
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """What the caller asks of a conversion, beyond which layers it concerns. None: the target's default."""
+
+    groups: int | Literal["auto"] | None = field(
+        default=None,
+        metadata=known_as(
+            int,
+            ("gn", "gn-pn", "evonorm-s0"),
+            "Most groups a layer gets: the largest divisor of its channels up to that (default: 8; evonorm-s0: 32). "
+            "auto: per layer the most that keep its output, measured on the images of calibrate.",
+            words=("auto",),
+            low=1,
+            instead=dict.fromkeys(("dbn", "dbnn"), "--group-size N, the channels in each group"),
+        ),
+    )
+    noise: float | Literal["paper"] | None = field(
+        default=None,
+        metadata=known_as(
+            float,
+            _NORMALITY,
+            "Noise factor xi in training (default: 0, none; paper: 0.4, LayerNorm 1.0, for training from scratch).",
+            words=("paper",),
+        ),
+    )
+    noise_kind: NoiseKind | None = field(
+        default=None,
+        metadata=known_as(
+            str,
+            _NORMALITY,
+            "Kind of that noise (default: scaled, the paper's).",
+            words=("scaled", "unscaled", "gaussian-dropout"),
+        ),
+    )
+    alpha: float | None = field(
+        default=None,
+        metadata=known_as(
+            float, _NORMALITY, "Degree of gaussianization (default: 1, the paper's; 0: no transform).", high=1
+        ),
+    )
+    newton_steps: int | None = field(
+        default=None,
+        metadata=known_as(
+            int, _NORMALITY, "Newton iterations of the lambda estimate (default: 1, the paper's).", low=1
+        ),
+    )
+    group_size: int | None = field(
+        default=None,
+        metadata=known_as(
+            int,
+            ("dbn", "dbnn"),
+            "Most channels that are whitened together: the largest divisor of the channels up to that (default: 16).",
+            low=1,
+        ),
+    )
+    whitening: Whitening | None = field(
+        default=None,
+        metadata=known_as(
+            str,
+            ("dbn", "dbnn"),
+            "How roots of covariances are computed: exactly, or as IterNorm does (default: eigen).",
+            words=("eigen", "newton-schulz"),
+        ),
+    )
+    pn_params: bool | None = field(
+        default=None,
+        metadata=known_as(
+            bool, ("gn-pn", "ln-pn"), "Learn ProxyNorm's own parameters, beta~ and gamma~ (default: yes, as the paper)."
+        ),
+    )
+    pn_restore: bool | None = field(
+        default=None,
+        metadata=known_as(
+            bool,
+            _MIGRATED,
+            "Keep each channel at the mean and scale that the next layer was trained for, with ProxyNorm or ws "
+            "(default: yes; no for training from scratch, as the paper).",
+        ),
+    )
+    ws: bool | None = field(
+        default=None,
+        metadata=known_as(
+            bool, _MIGRATED, "Also standardize the weights of the convolutions before the layers.", switch=True
+        ),
+    )
+    calibrate: Iterable[Tensor] | None = field(
+        default=None,
+        metadata=known_as(
+            "batches",
+            (*_MIGRATED, "evonorm-s0", "frn-tlu"),
+            "Images to measure on, for groups auto; the command line says how often predictions stay the same.",
+        ),
+    )
+
+    def check(self, to: str) -> None:
+        """Raise `UsageError` for an option that is set and means nothing to the target, or is out of range."""
+        for name, known in OPTIONS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if to not in known.targets:
+                instead = f"use {known.instead[to]}" if to in known.instead else "leave it out"
+                raise UsageError(f"--{flag(name)} means nothing to this target ({to}); {instead}")
+            if problem := known.problem(value):
+                raise UsageError(f"{name} must be {problem}, not {value!r}; leave it out for the default")
+
+    def record(self) -> dict[str, Any]:
+        """Return what the plan keeps of the options, as JSON values."""
+        return {name: getattr(self, name) for name, known in OPTIONS.items() if known.kind != "batches"}
+
+
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(ConversionOptions)}
+"""Every option by name, in the order of the record."""
+
+
+def flag(name: str) -> str:
+    """Return an option's name on the command line, without its dashes."""
+    return name.replace("_", "-")
+
+
+def takes_options(function: Function) -> Function:
+    """Show every option in the signature and the docstring of a function that takes them as `**options`."""
+    own = inspect.signature(function)
+    kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    shown = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=one.type)
+        for one in fields(ConversionOptions)
+    ]
+    function.__signature__ = own.replace(parameters=[*kept, *shown])  # type: ignore[attr-defined]
+    lines = [f"    {name} ({', '.join(known.targets)}): {known.help}" for name, known in OPTIONS.items()]
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options, by target:", *lines])
+    return function

@@ -1,0 +1,93 @@
+"""How many groups a layer gets: the largest divisor of its channels, or the most that leave its output as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.errors import RetrofitError
+from retrofit.layers.migrated_group_norm import group_gain
+from retrofit.utils.evaluating import evaluating
+
+GROUP_TOLERANCE = 0.08
+"""Largest relative change of a layer's output that `most_groups` accepts."""
+MOST_GROUPS = 32
+
+
+def most_groups(
+    model: nn.Module, norms: dict[str, nn.Module], batches: Iterable[Tensor]
+) -> dict[str, tuple[int, float]]:
+    """Pick, for each BatchNorm, the most groups whose normalization keeps its output within `GROUP_TOLERANCE`.
+
+    The change is that from the layer in evaluation to group normalization of the input as standardised by the running
+    statistics: root mean square over images, positions and channels, relative to the output's own about beta. It is
+    computed from the moments of each image and channel, so nothing is stored.
+
+    Args:
+        model: The source network; its mode is restored.
+        norms: The BatchNorms by name, with running statistics.
+        batches: Images, (N, C, H, W) each, preprocessed for the model.
+
+    Returns:
+        For each name the number of groups (1 if no number keeps within the tolerance) and the relative change.
+
+    Raises:
+        RetrofitError: If there are no images, or a layer is never called.
+    """
+    changes: dict[str, dict[int, list[float]]] = {name: {} for name in norms}
+    handles = [
+        module.register_forward_pre_hook(lambda module, args, name=name: _measure(module, args[0], changes[name]))
+        for name, module in norms.items()
+    ]
+    seen = 0
+    try:
+        with evaluating(model):
+            for batch in batches:
+                model(batch)
+                seen += len(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not seen:
+        raise RetrofitError("there are no images to pick groups by; name a folder of images with --calibrate")
+    picked = {}
+    for name, by_groups in changes.items():
+        if not by_groups:
+            raise RetrofitError(
+                f"the model never calls {name}, so its groups cannot be picked; give a number of groups"
+            )
+        relative = {n: (change / max(power, 1e-30)) ** 0.5 for n, (change, power) in by_groups.items()}
+        groups = max((n for n, error in relative.items() if error <= GROUP_TOLERANCE), default=1)
+        picked[name] = groups, relative[groups]
+    return picked
+
+
+def _measure(norm: Any, x: Tensor, changes: dict[int, list[float]]) -> None:
+    """Add to `changes[groups]` the squared change and the power of the output, for every number of groups."""
+    x = x.flatten(2).double() if x.ndim > 2 else x.unsqueeze(2).double()
+    var, mean = torch.var_mean(x, 2, correction=0)
+    rstd = torch.rsqrt(norm.running_var.double() + norm.eps)
+    mean, var = (mean - norm.running_mean.double()) * rstd, var * rstd.square()
+    gamma2 = 1.0 if norm.weight is None else norm.weight.double().square()
+    second = var + mean.square()
+    power = float((gamma2 * second).sum())
+    n, channels = mean.shape
+    for groups in range(1, min(channels, MOST_GROUPS) + 1):
+        if channels % groups:
+            continue
+        shape = n, groups, channels // groups
+        gain = group_gain(norm.weight, groups)
+        a = torch.ones_like(rstd) if gain is None else gain.double()
+        m = (a * mean).view(shape).mean(2, keepdim=True)
+        v = (a.square() * second).view(shape).mean(2, keepdim=True) - m.square()
+        eps = (a.square() * (norm.eps * rstd.square())).mean()
+        k = torch.rsqrt(v + eps).expand(shape).reshape(n, channels)
+        m = m.expand(shape).reshape(n, channels) / a
+        # E[(k * (x' - m) - x')^2] per image and channel
+        change = (k - 1).square() * second - 2 * (k - 1) * k * m * mean + k.square() * m.square()
+        total = changes.setdefault(groups, [0.0, 0.0])
+        total[0] += float((gamma2 * change).sum())
+        total[1] += power

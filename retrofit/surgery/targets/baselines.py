@@ -1,0 +1,220 @@
+"""Targets evonorm-s0 and frn-tlu: timm's fused layers in the place of BatchNorm and the activation behind it.
+
+EvoNorm-S0 (Liu et al. 2020) and FRN with a thresholded linear unit (Singh and Krishnan 2020) are what proxy
+normalization is compared with (Labatie et al. 2021, tables 4 and 8). They are functions of another kind: no strength
+leads to them from BatchNorm, and a converted network does not start as its source. What a layer's statistics and affine
+can say is carried over (`_migrate`); of a network that was not trained that makes timm's own first values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.graph.find_sites import find_sites
+from retrofit.graph.rewrite import check_call, replace_call, replace_module
+from retrofit.graph.site import Site, Sites
+from retrofit.layers.inverse_square_root import largest_divisor
+from retrofit.layers.settings import check_groups, hold_settings
+from retrofit.options import ConversionOptions
+from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, left_activations, register
+from retrofit.surgery.families import FAMILIES, NormLayer, classify
+from retrofit.surgery.records import EditRow, LayerRow, Plan
+
+_GROUPS = 32  # EvoNorm's own
+_MAPS = ("BatchNorm2d", "SyncBatchNorm", "BatchNormAct2d", "SyncBatchNormAct")
+_SAMPLES = 256  # of a normal variable, uniform in probability
+
+
+class BaselineConverter(Converter):
+    """BatchNorm and the activation that directly follows it to one layer of timm's; BatchNorm alone to its plain form.
+
+    Args:
+        layer: Class name in `timm.layers`.
+        grouped: Whether the layer has groups of channels.
+    """
+
+    sources = frozenset({"bn"})
+    identity = False
+    has_strength = False
+    takes_activations = True
+
+    def __init__(self, layer: str, grouped: bool) -> None:
+        self.layer = layer
+        self.grouped = grouped
+
+    def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
+        """Convert every BatchNorm over maps whose activations can be taken in, and take those in."""
+        if options.groups == "auto":
+            raise UsageError(f"groups auto means nothing to {self.layer}; give a number or leave it out")
+        sites = _sites(model)
+        blocked: dict[str, str] = {}
+        for site in sites.sites:
+            if site.activation is not None and site.activation.call is not None:
+                try:
+                    check_call(model, site.activation.call)
+                except RetrofitError as error:
+                    blocked[site.norm] = str(error)
+        decided = {layer.name: self._decide(model, layer, options, sites, blocked) for layer in layers}
+        converted = {name for name, decision in decided.items() if decision.status == "converted"}
+        return Decisions(decided, self._edits(sites, converted))
+
+    def survey(self, model: nn.Module, plan: Plan) -> dict[tuple[str, int], Site]:
+        """Find again, before the layers change, the activations that the plan is about."""
+        return {(site.norm, site.place): site for site in _sites(model).sites}
+
+    def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
+        """Build timm's layer around the source's affine parameters, with the values that come closest."""
+        import timm.layers
+
+        new: Any = getattr(timm.layers, str(row.target))(module.num_features, **row.options, device="meta")
+        fresh = {name: value for name, value in new.named_parameters() if value is not None}
+        adopt(new, module)
+        like = module.running_mean if module.weight is None else module.weight
+        for name in fresh:
+            if getattr(new, name) is None or getattr(new, name).is_meta:
+                value = nn.Parameter(torch.empty_like(like, device=device))
+                new.register_parameter(name, value.requires_grad_(bool(getattr(module.weight, "requires_grad", True))))
+        if device.type != "meta":
+            _migrate(new, module)
+        new._buffers.clear()
+        new._modules.clear()
+        if self.grouped:
+            hold_settings(new, {"groups": partial(check_groups, module.num_features)}, device)
+        return new
+
+    def finish(self, model: nn.Module, plan: Plan, surveyed: dict[tuple[str, int], Site]) -> tuple[str, ...]:
+        """Take out the activations that are part of the layers now."""
+        for row in plan.edits:
+            if row.status == "converted":
+                _take_out(model, surveyed[row.norm, row.place])
+        return (
+            f"{self.layer} has no strength, and the network is not its source's function any more: gamma, beta and the "
+            "running statistics are carried over as far as they go, training has to do the rest",
+        )
+
+    def _decide(
+        self, model: nn.Module, found: NormLayer, options: ConversionOptions, sites: Sites, blocked: dict[str, str]
+    ) -> Decision:
+        if found.family != "bn":
+            return Decision(
+                "unsupported", reason=f"{self.layer} takes BatchNorm's place, not {FAMILIES[str(found.family)]}'s"
+            )
+        module: Any = found.module
+        own = [site for site in sites.sites if model.get_submodule(site.norm) is module]
+        reason = self._hindrance(found, own, sites.uncovered, blocked)
+        if reason:
+            return Decision("unsupported", reason=reason)
+        settled: dict[str, Any] = {"apply_act": any(site.activation is not None for site in own)}
+        if self.grouped:
+            wanted = _GROUPS if options.groups is None else int(options.groups)
+            groups = settled["groups"] = largest_divisor(module.num_features, wanted)
+            if groups != wanted:
+                reason = f"{groups} groups: {wanted} do not divide {module.num_features} channels"
+        return Decision("converted", self.layer, reason, settled)
+
+    def _edits(self, sites: Sites, converted: set[str]) -> tuple[EditRow, ...]:
+        """Take in the activations behind converted layers."""
+        made = []
+        for site in sites.sites:
+            act = site.activation
+            if act is None:
+                continue
+            taken = site.norm in converted
+            status, reason = ("converted", "") if taken else ("left", "its norm is not converted")
+            target = self.layer if taken else ""
+            made.append(
+                EditRow(act.name, act.type, "activation", status, reason, site.norm, site.place, {}, target)  # type: ignore[arg-type]
+            )
+        return (*made, *left_activations(sites, converted))
+
+    def _hindrance(
+        self, found: NormLayer, sites: list[Site], uncovered: dict[str, str], blocked: dict[str, str]
+    ) -> str:
+        """Why a layer cannot be converted; empty if it can."""
+        module: Any = found.module
+        if found.label not in _MAPS:
+            return f"{self.layer} normalizes maps, (N, C, H, W), alone"
+        if getattr(module, "running_mean", None) is None:
+            return "it tracks no running statistics, so there is nothing to migrate"
+        if not isinstance(getattr(module, "drop", nn.Identity()), nn.Identity):
+            return "it holds a dropout between normalization and activation"
+        if not sites:
+            return f"what follows it is unknown: {uncovered.get(found.name, 'no trace shows its call')}"
+        if any(site.in_squeeze_excite for site in sites):
+            return "inside a squeeze-excite, where a map is a single position"
+        followed = [site.activation is not None for site in sites]
+        if any(followed) and not all(followed):
+            return "called at several places, and an activation follows at some of them only"
+        if not any(followed) and not isinstance(getattr(module, "act", nn.Identity()), nn.Identity):
+            return sites[0].reason
+        return next((blocked[site.norm] for site in sites if site.norm in blocked), "")
+
+
+def _sites(model: nn.Module) -> Sites:
+    return find_sites(model, lambda module: getattr(classify("", module), "family", None) == "bn")
+
+
+def _take_out(model: nn.Module, site: Site) -> None:
+    """Replace the activation of a site by the identity, at this site alone."""
+    act = site.activation
+    assert act is not None
+    if act.kind == "fused":
+        return  # it went with its layer
+    if act.call is None:
+        replace_module(model, act.name, nn.Identity())
+        return
+    name = site.norm.removeprefix(f"{act.owner}.").replace(".", "_")
+    replace_call(model, act.call, nn.Identity(), f"{name}_act" + (f"_{site.place}" if site.places > 1 else ""))
+
+
+@torch.no_grad()
+def _migrate(new: Any, source: Any) -> None:
+    """Give `new` the parameters with which it comes closest to `source`, (C,) each.
+
+    With h = (x - mu) / sigma by the running statistics, the source is phi(gamma * h + beta).
+
+    - FRN: gamma * h + beta on inputs whose mean square in each map is the running one, var + mu^2; tau = 0, ReLU's.
+    - EvoNorm-S0 without activation is an affine map: gamma * h + beta, exactly.
+    - EvoNorm-S0: x * sigmoid(v * x) / std has no shift before the gate. v = gamma / sigma and weight = v * std make it
+      swish(gamma * (h + mu / sigma)), where std is the groups' by the running statistics, and the bias gives back the
+      mean that swish(gamma * h + beta) has for normal h.
+    """
+    mean, var = source.running_mean.double(), source.running_var.double()
+    sigma = (var + source.eps).sqrt()
+    gamma = torch.ones_like(mean) if source.weight is None else source.weight.double()
+    beta = torch.zeros_like(mean) if source.bias is None else source.bias.double()
+    slope = gamma / sigma
+    values = {"weight": slope, "bias": beta - slope * mean}
+    if hasattr(new, "tau"):
+        values["weight"] = slope * (var + mean.square() + new.eps).sqrt()
+        values["tau"] = torch.zeros_like(mean)
+    elif new.v is not None:
+        first, second = (m.view(new.groups, -1).mean(1) for m in (mean, var + mean.square()))
+        std = (second - first.square() + new.eps).sqrt().repeat_interleave(len(mean) // new.groups)
+        quantiles = (torch.arange(_SAMPLES, dtype=torch.float64, device=mean.device) + 0.5) / _SAMPLES
+        normal = torch.special.ndtri(quantiles).unsqueeze(1)
+        lost = silu(gamma * normal + beta).mean(0) - silu(slope * (mean + sigma * normal)).mean(0)
+        values = {"v": slope, "weight": slope * std, "bias": lost}
+    for name, value in values.items():
+        parameter: Tensor | None = getattr(new, name)
+        if parameter is not None:
+            parameter.copy_(value)
+
+
+register(
+    "evonorm-s0", "BatchNorm and its activation to EvoNorm-S0", BaselineConverter, layer="EvoNorm2dS0", grouped=True
+)
+register(
+    "frn-tlu",
+    "BatchNorm and its activation to FRN + TLU",
+    BaselineConverter,
+    layer="FilterResponseNormTlu2d",
+    grouped=False,
+)

@@ -1,0 +1,284 @@
+"""Targets gn, ln, gn-pn and ln-pn: BatchNorm to group normalization, and its activation to a proxy-normalized one.
+
+The running statistics are migrated and the strength starts at 0, where the network is the source in evaluation. With
+ProxyNorm, every activation that directly follows a converted layer is replaced at that call alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.graph.find_sites import find_sites
+from retrofit.graph.rewrite import check_call, replace_call, replace_module
+from retrofit.graph.site import Site, Sites
+from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm, weight_standardization
+from retrofit.layers.inverse_square_root import largest_divisor
+from retrofit.layers.migrated_group_norm import group_gain
+from retrofit.options import ConversionOptions
+from retrofit.surgery.converter import (
+    Converter,
+    Decision,
+    Decisions,
+    adopt,
+    count_batches,
+    left_activations,
+    register,
+    seed,
+    thawed_note,
+)
+from retrofit.surgery.families import FAMILIES, NormLayer, classify
+from retrofit.surgery.group_count import most_groups
+from retrofit.surgery.records import EditRow, LayerRow, Plan
+
+_FUSED = ("BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d", "FrozenBatchNormAct")
+_MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
+_STANDARDIZED: dict[type[nn.Module], type[weight_standardization.WeightStandardization]] = {
+    nn.Conv1d: weight_standardization.WeightStandardizedConv1d,
+    nn.Conv2d: weight_standardization.WeightStandardizedConv2d,
+    nn.Conv3d: weight_standardization.WeightStandardizedConv3d,
+}
+
+
+class BatchIndependentConverter(Converter):
+    """BatchNorm to `MigratedGroupNorm`, optionally with ProxyNorm and weight standardization.
+
+    Args:
+        groups: The most groups a layer gets unless the caller says otherwise.
+        proxy: Whether activations become proxy-normalized.
+    """
+
+    sources = frozenset({"bn", "frozen-bn"})
+
+    def __init__(self, groups: int, proxy: bool) -> None:
+        self.groups = groups
+        self.proxy = self.takes_activations = proxy
+
+    def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
+        """Convert every BatchNorm that has running statistics; trace and measure where the options ask for it."""
+        if options.pn_restore is not None and not (self.proxy or options.ws):
+            raise UsageError("--pn-restore means nothing without ProxyNorm or --ws; leave it out")
+        picked: dict[str, tuple[int, float]] = {}
+        if options.groups == "auto":
+            if options.calibrate is None:
+                raise UsageError("groups auto measures on images; pass some with --calibrate")
+            taken = [layer for layer in layers if layer.family in self.sources and _migratable(layer.module)]
+            norms = {layer.name: layer.module for layer in taken}
+            picked = most_groups(model, norms, options.calibrate) if norms else {}
+        sites = self._sites(model) if self.proxy or options.ws else Sites([], [], {})
+        decided = {layer.name: self._decide(layer, options, picked.get(layer.name), sites) for layer in layers}
+        converted = {name for name, decision in decided.items() if decision.status == "converted"}
+        return Decisions(decided, self._edits(model, converted, options, sites))
+
+    def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
+        """Build the migrated layer around the source's tensors."""
+        cls = MigratedGroupNormAct if row.target == MigratedGroupNormAct.__name__ else MigratedGroupNorm
+        affine = module.weight is not None
+        groups, eps = row.options["num_groups"], row.options["eps"]
+        new = cls(groups, module.running_mean.numel(), eps, affine, "meta", strength=0.0)
+        adopt(new, module)
+        new.set_eps(eps, module.eps, device, new.running_mean.dtype)
+        count_batches(new, device)
+        gain = group_gain(module.weight, groups)
+        new.register_buffer("gain", torch.ones_like(new.running_mean) if gain is None else gain)
+        if row.options.get("bias") is False:
+            new.register_parameter("bias", None)
+        seed(new, device)
+        return new
+
+    def survey(self, model: nn.Module, plan: Plan) -> dict[tuple[str, int], Site]:
+        """Find again, before the layers change, the places that the plan is about."""
+        if not any(row.status == "converted" for row in plan.edits):
+            return {}
+        return {(site.norm, site.place): site for site in self._sites(model).sites}
+
+    def finish(self, model: nn.Module, plan: Plan, surveyed: dict[tuple[str, int], Site]) -> tuple[str, ...]:
+        """Replace the planned activations and convolutions."""
+        added = 0
+        for row in plan.edits:
+            if row.status != "converted":
+                continue
+            if row.kind == "convolution":
+                replace_module(model, row.name, _standardized(model.get_submodule(row.name), row.options["restore"]))
+            else:
+                proxied = _replace_activation(model, surveyed[row.norm, row.place], row)
+                added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
+        if not added:
+            return thawed_note(plan)
+        return (
+            *thawed_note(plan),
+            f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays them): an optimizer built "
+            "before the conversion does not hold them, so build it again",
+        )
+
+    def _sites(self, model: nn.Module) -> Sites:
+        return find_sites(model, lambda module: getattr(classify("", module), "family", None) in self.sources)
+
+    def _decide(
+        self, found: NormLayer, options: ConversionOptions, picked: tuple[int, float] | None, sites: Sites
+    ) -> Decision:
+        if found.family not in self.sources:
+            family = FAMILIES[str(found.family)]
+            return Decision("unsupported", reason=f"{family} is batch-independent already: it has nothing to migrate")
+        module: Any = found.module
+        if not _migratable(module):
+            return Decision("unsupported", reason="it tracks no running statistics, so there is nothing to migrate")
+        channels = module.running_mean.numel()
+        if picked is not None:
+            groups, error = picked
+            reason = f"{groups} groups change its output by {error:.0%}"
+        else:
+            wanted = options.groups if isinstance(options.groups, int) else self.groups
+            groups = largest_divisor(channels, wanted)
+            reason = "" if groups == wanted else f"{groups} groups: {wanted} do not divide {channels} channels"
+        settled: dict[str, Any] = {"num_groups": groups, "eps": _group_eps(module, groups)}
+        if self._drops_shift(found, options, sites):
+            settled["bias"] = False
+        target = MigratedGroupNormAct if found.label in _FUSED else MigratedGroupNorm
+        return Decision("converted", target.__name__, reason, settled)
+
+    def _edits(
+        self, model: nn.Module, converted: set[str], options: ConversionOptions, sites: Sites
+    ) -> tuple[EditRow, ...]:
+        """Decide every activation, and with weight standardization every convolution before a converted layer."""
+        made: list[EditRow] = []
+        if self.proxy:
+            settled = {"params": options.pn_params is not False, "restore": options.pn_restore is not False}
+            made += [_activation(model, site, converted, settled) for site in sites.sites if site.activation]
+            made += left_activations(sites, converted)
+        if options.ws:
+            restore = {"restore": options.pn_restore is not False}
+            made += [_convolution(model, site, restore) for site in sites.sites if site.norm in converted]
+        return tuple(made)
+
+    def _drops_shift(self, found: NormLayer, options: ConversionOptions, sites: Sites) -> bool:
+        """Whether the layer is the last of an EfficientNet block that is to be trained from scratch with ProxyNorm.
+
+        The paper keeps only the scale of that affine (appendix A.1); it can, at no change, while the shift is zero.
+        """
+        if not self.proxy or options.pn_params is False or options.pn_restore is not False:
+            return False
+        bias = getattr(found.module, "bias", None)
+        if not isinstance(bias, torch.Tensor) or bias.is_meta or bool(bias.any()):
+            return False
+        return any(
+            site.norm == found.name and site.activation is None and site.owner_type in _MBCONV for site in sites.sites
+        )
+
+
+def _migratable(module: nn.Module) -> bool:
+    return getattr(module, "running_mean", None) is not None
+
+
+def _group_eps(module: Any, groups: int) -> float:
+    """BatchNorm's eps as it counts in standardised units, so that a group's variance and eps add up to one on average.
+
+    Standardising leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
+    with BatchNorm's own eps would scale what is left up again, and the network with it.
+    """
+    if module.running_var.is_meta:
+        return float(module.eps)
+    short = module.eps / (module.running_var.double() + module.eps)
+    gain = group_gain(module.weight, groups)
+    return float((short if gain is None else gain.square() * short).mean())
+
+
+def _activation(model: nn.Module, site: Site, converted: set[str], settled: dict[str, Any]) -> EditRow:
+    """Decide the activation that follows a site's norm."""
+    act = site.activation
+    assert act is not None
+    reason = ""
+    if site.norm not in converted:
+        reason = "its norm is not converted"
+    elif site.in_squeeze_excite:
+        reason = "inside a squeeze-excite"
+    elif act.call is not None:
+        try:
+            check_call(model, act.call)
+        except RetrofitError as error:
+            reason = str(error)
+    if reason:
+        return EditRow(act.name, act.type, "activation", "left", reason, site.norm, site.place)
+    options = {**settled, "scale": not site.last_before_pool}
+    return EditRow(act.name, act.type, "activation", "converted", "", site.norm, site.place, options)
+
+
+def _convolution(model: nn.Module, site: Site, settled: dict[str, Any]) -> EditRow:
+    """Decide the convolution that feeds a site's norm."""
+    if site.feeder is None:
+        return EditRow("", "", "convolution", "left", site.feeder_reason, site.norm, site.place)
+    conv: Any = model.get_submodule(site.feeder)
+    reason = ""
+    if type(conv) not in _STANDARDIZED:
+        reason = "not one of torch's own convolutions"
+    elif conv.weight[0].numel() < 2:
+        reason = "each output channel has a single weight"
+    elif site.in_squeeze_excite:
+        reason = "inside a squeeze-excite"
+    return EditRow(
+        site.feeder,
+        type(conv).__name__,
+        "convolution",
+        "left" if reason else "converted",
+        reason,
+        site.norm,
+        site.place,
+        {} if reason else settled,
+    )
+
+
+def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm:
+    """Put a ProxyNorm in place of the activation that follows a converted norm, at this site alone."""
+    act = site.activation
+    assert act is not None
+    norm: Any = model.get_submodule(site.norm)
+    proxied = ProxyNorm(
+        act.module,
+        norm.num_channels,
+        norm=norm,
+        **row.options,
+        strength=0.0,
+        device=norm.running_mean.device,
+        dtype=norm.running_mean.dtype,
+    )
+    proxied.train(norm.training)
+    if act.kind == "fused":
+        norm.act = proxied
+    elif act.call is None:
+        replace_module(model, act.name, proxied)
+    else:
+        name = site.norm.removeprefix(f"{act.owner}.").replace(".", "_")
+        replace_call(model, act.call, proxied, f"{name}_proxy" + (f"_{site.place}" if site.places > 1 else ""))
+    return proxied
+
+
+def _standardized(conv: Any, restore: bool) -> nn.Module:
+    """Return the weight-standardised twin of a convolution, around its tensors."""
+    new = _STANDARDIZED[type(conv)](
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+        conv.bias is not None,
+        conv.padding_mode,
+        strength=0.0,
+        device=conv.weight.device,
+        dtype=conv.weight.dtype,
+    )
+    adopt(new, conv)
+    if restore:
+        new.seed_restore()
+    return new
+
+
+register("gn", "BatchNorm to GroupNorm, running statistics migrated", BatchIndependentConverter, groups=8, proxy=False)
+register("ln", "BatchNorm to LayerNorm (one group), the same", BatchIndependentConverter, groups=1, proxy=False)
+register("gn-pn", "gn, and activations to ProxyNorm activations", BatchIndependentConverter, groups=8, proxy=True)
+register("ln-pn", "ln, and activations to ProxyNorm activations", BatchIndependentConverter, groups=1, proxy=True)

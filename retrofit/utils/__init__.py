@@ -1,0 +1,1 @@
+"""Files that appear whole or not at all, and a network's mode."""

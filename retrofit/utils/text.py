@@ -1,0 +1,58 @@
+"""Words for one line: counts, lists, exceptions, and names from files, which may hold anything."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+
+ROOT = "(the model itself)"
+"""The name of a model that is a layer."""
+
+
+def printable(text: object, limit: int | None = None) -> str:
+    r"""Return a text on one line, as nothing but what it shows.
+
+    Characters that a terminal would act on (newlines, escape codes, marks that reverse the writing) become escapes
+    (`\n`, `\x1b`). A text of more than `limit` characters loses its middle: names in a network differ at their ends.
+    """
+    said = str(text)
+    if limit is not None and len(said) > 2 * limit:  # before anything is looked at: it may be megabytes
+        said = said[:limit] + said[-limit:]
+    said = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in said)
+    if limit is None or len(said) <= limit:
+        return said
+    tail = (limit - 3) // 2
+    return f"{said[: limit - 3 - tail]}...{said[-tail:]}"
+
+
+def shown(value: object, limit: int = 64) -> str:
+    """Return a value as Python writes it, shortened, however large it is."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = limit
+    try:
+        return printable(brief.repr(value), limit)
+    except ValueError:  # a number of thousands of digits
+        return f"a very large {type(value).__name__}"
+
+
+def one_line(error: BaseException, limit: int = 240) -> str:
+    """Return an exception's message on one line of at most `limit` characters; its class where it has none."""
+    said = printable(" ".join(str(error)[: 8 * limit].split())) or type(error).__name__
+    return said if len(said) <= limit else said[: limit - 3] + "..."
+
+
+def with_class(error: BaseException, limit: int = 240) -> str:
+    """Return "RuntimeError: the message", as `one_line` does; for exceptions whose message says little by itself."""
+    name, said = type(error).__name__, one_line(error, limit)
+    return name if said == name else f"{name}: {said}"
+
+
+def shortlist(names: Sequence[object], most: int = 3, limit: int = 64) -> str:
+    """Join the first few names, each of at most `limit` characters, and count the rest."""
+    listed = ", ".join(printable(name, limit) for name in names[:most])
+    return listed + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def plural(count: int, noun: str) -> str:
+    """Return the count with its noun."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

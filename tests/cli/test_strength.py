@@ -1,0 +1,42 @@
+"""How far a network is on its way stands in the output of every command that opens one, and in its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.pictures import write_folder
+
+DATA = ["--data-dir", "pictures"]
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["evaluate", *DATA, "-j", "0"], []),
+        (["export", "-o", "net.onnx"], []),
+        (["bench", "-b", "2", "--rounds", "3"], ["networks", "net.safetensors"]),
+        (["diagnose", *DATA, "--images", "4", "-b", "2", "--channels", "2"], ["models", "net"]),
+    ],
+)
+def test_strength_is_visible(run: Run, here: Path, words: list[str], where: list[str]) -> None:
+    write_folder(here / "pictures", each=2)
+    made = ["--to", "bnn", "--strength", "0.5", "--num-classes", "3", "--img-size", "32", "-o", "net.safetensors"]
+    assert run("convert", "test_resnet", *made).exit_code == 0
+    result = run(words[0], "net.safetensors", *words[1:], "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "strength: 0.5 in 15 converted layers" in result.stderr
+    found = json.loads(result.stdout)
+    for key in where:
+        found = found[key]
+    assert (found["target"], found["strength"]) == ("bnn", 0.5)
+
+
+def test_a_plain_network_has_none(run: Run, here: Path) -> None:
+    write_folder(here / "pictures", each=2)
+    result = run("evaluate", "test_resnet", "--num-classes", "3", *DATA, "-j", "0", "--json")
+    assert "strength" not in result.stderr
+    assert json.loads(result.stdout)["strength"] is None

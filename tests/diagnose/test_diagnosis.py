@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import retrofit
+from retrofit.diagnose import DiagnosisOptions, Unlabelled, check_folder, diagnose, gaussianity, sentences, write_report
+from retrofit.diagnose.diagnosis import Batch
+from retrofit.diagnose.probe import Probe, probes
+from retrofit.errors import RetrofitError
+
+SMALL = DiagnosisOptions(channels=3, batches=1)
+
+
+def batches(count: int = 2) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 3, 32, 32, generator=generator), torch.arange(4)) for _ in range(count)]
+
+
+def network(to: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=5)
+    model, _ = retrofit.convert(model, to, check=False)
+    retrofit.set_strength(model, 1.0)
+    for pixels, _ in batches():
+        model.train()(pixels)
+    return model
+
+
+@pytest.mark.parametrize("to", ["bnn", "gn-pn"])
+def test_a_network_is_left_as_it_was(to: str) -> None:
+    model = network(to)
+    before = copy.deepcopy(model.state_dict())
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    model.layer1.eval()
+    modes = [m.training for m in model.modules()]
+    diagnose(model, batches(), SMALL)
+    assert [m.training for m in model.modules()] == modes
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_what_is_found() -> None:
+    model = network("bnn")
+    steps: list[tuple[str, int, int]] = []
+    found = diagnose(model, batches(), SMALL, lambda *step: steps.append(step))
+    assert found.images == 8
+    assert [layer.name for layer in found.layers] == [probe.name for probe in probes(model)]
+    for layer in found.layers:
+        assert layer.r2 is not None
+        assert layer.r2_before is not None
+        assert 0 < layer.r2 <= 1
+        assert layer.lmbda is not None
+        assert len(layer.lmbda) == 7
+    followed = [layer.name for layer in found.layers if layer.linearity is not None]
+    assert "bn1" in followed  # by the stem's ReLU
+    assert not any(name.endswith("downsample.2") for name in followed)  # which ends in an addition
+    assert found.input_noise[0].agreement == 100
+    assert {what for what, _, _ in steps} == {"layers", "statistics", "noise", "input noise"}
+    json.dumps(found.to_dict())
+
+
+def test_noise_on_the_images_is_judged_against_clean_answers() -> None:
+    model = network("bnn").eval()
+    images, generator = [pixels for pixels, _ in batches()], torch.Generator().manual_seed(SMALL.seed)
+    drawn = [torch.randn(pixels.shape, generator=generator) for pixels in images]
+    with torch.no_grad():
+        clean, noisy = ([model(x).argmax(1) for x in xs] for xs in (images, map(torch.add, images, drawn)))
+    answers = [clean[0], clean[1] + 1]
+    found = diagnose(model, list(zip(images, answers, strict=True)), SMALL).input_noise
+    clean, noisy, labels = (torch.cat(of) for of in (clean, noisy, answers))
+    assert found[0].top1 == 50
+    assert (found[-1].level, found[-1].agreement) == (1.0, 100 * float((noisy == clean).double().mean()))
+    assert found[-1].top1 == 100 * float((noisy == labels).double().mean())
+
+
+@pytest.mark.parametrize(("wanted", "looked"), [(1, [0]), (2, [0, 2]), (3, [0, 2]), (9, [0, 1, 2, 3])])
+def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
+    wanted: int, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(gaussianity, "qq", lambda column: seen.append(round(column[0])))
+    numbered = [(torch.full((2, 1, 4, 4), float(number)), None) for number in range(4)]
+    diagnose(nn.Sequential(nn.BatchNorm2d(1)), numbered, DiagnosisOptions(channels=1, batches=wanted))
+    assert seen == looked
+
+
+def test_noise_is_followed_from_where_it_is_added() -> None:
+    found = diagnose(network("ln"), batches(), SMALL)
+    for followed in found.noise:
+        assert followed.layers[0] == followed.source
+        assert followed.errors[0] == pytest.approx(0.1, rel=0.05)
+
+
+def test_without_labels_there_is_no_accuracy() -> None:
+    found = diagnose(network("bnn"), Unlabelled(batches()), SMALL)
+    assert all(entry.top1 is None for entry in found.input_noise)
+
+
+def test_the_same_seed_finds_the_same() -> None:
+    model = network("bnn")
+    assert diagnose(model, batches(), SMALL).to_dict() == diagnose(model, batches(), SMALL).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "message"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 2, 1)), batches(), "no normalization layer"),
+        (nn.Sequential(nn.BatchNorm2d(3)), [], "no images"),
+    ],
+)
+def test_nothing_to_measure(model: nn.Module, given: list[Batch], message: str) -> None:
+    with pytest.raises(RetrofitError, match=message):
+        diagnose(model, given)
+
+
+LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "batch": (lambda: nn.BatchNorm2d(6), (2, 6, 4, 4)),
+    "fused": (lambda: timm.layers.BatchNormAct2d(6), (2, 6, 4, 4)),
+    "layer": (lambda: nn.LayerNorm(6), (2, 5, 6)),
+    "layer, channels first": (lambda: timm.layers.LayerNorm2d(6), (2, 6, 6, 6)),
+    "group": (lambda: nn.GroupNorm(2, 6), (2, 6, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_probe_leaves_out_the_affine_and_the_activation(name: str) -> None:
+    make, shape = LAYERS[name]
+    layer, x = make().eval(), torch.randn(shape)
+    plain = Probe("", copy.deepcopy(layer)).by_channel(nn.functional.layer_norm(x, (6,)) if name == "layer" else x)
+    with torch.no_grad():
+        layer.weight.uniform_(-2, 2)
+        layer.bias.uniform_(-2, 2)
+    probe = Probe("", layer)
+    normalized = probe.normalized(x)
+    assert normalized.shape == plain.shape == (2, 6, plain.shape[2])
+    if name == "layer":
+        torch.testing.assert_close(normalized, plain, atol=1e-4, rtol=1e-4)
+    expected = normalized * layer.weight.view(1, 6, 1) + layer.bias.view(1, 6, 1)
+    torch.testing.assert_close(probe.by_channel(probe.output(x)), expected)
+
+
+def test_a_probe_sees_the_input_of_the_transform() -> None:
+    layer = retrofit.layers.BatchNormalNorm2d(3).eval()
+    layer.running_lambda.fill_(0.5)
+    x = torch.randn(4, 3, 5, 5)
+    before = Probe("", layer).standardised(x)
+    torch.testing.assert_close(before, x.flatten(2) / (1 + layer.eps) ** 0.5)
+    after = retrofit.layers.yeo_johnson(before, torch.tensor(0.5))
+    torch.testing.assert_close(Probe("", layer).normalized(x), after)
+
+
+def test_a_probe_sees_whitened_values() -> None:
+    layer = retrofit.layers.DecorrelatedBatchNormalNorm2d(4, momentum=1.0)
+    x = torch.randn(8, 4, 5, 5)
+    x[:, 1] += x[:, 0]
+    layer(x)
+    layer.eval().running_lambda.fill_(0.5)
+    before = Probe("", layer).standardised(x)
+    torch.testing.assert_close(before.movedim(1, 0).flatten(1).corrcoef(), torch.eye(4), atol=1e-3, rtol=0)
+    after = retrofit.layers.yeo_johnson(before, torch.tensor(0.5))
+    torch.testing.assert_close(Probe("", layer).normalized(x), after)
+
+
+@pytest.fixture(scope="module")
+def one() -> Any:
+    return diagnose(network("bnn"), batches(), SMALL)
+
+
+def test_a_report_is_one_folder(one: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    write_report({"a <b>": one, "other": one}, {"schema": 1}, folder)
+    page = (folder / "index.html").read_text()
+    assert "a &lt;b&gt;" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert page.count("<figure>") == len(list(folder.glob("*.png"))) == 8
+    results = json.loads((folder / "results.json").read_text())
+    assert results["schema"] == 1
+    assert set(results["networks"]) == {"a <b>", "other"}
+    assert all(sentence.startswith(("a <b>: ", "other: ")) for sentence in sentences({"a <b>": one, "other": one}))
+
+
+def test_a_report_replaces_only_a_report(one: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    write_report({"a": one}, {}, folder)
+    with pytest.raises(RetrofitError, match="--force"):
+        check_folder(folder, force=False)
+    check_folder(folder, force=True)
+    write_report({"b": one}, {}, folder)
+    assert "b" in json.loads((folder / "results.json").read_text())["networks"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(RetrofitError, match="kept"):
+        check_folder(tmp_path / "mine", force=True)
+    with pytest.raises(RetrofitError, match="no folder"):
+        check_folder(tmp_path / "absent" / "report", force=False)
+
+
+def test_a_failed_report_leaves_nothing(one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> str:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("retrofit.diagnose.report.page", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_report({"a": one}, {}, tmp_path / "report")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,244 @@
+"""ONNX files: right against PyTorch for every target, deterministic, whole or absent."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+import retrofit
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.export import api
+from retrofit.export.onnx import write
+from tests.export.networks import norm, train_a_little
+
+QUICK = [
+    ("resnet18", "bnn", 1.0),
+    ("tf_efficientnet_lite0", "bnn", 0.0),
+    pytest.param("resnet18", "gn-pn", 0.5, marks=pytest.mark.slow),
+    ("vit_tiny_patch16_224", "lnn", 1.0),
+]
+MODELS = [
+    "resnet18", "resnet50", "tv:resnet50", "tf_efficientnet_lite0", "mobilenetv3_small_100", "vit_tiny_patch16_224",
+    "convnext_atto", "densenet121",
+]  # fmt: skip
+
+
+def build(name: str, to: str, size: int) -> nn.Module:
+    options: dict[str, Any] = {"img_size": size, "depth": 4} if name.startswith("vit") else {}
+    model = (
+        torchvision.models.get_model(name[3:], weights=None)
+        if name.startswith("tv:")
+        else timm.create_model(name, num_classes=50, **options)
+    )
+    return retrofit.convert(model, to, check=False)[0]
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5)).eval()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    model = small()
+    model(torch.zeros(1, 3, 6, 6))
+    return model
+
+
+def export(model: nn.Module, path: Path, **options: Any) -> Any:
+    return retrofit.export_onnx(model, path, **{"input_size": (3, 6, 6), **options})
+
+
+@pytest.mark.parametrize(("name", "to", "strength"), QUICK)
+def test_parity(name: str, to: str, strength: float, tmp_path: Path) -> None:
+    model = train_a_little(build(name, to, 32), 32, strength)
+    report = retrofit.export_onnx(model, tmp_path / "out.onnx", input_size=(3, 32, 32))
+    assert report.parity.passed
+    assert report.parity.batches == (1, 3)
+    assert report.parity.tolerance == 1e-4
+    session = onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(x)
+    found = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("to", ["bnn", "lnn", "gnn", "inn", "gn-pn", "ln-pn"])
+@pytest.mark.parametrize("name", MODELS)
+def test_parity_of_every_target(name: str, to: str, strength: float, tmp_path: Path) -> None:
+    try:
+        model = build(name, to, 64)
+    except RetrofitError as error:
+        pytest.skip(str(error))
+    train_a_little(model, 64, strength)
+    report = retrofit.export_onnx(model, tmp_path / "out.onnx", input_size=(3, 64, 64))
+    assert report.parity.passed
+
+
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("tf_efficientnet_lite0", marks=pytest.mark.slow)])
+def test_strength_0_adds_no_node(name: str, tmp_path: Path) -> None:
+    source = timm.create_model(name)
+    plain = retrofit.export_onnx(source, tmp_path / "bn.onnx", input_size=(3, 32, 32))
+    converted = retrofit.export_onnx(retrofit.convert(source, "bnn")[0], tmp_path / "bnn.onnx", input_size=(3, 32, 32))
+    assert plain.nodes == converted.nodes
+    assert "BatchNormalization" not in plain.nodes
+    graphs = [onnx.load(tmp_path / f"{kind}.onnx").graph for kind in ("bn", "bnn")]
+    assert graphs[0].SerializeToString(deterministic=True) == graphs[1].SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("opset", [18, 20, 22])
+def test_opset(opset: int, model: nn.Module, tmp_path: Path) -> None:
+    export(model, tmp_path / "out.onnx", opset=opset)
+    assert onnx.load(tmp_path / "out.onnx").opset_import[0].version == opset
+
+
+@pytest.mark.parametrize("opset", [9, 17, 23])
+def test_unknown_opset(opset: int, model: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="18 to 22"):
+        export(model, tmp_path / "out.onnx", opset=opset)
+    assert not list(tmp_path.iterdir())
+
+
+def test_same_bytes_every_time(model: nn.Module, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        export(model, tmp_path / name)
+    content = (tmp_path / "a").read_bytes()
+    assert content == (tmp_path / "b").read_bytes()
+    assert str(Path(__file__).parent).encode() not in content
+    assert b"site-packages" not in content
+
+
+def test_metadata(model: nn.Module, tmp_path: Path) -> None:
+    export(model, tmp_path / "out.onnx")
+    found = {entry.key: entry.value for entry in onnx.load(tmp_path / "out.onnx").metadata_props}
+    assert found["schema"] == "1"
+    assert found["retrofit"] == retrofit.__version__
+    assert json.loads(found["input_size"]) == [3, 6, 6]
+
+
+def test_dynamic_batch_and_size(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    export(model, tmp_path / "out.onnx", dynamic_size=True)
+    session = onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
+    assert session.get_inputs()[0].shape == ["batch", 3, "height", "width"]
+    x = torch.randn(5, 3, 11, 8)
+    found = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    torch.testing.assert_close(found, model(x).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
+    images = list(torch.randn(4, 8, 3, 6, 6))
+    report = export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, degree=2, tolerance=0.5)
+    assert report.parity.batches == (1, 3, 12)  # every second image
+    (layer,) = report.layers
+    assert (layer.form, layer.degree) == ("polynomial", 2)
+    assert report.nodes == {"BatchNormalization": 1, "Clip": 1, "Conv": 1, "Gemm": 1, "Mul": 1, "Reshape": 1}
+    x = torch.cat(images)
+    session = onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
+    found = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    with torch.no_grad():
+        assert (found - model(x)).abs().max() < 0.2 * model(x).abs().max()
+
+
+def test_polynomials_beyond_the_tolerance_leave_no_file(model: nn.Module, tmp_path: Path) -> None:
+    images = [torch.randn(8, 3, 6, 6)]
+    with pytest.raises(RetrofitError, match="less than 1e-07"):
+        export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, tolerance=1e-7)
+    with pytest.raises(RetrofitError, match="raise the tolerance"):
+        export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, tolerance=1e-7, degree=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_export_of_polynomials_leaves_no_file(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = api.to_onnx
+
+    def wrong(net: nn.Module, *args: Any) -> Any:
+        moved = copy.deepcopy(net)
+        moved[0].weight += 0.1  # type: ignore[index,operator]
+        return real(moved, *args)
+
+    monkeypatch.setattr(api, "to_onnx", wrong)
+    with pytest.raises(RetrofitError, match=r"more than 0\.0001"):
+        export(model, tmp_path / "out.onnx", fold="poly", calibrate=[torch.randn(8, 3, 6, 6)], tolerance=0.5)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_fold_leaves_no_file(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = api.fold_network
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        folded = real(*args, **kwargs)
+        folded.model[0].weight[0, 0] += 0.1
+        return folded
+
+    monkeypatch.setattr(api, "fold_network", wrong)
+    with pytest.raises(RetrofitError, match="folded network differs"):
+        export(model, tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nan_on_one_side_fails(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = api.fold_network
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        folded = real(*args, **kwargs)
+        folded.model[0].bias[:] = math.nan
+        return folded
+
+    monkeypatch.setattr(api, "fold_network", wrong)
+    with pytest.raises(RetrofitError, match="folded network differs"):
+        export(model, tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_unreachable_tolerance(model: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(RetrofitError, match="raise the tolerance"):
+        export(model, tmp_path / "out.onnx", tolerance=1e-12)
+    with pytest.raises(UsageError, match="more than 0"):
+        export(model, tmp_path / "out.onnx", tolerance=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_existing_file_is_kept(model: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "out.onnx").write_text("mine")
+    with pytest.raises(RetrofitError, match="--force"):
+        export(model, tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx").read_text() == "mine"
+    export(model, tmp_path / "out.onnx", force=True)
+    onnx.checker.check_model(str(tmp_path / "out.onnx"))
+
+
+def test_large_weights_go_beside(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "LARGEST", 100)
+    report = export(model, tmp_path / "out.onnx")
+    files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(files) == {"out.onnx", "out.onnx.data"}
+    assert report.bytes == sum(files.values())
+    onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
+
+
+def test_wrong_input_size(model: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(RetrofitError, match="did not take an input of size 3x9x9"):
+        export(model, tmp_path / "out.onnx", input_size=(3, 9, 9))
+
+
+def test_given_network_is_not_changed(model: nn.Module, tmp_path: Path) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    export(model.train(), tmp_path / "out.onnx")
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,96 @@
+"""An export that fails says so in a few lines, and leaves no file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from retrofit.errors import RetrofitError
+from retrofit.export.onnx.model import silence
+from retrofit.export.onnx.runtime import check_model, runner
+
+SCRIPT = """
+import sys, torch, retrofit
+from torch import nn
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        x = self.bn(x)
+        return x if x.sum() > 0 else -x
+
+model, _ = retrofit.convert(nn.Sequential(*[Branches() for _ in range(20)]), "bnn")
+try:
+    retrofit.export_onnx(model, "out.onnx", input_size=(3, 8, 8))
+except retrofit.RetrofitError as error:
+    sys.exit(f"error: {error}")
+"""
+COMMAND = "-m retrofit export test_maxvit --img-size 64 --dynamic-size --json"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-c", SCRIPT], pytest.param(COMMAND.split(), marks=pytest.mark.slow)], ids=["python", "command"]
+)
+def test_a_failing_export_prints_three_lines_at_most(arguments: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    words = [sys.executable, *arguments]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) <= 3
+    assert lines[-1].startswith("error: torch.onnx cannot export the network (")
+    assert len(lines[-1]) < 400
+    assert not done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_output_returns_after_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        print("unheard")
+        print("unheard", file=sys.stderr)
+        raise KeyError
+
+    with pytest.raises(KeyError), silence():
+        fail()
+    print("heard")
+    assert capsys.readouterr() == ("heard\n", "")
+
+
+def model(operator: str) -> onnx.ModelProto:
+    values = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", 2]) for n in ("input", "output")]
+    node = onnx.helper.make_node(operator, ["input"], ["output"], domain="" if operator == "Det" else "nowhere")
+    graph = onnx.helper.make_graph([node], "network", values[:1], values[1:])
+    domains = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("nowhere", 1)]
+    return onnx.helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+def test_what_onnx_runtime_cannot_run_is_one_line() -> None:
+    with pytest.raises(
+        RetrofitError, match=r"ONNX Runtime cannot run the exported model \(.*; please report it"
+    ) as one:
+        runner(model("Unheard").SerializeToString())
+    assert "\n" not in str(one.value)
+
+
+def test_an_input_that_onnx_runtime_refuses_is_one_line() -> None:
+    run = runner(onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        network (float[2, 3] input) => (float[2, 3] output) { output = Relu(input) }"""
+    ).SerializeToString())  # fmt: skip
+    assert run(torch.ones(2, 3))[0].shape == (2, 3)
+    with pytest.raises(RetrofitError, match="cannot run"):
+        run(torch.ones(1, 4))
+
+
+def test_an_invalid_model_is_one_line() -> None:
+    with pytest.raises(RetrofitError, match="not valid ONNX"):
+        check_model(model("Det"))

@@ -1,0 +1,88 @@
+"""Another number of classes, or another size of images, for a converted network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import get_model_weights
+
+import retrofit
+from retrofit.errors import RetrofitError
+from retrofit.finetune.classifier import outputs_of, with_classes, with_images
+from retrofit.networks.library import ModelSource, Preprocess, build
+from retrofit.networks.models import Network, open_model
+
+
+def converted(name: str, to: str = "bnn", **options: object) -> Network:
+    network = open_model(name, **options)
+    network.model, _ = retrofit.convert(network.model, to, check=False)
+    return network
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "tv:squeezenet1_1", "tv:resnet18"])
+def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
+    network = open_model(name) if "squeeze" in name else converted(name)
+    old = {key: tensor.clone() for key, tensor in network.model.state_dict().items()}
+    changed, fresh = with_classes(network, 7)
+    assert outputs_of(changed.model) == 7
+    new = changed.model.state_dict()
+    assert new.keys() == old.keys()
+    for key, tensor in new.items():
+        assert not tensor.any() if key in fresh else torch.equal(tensor, old[key]), key
+    assert changed.labels is None
+
+
+def test_the_artifact_of_the_changed_network_loads(tmp_path: object) -> None:
+    changed, _ = with_classes(converted("test_resnet"), 7)
+    retrofit.save(changed.model, f"{tmp_path}/seven.safetensors")
+    again = retrofit.load(f"{tmp_path}/seven.safetensors")
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again.eval()(images), changed.model.eval()(images))
+
+
+def test_what_torchvision_builds_for_weights_stays(tmp_path: object) -> None:
+    source = ModelSource("torchvision", "googlenet", {"weights": "IMAGENET1K_V1"})
+    model, _ = retrofit.convert(build(source), "bnn", check=False)
+    network = Network(model, source, Preprocess((3, 64, 64), (0.0,) * 3, (1.0,) * 3), None, {"kind": "random"})
+    changed, fresh = with_classes(network, 7)
+    assert fresh == ("fc.weight", "fc.bias")
+    assert changed.source.kwargs == {"weights": "IMAGENET1K_V1", "num_classes": 7}
+    assert changed.model.transform_input
+    assert changed.model.aux1 is None
+    retrofit.save(changed.model, f"{tmp_path}/seven.safetensors")
+    again = retrofit.load(f"{tmp_path}/seven.safetensors")
+    assert again.transform_input
+    assert again.fc.out_features == 7
+    assert len(get_model_weights("googlenet")["IMAGENET1K_V1"].meta["categories"]) == 1000  # as it was
+
+
+def test_what_was_set_on_the_network_stays() -> None:
+    network = open_model("test_resnet")
+    network.model.bn1.eps, network.model.drop_rate = 0.3, 0.5
+    network.model, _ = retrofit.convert(network.model, "bnn")
+    network.model.layer1[0].bn1.noise = 0.25
+    changed, _ = with_classes(network, 7)
+    assert (changed.model.bn1.eps, changed.model.drop_rate, changed.model.num_classes) == (0.3, 0.5, 7)
+    assert changed.model.layer1[0].bn1.noise == 0.25
+    assert changed.model.fc.out_features == 7
+
+
+def test_outputs_without_a_word_from_the_model() -> None:
+    assert outputs_of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))) == 5
+    assert outputs_of(nn.Sequential(nn.Conv2d(3, 6, 1))) == 6
+    assert outputs_of(nn.ReLU()) is None
+
+
+def test_other_images() -> None:
+    network = with_images(converted("test_resnet"), 48, 0.9)
+    assert network.preprocess.input_size == (3, 48, 48)
+    assert network.preprocess.crop_pct == 0.9
+    assert with_images(network, None, None).preprocess == network.preprocess
+
+
+def test_a_network_whose_classifier_cannot_be_told() -> None:
+    network = converted("test_resnet")
+    network.model = nn.Sequential(nn.BatchNorm2d(3))
+    with pytest.raises(RetrofitError, match="cannot tell the classifier"):
+        with_classes(network, 7)

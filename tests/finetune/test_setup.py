@@ -1,0 +1,53 @@
+"""What is refused before a run's first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retrofit.errors import RetrofitError
+from retrofit.finetune.setup import check_images, check_unused, make_folder
+from tests.finetune.conftest import small_network
+
+
+class TwoHeads(nn.Module):
+    """Gives the scores of both in training, as torchvision's Inception does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 5), nn.BatchNorm2d(4), nn.Flatten())
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        scores: Tensor = self.body(x)
+        return (scores, scores) if self.training else scores
+
+
+def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
+    network = replace(small_network(None), model=TwoHeads())
+    before = {name: tensor.clone() for name, tensor in network.model.state_dict().items()}
+    with pytest.raises(RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"):
+        check_images(network, (3, 16, 16))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.model.state_dict().items())
+    assert all(module.training for module in network.model.modules())
+    network.model = network.model.body
+    check_images(network, (3, 16, 16))
+    small = replace(network.preprocess, input_size=(3, 4, 4))
+    with pytest.raises(RetrofitError, match=r"of 4 x 4 pixels \(.*\); give --img-size 16, or build it for this size"):
+        check_images(replace(network, preprocess=small), (3, 16, 16))
+
+
+def test_folders(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "a" / "b"):
+        check_unused(folder)
+        make_folder(folder)
+    with pytest.raises(RetrofitError, match=r"exists; give another folder with -o, or --resume"):
+        check_unused(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(RetrofitError, match="file exists"):
+        check_unused(tmp_path / "file")
+    with pytest.raises(RetrofitError, match="cannot make the folder"):
+        make_folder(tmp_path / "file" / "inside")

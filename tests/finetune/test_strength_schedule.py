@@ -1,0 +1,152 @@
+"""The course of strength and noise, step by step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune import StrengthSchedule
+from retrofit.layers import BatchNormalNorm1d, BatchNormalNorm2d, MigratedGroupNorm
+from retrofit.surgery import strength_of
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(BatchNormalNorm2d(4), nn.Conv2d(4, 4, 1), BatchNormalNorm2d(4, noise=0.4))
+
+
+def course(schedule: StrengthSchedule, model: nn.Module, steps: int) -> list[float | None]:
+    seen = []
+    for _ in range(steps):
+        seen.append(strength_of(model))
+        schedule.step()
+    return seen
+
+
+def test_linear() -> None:
+    model = network()
+    seen = course(StrengthSchedule(model, 8), model, 8)
+    assert seen == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
+
+
+def test_cosine_between_two_values() -> None:
+    model = network()
+    schedule = StrengthSchedule(model, 10, shape="cosine", ramp=1.0, start=0.2, end=0.8)
+    wanted = [0.2 + 0.6 * (1 - math.cos(math.pi * step / 10)) / 2 for step in range(10)]
+    assert course(schedule, model, 10) == pytest.approx(wanted)
+    assert strength_of(model) == pytest.approx(0.8)
+
+
+def test_no_ramp_is_full_strength_at_once_and_off_leaves_it_alone() -> None:
+    model = network()
+    StrengthSchedule(model, 10, ramp=0.0)
+    assert strength_of(model) == 1.0
+    for layer in model[::2]:
+        layer.set_strength(0.3)
+    schedule = StrengthSchedule(model, 10, shape="off", noise=0.0)
+    schedule.step()
+    assert strength_of(model) == pytest.approx(0.3)
+    assert schedule.strength is None
+
+
+def test_layers_of_an_earlier_conversion_are_not_taken_back() -> None:
+    model = network()
+    model[0].set_strength(0.5)
+    model[2].set_strength(0.0)
+    schedule = StrengthSchedule(model, 4, ramp=1.0)
+    seen = []
+    for _ in range(5):
+        seen.append((float(model[0].strength), float(model[2].strength), schedule.strength))
+        schedule.step()
+    assert seen == [(0.5, 0, 0), (0.625, 0.25, 0.25), (0.75, 0.5, 0.5), (0.875, 0.75, 0.75), (1, 1, 1)]
+
+
+def test_what_lies_above_the_end_comes_down_to_it_though_the_rest_stays() -> None:
+    model = network()
+    model[2].set_strength(0.0)
+    StrengthSchedule(model, 2, ramp=1.0, end=0.0).step()
+    assert (float(model[0].strength), float(model[2].strength)) == (0.5, 0)
+
+
+def test_a_resumed_schedule_knows_where_each_layer_began() -> None:
+    model = network()
+    model[2].set_strength(0.0)
+    schedule = StrengthSchedule(model, 4, ramp=1.0, end=0.5)
+    schedule.step()
+    again = StrengthSchedule(model, 4, ramp=1.0, end=0.5)  # built when the layers have moved on
+    again.load_state_dict(schedule.state_dict())
+    assert (float(model[0].strength), float(model[2].strength)) == (0.875, 0.125)
+    again.load_state_dict({"steps": 4})  # of an earlier version
+    assert strength_of(model) == 0.5
+
+
+def test_noise_has_a_course_of_its_own() -> None:
+    model = network()
+    schedule = StrengthSchedule(model, 10, noise=0.4, noise_start=0.4, noise_ramp=0.4)
+    seen = []
+    for _ in range(10):
+        seen.append(model[0].noise)
+        assert model[0].noise == model[2].noise == schedule.noise
+        schedule.step()
+    assert seen == pytest.approx([0, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4, 0.4])
+    StrengthSchedule(network_without_change := network(), 10)
+    assert [layer.noise for layer in network_without_change[::2]] == [0.4, 0.4]
+
+
+def test_the_state_goes_on_where_it_was() -> None:
+    model, other = network(), network()
+    one, two = StrengthSchedule(model, 7, noise=0.2), StrengthSchedule(other, 7, noise=0.2)
+    for _ in range(3):
+        one.step()
+    two.load_state_dict(one.state_dict())
+    for _ in range(4):
+        assert strength_of(model) == strength_of(other)
+        assert model[0].noise == other[0].noise
+        one.step()
+        two.step()
+
+
+def test_several_networks_and_layers_of_every_kind() -> None:
+    models = nn.ModuleList([MigratedGroupNorm(2, 4), BatchNormalNorm1d(3)])
+    StrengthSchedule(models, 4, noise=0.1).step()
+    assert strength_of(models) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"shape": "square"}, "linear, cosine or off"),
+        ({"ramp": 1.5}, "ramp is a fraction"),
+        ({"noise_start": -0.1}, "noise_start is a fraction"),
+        ({"end": 2.0}, "strength must lie"),
+        ({"noise": -1.0}, "noise must be"),
+        ({"total_steps": 0}, "total_steps"),
+    ],
+)
+def test_refusals(options: dict[str, object], pattern: str) -> None:
+    with pytest.raises(UsageError, match=pattern):
+        StrengthSchedule(network(), **{"total_steps": 10, **options})  # type: ignore[arg-type]
+
+
+def test_a_network_without_converted_layers() -> None:
+    with pytest.raises(RetrofitError, match="no converted layer"):
+        StrengthSchedule(nn.Linear(2, 2), 10)
+
+
+@pytest.mark.slow
+def test_a_compiled_network_is_not_compiled_again_for_every_strength_and_noise() -> None:
+    model = network().train()
+    schedule = StrengthSchedule(model, 32, noise=0.4, noise_start=0.0, noise_ramp=1.0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="eager")
+    kinds = set()
+    for _ in range(32):
+        compiled(torch.randn(2, 4, 3, 3)).sum().backward()
+        kinds.add(model[0].noise)
+        schedule.step()
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert frames <= 2 * (len(kinds) + 1)

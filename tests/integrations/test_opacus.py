@@ -1,0 +1,179 @@
+"""Opacus with what `import retrofit.opacus` registers: the validator, the fixer and per-sample gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import retrofit
+
+pytest.importorskip("opacus", reason="needs the dependency group `clients`")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+from opacus import PrivacyEngine  # noqa: E402
+from opacus.grad_sample.utils import wrap_model  # noqa: E402
+from opacus.validators import ModuleValidator  # noqa: E402
+from opacus.validators.errors import UnsupportedModuleError  # noqa: E402
+
+import retrofit.opacus  # noqa: E402
+
+
+def network(name: str) -> nn.Module:
+    """A network in training, with running statistics that have moved."""
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(num_classes=5) if name == "tv" else timm.create_model(name, num_classes=5)
+    model.train()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(8, 3, 64, 64))
+    return model
+
+
+def converted(name: str, to: str, strength: float | None = 1.0) -> nn.Module:
+    model, _ = retrofit.convert(network(name), to)
+    if strength is not None and to != "frozen":
+        retrofit.set_strength(model, strength)
+    return model
+
+
+def assert_gradients_are_a_loops(model: nn.Module, mode: str, size: int = 64) -> None:
+    """Compare with single samples, each tensor at its own scale."""
+    x, y = torch.randn(4, 3, size, size), torch.randint(0, 5, (4,))
+    alone = copy.deepcopy(model)
+    cross_entropy(wrap_model(model, mode)(x), y).backward()
+    for i in range(4):
+        alone.zero_grad()
+        cross_entropy(alone(x[i : i + 1]), y[i : i + 1]).backward()
+        for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            error = (one.grad_sample[i] - other.grad).abs().max()
+            assert error <= 1e-5 * other.grad.abs().max().clamp_min(1e-3), (name, float(error))
+
+
+@pytest.mark.parametrize("name", ["test_efficientnet", "tf_efficientnet_lite0"])
+@pytest.mark.parametrize(("to", "strength"), [("ln", 1.0), ("ln", 0.4), ("gn", 1.0), ("gn-pn", 1.0), ("frozen", None)])
+def test_converted_networks_by_hooks(name: str, to: str, strength: float | None) -> None:
+    model = converted(name, to, strength).double()
+    assert ModuleValidator.validate(model, strict=True) == []
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_gradients_are_a_loops(model, "hooks")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_lite0_in_single_precision() -> None:
+    model = converted("tf_efficientnet_lite0", "ln")
+    assert ModuleValidator.validate(model, strict=True) == []
+    x, y = torch.randn(4, 3, 64, 64), torch.randint(0, 5, (4,))
+    alone = copy.deepcopy(model)
+    cross_entropy(wrap_model(model, "hooks")(x), y).backward()
+    for i in range(4):
+        alone.zero_grad()
+        cross_entropy(alone(x[i : i + 1]), y[i : i + 1]).backward()
+        one = torch.cat([parameter.grad_sample[i].flatten() for parameter in model.parameters()])
+        other = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])
+        assert (one - other).norm() <= 1e-3 * other.norm()  # rounding through 49 layers; in double precision 1e-5
+
+
+def test_gamma_gets_its_share_through_a_proxy_that_stands_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 5, 3), nn.Flatten(), nn.LazyLinear(5)
+    )
+    model.train()(torch.randn(4, 3, 16, 16))
+    retrofit.convert(model, "ln-pn")
+    retrofit.set_strength(model, 1)
+    assert_gradients_are_a_loops(model, "hooks", 16)
+
+
+def test_a_proxy_that_no_hook_reaches_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 5, 3))
+    retrofit.convert(model, "ln-pn", pn_params=False)
+    with pytest.raises(NotImplementedError, match="no hook reaches it"):
+        wrap_model(model.train(), "hooks")
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+@pytest.mark.parametrize("to", ["ln", "gn-pn", "frozen"])
+def test_plain_networks_in_every_mode(to: str, mode: str) -> None:
+    assert_gradients_are_a_loops(retrofit.plain(converted("test_efficientnet", to)).train(), mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+@pytest.mark.parametrize("options", [{}, {"to": "ln"}, {"to": "gn"}, {"num_groups": 4}], ids=str)
+def test_fixed_networks_in_every_mode(options: dict[str, Any], mode: str) -> None:
+    source = network("test_efficientnet")
+    assert not ModuleValidator.is_valid(source)
+    fixed = ModuleValidator.fix(source, **options)
+    assert ModuleValidator.validate(fixed, strict=True) == []
+    assert_gradients_are_a_loops(fixed, mode)
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "tv"])
+def test_the_fixer_keeps_the_trained_function(name: str) -> None:
+    source = network(name)
+    x = torch.randn(4, 3, 64, 64)
+    fixed = ModuleValidator.fix(source)
+    torch.testing.assert_close(fixed.eval()(x), source.eval()(x), rtol=1e-4, atol=1e-5)
+    migrated, _ = retrofit.convert(copy.deepcopy(source), "ln")
+    retrofit.set_strength(migrated, 1)
+    fixed = ModuleValidator.fix(source, to="ln")
+    torch.testing.assert_close(fixed.eval()(x), migrated.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_an_untrained_network_gets_normalization() -> None:
+    fixed = ModuleValidator.fix(timm.create_model("test_efficientnet"))
+    assert any(isinstance(module, nn.GroupNorm) for module in fixed.modules())
+
+
+def test_residual_sums_in_place_take_mode_ew() -> None:
+    assert_gradients_are_a_loops(retrofit.plain(converted("test_resnet", "ln")).train(), "ew")
+    with pytest.raises(RuntimeError, match="modified inplace"):  # Opacus's hooks, whatever the layers
+        assert_gradients_are_a_loops(converted("test_resnet", "ln"), "hooks")
+
+
+@pytest.mark.parametrize("to", ["bnn", "dbn", "dbnn"])
+def test_statistics_of_the_batch_are_refused(to: str) -> None:
+    with pytest.raises(UnsupportedModuleError, match="normalizes each sample by its batch"):
+        ModuleValidator.validate(converted("test_resnet", to), strict=True)
+
+
+def test_noise_is_refused() -> None:
+    model, _ = retrofit.convert(timm.create_model("test_vit"), "lnn", noise=0.5)
+    with pytest.raises(UnsupportedModuleError, match="adds noise"):
+        ModuleValidator.validate(model, strict=True)
+
+
+def test_what_it_cannot_train_is_refused() -> None:
+    with pytest.raises(retrofit.UsageError, match="choose frozen, ln or gn"):
+        ModuleValidator.fix(network("test_efficientnet"), to="bnn")
+
+
+def test_an_epoch_with_differential_privacy() -> None:
+    model = converted("tf_efficientnet_lite0", "ln")
+    data = torch.utils.data.TensorDataset(torch.randn(16, 3, 64, 64), torch.randint(0, 5, (16,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=torch.utils.data.DataLoader(data, 8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    before = copy.deepcopy(model.state_dict())
+    for step, (x, y) in enumerate(loader):
+        retrofit.set_strength(model, 0.5 + step / 10)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.get_epsilon(1e-5) > 0
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+    assert not torch.equal(before["_module.conv_stem.weight"], model.state_dict()["_module.conv_stem.weight"])

@@ -1,0 +1,202 @@
+"""The C++ maps behind ProxyNorm and MigratedGroupNorm against the same layers in float64 torch operations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrofit.layers import MigratedGroupNorm, ProxyNorm
+from retrofit.layers.kernels import VARIABLE, channelwise, cpp
+
+pytestmark = pytest.mark.compiler
+
+ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "relu": nn.ReLU,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "relu6": nn.ReLU6,
+    "hardtanh": lambda: nn.Hardtanh(-0.5, 2.0),
+    "leaky": lambda: nn.LeakyReLU(0.2),
+    "hardswish": nn.Hardswish,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "function": lambda: functional.silu,
+}
+SHAPES = {
+    "maps": (3, 21, 9, 7),
+    "maps of one": (3, 21, 1, 1),
+    "large": (2, 5, 65, 33),
+    "sequence": (3, 21, 40),
+    "3d": (2, 6, 3, 4, 5),
+    "flat": (9, 21),
+    "alone": (1, 3, 4, 4),
+}
+
+
+def proxy(activation: Callable[[Tensor], Tensor], channels: int, channel_dim: int = 1) -> nn.Module:
+    norm = nn.GroupNorm(1, channels)
+    act = ProxyNorm(activation, channels, norm=norm, restore=True, strength=0.8, channel_dim=channel_dim)
+    act.norm_of_its_own = norm  # so that its parameters are compared too
+    return act
+
+
+def migrated(channels: int, groups: int = 1) -> nn.Module:
+    layer = MigratedGroupNorm(groups, channels, strength=0.7, source_eps=1e-3)
+    layer.running_mean.normal_(1.0)
+    layer.running_var.uniform_(0.5, 2.0)
+    layer.gain.uniform_(0.5, 2.0)
+    return layer
+
+
+def arranged(shape: tuple[int, ...], order: str, dtype: torch.dtype) -> Tensor:
+    """Numbers around the kinks of the activations, as they may lie in memory."""
+    x = (2.5 * torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.7).to(dtype)
+    if order == "channels last":
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    if order == "unaligned":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(shape)
+    if order == "strided":
+        return torch.stack([x, x], -1)[..., 0]
+    return x
+
+
+def run(layer: nn.Module, x: Tensor, kernels: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Output and gradients, in the layer's own type."""
+    monkeypatch.setenv(VARIABLE, kernels)
+    layer, leaf = copy.deepcopy(layer), x.detach().requires_grad_()
+    out = layer(leaf * 1)  # in place activations may not write to a leaf
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+    out.backward(grad)
+    assert leaf.grad is not None
+    return {
+        "out": out.detach(),
+        "x": leaf.grad,
+        **{n: p.grad for n, p in layer.named_parameters() if p.grad is not None},
+    }
+
+
+def assert_agree(layer: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.4)
+    got = run(layer, x, "cpp", monkeypatch)
+    wanted = run(copy.deepcopy(layer).double(), x.double(), "eager", monkeypatch)
+    assert got.keys() == wanted.keys()
+    assert got["out"].dtype == got["x"].dtype == x.dtype
+    tolerance = 1e-2 if x.dtype == torch.bfloat16 else 2e-5
+    for name, value in wanted.items():
+        scale = value.abs().max().clamp_min(1e-3)
+        assert (got[name] - value).abs().max() <= tolerance * scale, name
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was called of the library."""
+    calls: list[str] = []
+    call = channelwise._call
+    monkeypatch.setattr(channelwise, "_call", lambda name, *args: calls.append(name) or call(name, *args))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", ["contiguous", "channels last", "unaligned", "strided"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("layer", ["proxy", "migrated"])
+def test_agrees_however_it_lies(
+    layer: str, shape: tuple[int, ...], order: str, dtype: torch.dtype, used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = arranged(shape, order, dtype)
+    module = proxy(nn.SiLU(), shape[1]) if layer == "proxy" else migrated(shape[1], 3 if shape[1] % 3 == 0 else 1)
+    assert_agree(module, x, monkeypatch)
+    assert "channels_forward" in used
+    if order == "channels last" and len(shape) > 2:
+        monkeypatch.setenv(VARIABLE, "cpp")
+        out = module(x)
+        assert out.movedim(1, -1).is_contiguous()
+
+
+@pytest.mark.parametrize("channel_dim", [1, -1])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, channel_dim: int, used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = arranged((4, 11, 10, 11), "contiguous", torch.float32)
+    x[0, 0, 0, :8] = torch.tensor([-3.0, -0.5, 0.0, 2.0, 3.0, 6.0, 40.0, -40.0])  # kinks, and where exp ends
+    assert_agree(proxy(ACTIVATIONS[name](), 11, channel_dim), x, monkeypatch)
+    assert "channels_backward" in used
+
+
+OTHERS = {"tanh": nn.Tanh(), "prelu": nn.PReLU(11), "gelu-tanh": nn.GELU("tanh"), "function": torch.sigmoid}
+
+
+@pytest.mark.parametrize("activation", OTHERS.values(), ids=OTHERS)
+def test_other_activations_stay_with_torch(
+    activation: nn.Module, used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_agree(proxy(activation, 11), arranged((4, 11, 6, 6), "contiguous", torch.float32), monkeypatch)
+    assert not used
+
+
+def test_a_hook_on_the_activation_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "cpp")
+    layer, seen = proxy(nn.ReLU(), 6), []
+    x = torch.randn(2, 6, 5, 5)
+    plain = layer(x)
+    layer.activation.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    torch.testing.assert_close(layer(x), plain)
+    assert x.shape in seen
+
+
+def test_a_group_far_from_the_running_mean_keeps_its_variance(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = migrated(6, 6), 1e-2 * torch.randn(2, 6, 16, 16) + torch.linspace(-300, 300, 6).view(-1, 1, 1)
+    exact = run(copy.deepcopy(layer).double(), x.double(), "eager", monkeypatch)
+    errors = []
+    for kernels in ("cpp", "eager"):
+        found = run(layer, x, kernels, monkeypatch)
+        errors.append({name: (value - exact[name]).abs().max().item() for name, value in found.items()})
+    for name, error in errors[0].items():  # the values themselves have 8 bits of their deviations left
+        assert error <= 2 * errors[1][name] + 1e-5 * exact[name].abs().max().item(), name
+
+
+@pytest.mark.parametrize("order", ["contiguous", "channels last"])
+@pytest.mark.parametrize("layer", [proxy(nn.GELU(), 6), migrated(6, 2)], ids=["proxy", "migrated"])
+def test_threads(layer: nn.Module, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = arranged((3, 6, 33, 31), order, torch.float32), []
+    monkeypatch.setattr(cpp, "_SINGLE_THREADED", 0)
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        found.append(run(layer, x, "cpp", monkeypatch))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-4)
+        assert torch.equal(found[1][name], found[2][name])
+
+
+@pytest.mark.parametrize("layer", [proxy(nn.ReLU(), 6), migrated(6, 2)], ids=["proxy", "migrated"])
+@pytest.mark.parametrize("shape", [(0, 6, 4, 4), (2, 6, 0, 4)])
+def test_nothing(layer: nn.Module, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "cpp")
+    out = layer(torch.empty(shape).requires_grad_())
+    assert out.shape == shape
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_moments_and_their_derivatives(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    phi = channelwise.known(ACTIVATIONS[activation]())
+    assert phi is not None
+    quantiles = torch.erfinv((2 * torch.arange(300) + 1) / 300 - 1) * 2**0.5
+    scale, shift = (torch.randn(2, 21) * torch.tensor([[1.0], [2.0]])).unbind()
+    found = []
+    for exact in (False, True):
+        s, b = ((v.double() if exact else v).detach().requires_grad_() for v in (scale, shift))
+        if exact:
+            y = ACTIVATIONS[activation]()(quantiles.double()[:, None] * s + b)
+            mean, var = y.mean(0), y.var(0, correction=0)
+        else:
+            mean, var = channelwise.ProxyMoments.apply(s, b, quantiles, phi)
+        (mean * torch.linspace(1, 2, 21) + var * torch.linspace(-1, 3, 21)).sum().backward()
+        found.append([mean.detach(), var.detach(), s.grad, b.grad])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=2e-5)

@@ -1,0 +1,89 @@
+"""No result depends on torch's default dtype or device, which any program may have set to its own liking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retrofit import layers
+from retrofit.layers.kernels import VARIABLE
+from tests.layers.cases import CASES
+
+
+def _whitened(x: Tensor, **options: object) -> nn.Module:
+    return layers.DecorrelatedBatchNormalNorm2d(x.shape[1], group_size=3, **options)
+
+
+LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
+    **{name: (lambda x, case=case, **options: case.ours(**options), case.shape) for name, case in CASES.items()},
+    "batch, cumulative": (
+        lambda x, **options: layers.BatchNormalNorm2d(x.shape[1], momentum=None, **options),
+        (4, 6, 5, 3),
+    ),
+    "decorrelated": (_whitened, (4, 6, 5, 3)),
+    "migrated": (lambda x, **options: layers.MigratedGroupNorm(2, x.shape[1], **options), (4, 6, 5, 3)),
+    "proxy": (
+        lambda x, **options: layers.ProxyNorm(
+            nn.SiLU(), x.shape[1], norm=nn.GroupNorm(2, x.shape[1], **options), **options
+        ),
+        (4, 6, 5, 3),
+    ),
+    "weight standardized": (
+        lambda x, **options: layers.WeightStandardizedConv2d(x.shape[1], 4, 3, **options),
+        (4, 6, 5, 3),
+    ),
+}
+DEFAULTS = [(torch.float32, "meta"), *((dtype, "cpu") for dtype in (torch.float16, torch.bfloat16, torch.float64))]
+DEFAULTS.append((torch.bfloat16, "meta"))
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run(name: str) -> dict[str, Tensor]:
+    """Train two steps and evaluate; the outputs, the gradients and the state afterwards."""
+    build, shape = LAYERS[name]
+    x = (0.7 * torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float32, device="cpu")).exp()
+    torch.manual_seed(5)
+    layer = build(x, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu"), alpha=0.3)
+    found = {}
+    for step in range(2):
+        x.requires_grad_().grad = None
+        out = layer(x)
+        out.backward(torch.randn(out.shape, dtype=torch.float32, device="cpu"))
+        found |= {f"out {step}": out.detach(), f"grad {step}": x.grad}
+    found |= {f"gradient of {n}": p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+    layer.eval()
+    with torch.no_grad():
+        return found | {"evaluated": layer(x)} | {f"state {n}": v.clone() for n, v in layer.state_dict().items()}
+
+
+@pytest.mark.parametrize("kernels", ["eager", pytest.param("cpp", marks=pytest.mark.compiler)])
+@pytest.mark.parametrize(("dtype", "device"), DEFAULTS, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_do_not_follow_torchs_defaults(
+    name: str, dtype: torch.dtype, device: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
+    wanted = run(name)
+    with defaults(dtype, device):
+        got = run(name)
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert got[key].dtype == value.dtype, key
+        assert torch.equal(got[key], value), key

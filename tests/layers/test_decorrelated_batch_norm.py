@@ -1,0 +1,364 @@
+"""Decorrelated batch normalization against scipy, torch's own layers, and IterNorm's iteration written out."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retrofit import layers
+from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
+from retrofit.layers.inverse_square_root import inverse_square_root, newton_schulz
+from tests.layers.cases import randomise
+from tests.oracles import normality as normality_oracle
+from tests.oracles import whitening as oracle
+
+SHAPES = {"1d": (40, 12), "1d maps": (9, 12, 7), "2d": (5, 12, 4, 3), "3d": (4, 12, 2, 3, 3)}
+DBN = {
+    "1d": layers.DecorrelatedBatchNorm1d,
+    "1d maps": layers.DecorrelatedBatchNorm1d,
+    "2d": layers.DecorrelatedBatchNorm2d,
+    "3d": layers.DecorrelatedBatchNorm3d,
+}
+DBNN = {
+    "1d": layers.DecorrelatedBatchNormalNorm1d,
+    "1d maps": layers.DecorrelatedBatchNormalNorm1d,
+    "2d": layers.DecorrelatedBatchNormalNorm2d,
+    "3d": layers.DecorrelatedBatchNormalNorm3d,
+}
+TORCHS = {"1d": nn.BatchNorm1d, "1d maps": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
+KIND = pytest.mark.parametrize("kind", SHAPES)
+NORMAL = pytest.mark.parametrize("normal", [False, True], ids=["dbn", "dbnn"])
+METHOD = pytest.mark.parametrize("whitening", ["eigen", "newton-schulz"])
+
+
+@pytest.fixture(autouse=True)
+def _reset_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def build(kind: str, normal: bool, channels: int = 12, **options: Any) -> DecorrelatedNorm:
+    quiet = {"noise": 0.0} if normal else {}
+    return (DBNN if normal else DBN)[kind](channels, **{"group_size": 4, **quiet, **options})
+
+
+def data(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Skewed values, shifted, with channels that depend on each other."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64).exp()
+    mix = torch.eye(shape[1]) + 0.5 * torch.randn(shape[1], shape[1], generator=generator)
+    return (torch.einsum("ab,nb...->na...", mix.double(), x) + 2).to(dtype)
+
+
+def covariance(y: Tensor, size: int) -> Tensor:
+    """Covariances of the groups of channels of (N, C, *)."""
+    rows = y.detach().double().movedim(1, 0).flatten(1).unflatten(0, (-1, size))
+    rows = rows - rows.mean(-1, True)
+    return rows @ rows.mT / rows.shape[-1]
+
+
+@KIND
+@pytest.mark.parametrize(("asked", "size"), [(1, 1), (3, 3), (4, 4), (5, 4), (12, 12), (16, 12)])
+def test_groups_have_identity_covariance(kind: str, asked: int, size: int) -> None:
+    layer = build(kind, False, group_size=asked)
+    assert layer.group_size == size
+    y = layer(data(SHAPES[kind]))
+    identity = torch.eye(size, dtype=torch.float64).expand(12 // size, size, size)
+    torch.testing.assert_close(covariance(y, size), identity, rtol=0, atol=1e-3)
+    assert y.mean(0).sum().abs() < 1e-3
+
+
+@KIND
+@pytest.mark.parametrize("strength", [0.0, 0.35, 1.0])
+def test_is_zca_as_scipy_has_it(kind: str, strength: float) -> None:
+    layer = build(kind, False, strength=strength, momentum=1.0).double()
+    x = data(SHAPES[kind], torch.float64)
+    expected = oracle.decorrelate(x, 4, layer.eps, strength)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-7, atol=1e-8)
+    unbiased = covariance(x, 4) * (x.numel() / 12) / (x.numel() / 12 - 1)
+    torch.testing.assert_close(layer.running_covariance, unbiased, rtol=1e-9, atol=1e-9)
+    expected = torch.stack([torch.from_numpy(oracle.root(group.numpy(), layer.eps)) for group in unbiased])
+    torch.testing.assert_close(layer.running_whitening, expected, rtol=1e-7, atol=1e-8)
+
+
+@NORMAL
+@METHOD
+@pytest.mark.parametrize("strength", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("training", [True, False])
+def test_gradcheck(normal: bool, whitening: str, strength: float, training: bool) -> None:
+    layer = randomise(build("2d", normal, 6, group_size=3, whitening=whitening, strength=strength).double())
+    x = data((5, 6, 3, 2), torch.float64).requires_grad_()
+    layer(x)
+    layer.train(training)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        state = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(layer, state, (x,), strict=False)
+
+    assert torch.autograd.gradcheck(run, (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("function", [lambda s: inverse_square_root(s, 1e-9), newton_schulz], ids=["eigen", "newton"])
+def test_gradient_of_the_root_at_equal_eigenvalues(function: Callable[[Tensor], Tensor]) -> None:
+    a = torch.randn(4, 4, dtype=torch.float64)
+    twin = torch.block_diag(a @ a.mT, a @ a.mT) + torch.eye(8)
+    matrices = torch.stack([2 * torch.eye(8).double(), torch.diag(torch.tensor([1.0] * 5 + [3.0] * 3)).double(), twin])
+    assert torch.autograd.gradcheck(lambda s: function((s + s.mT) / 2), matrices.requires_grad_())
+
+
+def test_root_of_ill_conditioned_matrices() -> None:
+    basis = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
+    matrix = (basis * torch.logspace(-5, 3, 16, dtype=torch.float64)) @ basis.T
+    expected = torch.from_numpy(oracle.root(matrix.numpy(), 0.0))
+    found = inverse_square_root(matrix, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_newton_schulz_is_iternorm() -> None:
+    """Equation 5 of Huang et al. 2019 as it stands there: P <- (3 P - P^3 S) / 2."""
+    a = torch.randn(3, 5, 5, dtype=torch.float64)
+    matrix = a @ a.mT + 0.1 * torch.eye(5)
+    trace = matrix.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+    for iterations in (1, 5, 9):
+        power = torch.eye(5, dtype=torch.float64).expand(3, 5, 5)
+        for _ in range(iterations):
+            power = (3 * power - power @ power @ power @ (matrix / trace)) / 2
+        torch.testing.assert_close(newton_schulz(matrix, iterations), power / trace.sqrt(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("ratio", "left"), [(1.0, 0.966), (0.3, 0.652), (0.1, 0.300), (0.03, 0.102), (0.01, 0.035)])
+def test_variance_that_five_iterations_leave(ratio: float, left: float) -> None:
+    """What the docstring and docs/targets.md state, in groups of 16: the exact root leaves 1 everywhere."""
+    rest = (16 - ratio) / 15
+    values = torch.tensor([ratio, *[rest] * 15], dtype=torch.float64)
+    basis = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
+    matrix = (basis * values) @ basis.T
+    whitened = newton_schulz(matrix, 5) @ matrix @ newton_schulz(matrix, 5)
+    along = basis[:, 0] @ whitened @ basis[:, 0]
+    assert along.item() == pytest.approx(left, abs=5e-4)
+
+
+def test_newton_schulz_comes_to_the_exact_root_even_in_float32() -> None:
+    x = data((400, 16, 1, 1))
+    exact = build("2d", False, 16, group_size=16)(x)
+    layers_ = [build("2d", False, 16, group_size=16, whitening="newton-schulz", iterations=n) for n in (5, 10, 40)]
+    few, more, many = (float((layer(x) - exact).detach().abs().max()) for layer in layers_)
+    assert few > more > many
+    assert many < 1e-2
+
+
+@KIND
+@NORMAL
+@METHOD
+def test_strength_0_is_torchs_layer(kind: str, normal: bool, whitening: str) -> None:
+    for options in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-2}):
+        ours = build(kind, normal, strength=0.0, whitening=whitening, **options)
+        torchs = randomise(TORCHS[kind](12, **options))
+        ours.load_state_dict(torchs.state_dict())
+        for _ in range(2):
+            x, y = (data(SHAPES[kind]).requires_grad_() for _ in range(2))
+            out, expected = ours(x), torchs(y)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=5e-6)
+            g = torch.randn_like(out)
+            ours.zero_grad()
+            torchs.zero_grad()
+            out.backward(g)
+            expected.backward(g)
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+            for name, parameter in torchs.named_parameters():
+                torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=5e-5)
+        for name, buffer in torchs.named_buffers():
+            torch.testing.assert_close(ours.get_buffer(name), buffer, rtol=1e-5, atol=1e-5)
+        ours.load_state_dict({**ours.state_dict(), **torchs.state_dict()})
+        if torchs.track_running_stats:
+            assert torch.equal(ours.eval()(x), torchs.eval()(x))
+
+
+@KIND
+def test_whitened_values_are_gaussianized(kind: str) -> None:
+    """Against the paper's algorithm in float64, applied to what scipy whitens (eps so small that both agree)."""
+    layer = randomise(build(kind, True, eps=1e-12, momentum=1.0, strength=1.0).double())
+    x = data(SHAPES[kind], torch.float64)
+    h = oracle.decorrelate(x, 4, 1e-12, 1.0)
+    affine = [p.detach().view(1, -1, *(1,) * (x.ndim - 2)) for p in (layer.weight, layer.bias)]
+    expected = normality_oracle.normality_norm(h, *affine, (0, *range(2, x.ndim)), 0.0, 1.0)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+    assert (layer.running_lambda - 1).abs().min() > 1e-3
+    count = x.numel() / 12
+    layer.running_whitening.mul_((count / (count - 1)) ** 0.5)  # of the biased covariance, as the batch has it
+    torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-6, atol=1e-6)
+
+
+@NORMAL
+@pytest.mark.parametrize("strength", [0.3, 1.0])
+def test_evaluation_uses_the_running_averages(normal: bool, strength: float) -> None:
+    layer = build("2d", normal, momentum=0.25, strength=strength).double()
+    batches = [data((6, 12, 4, 3), torch.float64).roll(shift, 1) for shift in range(3)]
+    average = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
+    for x in batches:
+        layer(x)
+        average = 0.75 * average + 0.25 * covariance(x, 4) * 72 / 71
+    torch.testing.assert_close(average.diagonal(dim1=1, dim2=2).flatten(), layer.running_var, rtol=1e-9, atol=1e-9)
+    expected = torch.stack([torch.from_numpy(oracle.root(group.numpy(), layer.eps)) for group in average])
+    torch.testing.assert_close(layer.running_whitening, expected, rtol=1e-7, atol=1e-8)
+    scaling = torch.diag_embed(torch.rsqrt(layer.running_var + layer.eps).view(3, 4))
+    matrix = torch.block_diag(*((1 - strength) * scaling + strength * expected))
+    h = torch.einsum("ab,nb...->na...", matrix, batches[0] - layer.running_mean.view(1, 12, 1, 1))
+    if normal:
+        lmbda = (1 + strength * (layer.running_lambda - 1)).view(1, 12, 1, 1)
+        h = layers.yeo_johnson(h, lmbda)
+    torch.testing.assert_close(layer.eval()(batches[0]), h, rtol=1e-7, atol=1e-8)
+
+
+def degenerate() -> dict[str, Tensor]:
+    x = data((4, 16, 3, 3))
+    return {
+        "fewer values than channels": data((3, 16, 1, 1)),
+        "two values": data((2, 16, 1, 1)),
+        "dead channels": torch.where(torch.arange(16).view(1, 16, 1, 1) % 3 > 0, x, 0.0),
+        "constant": torch.full_like(x, 3.7),
+        "equal channels": x[:, :1].expand(4, 16, 3, 3).clone(),
+        "far from zero": x + 1e4,
+        "large": x * 1e6,
+        "tiny": x * 1e-8,
+        "outlier": torch.where(torch.rand(x.shape) < 0.02, 1e5, x),
+    }
+
+
+@NORMAL
+@METHOD
+@pytest.mark.parametrize("case", degenerate())
+def test_degenerate_sets_stay_finite(normal: bool, whitening: str, case: str) -> None:
+    x = degenerate()[case].requires_grad_()
+    layer = build("2d", normal, 16, group_size=16, whitening=whitening)
+    out = layer(x)
+    out.square().sum().backward()
+    for tensor in (out, x.grad, *layer.buffers(), *(p.grad for p in layer.parameters())):
+        assert tensor.isfinite().all()
+    assert out.abs().max() < 100
+    assert layer.eval()(x).isfinite().all()
+
+
+@NORMAL
+def test_nothing_finite_is_made_of_nan_and_nothing_raises(normal: bool) -> None:
+    x = data((4, 12, 3, 3))
+    x[0, 5, 0, 0] = torch.nan
+    out = build("2d", normal)(x.requires_grad_())
+    assert out[:, 4:8].isnan().all()
+    assert out[:, :4].isfinite().all()
+    assert out[:, 8:].isfinite().all()
+    out.sum().backward()
+
+
+@NORMAL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [True, False])
+def test_half_precision_in_and_out_float32_inside(normal: bool, dtype: torch.dtype, training: bool) -> None:
+    layer = randomise(build("2d", normal)).train(training)
+    x = data((5, 12, 4, 3), dtype)
+    out = copy.deepcopy(layer)(x)
+    assert out.dtype == dtype
+    with torch.autocast("cpu", dtype):
+        under = copy.deepcopy(layer)(x.float())
+    assert torch.equal(under, copy.deepcopy(layer)(x.float()))
+    assert torch.equal(under.to(dtype), out)
+
+
+@NORMAL
+def test_compiles_whole_and_strength_recompiles_nothing(normal: bool) -> None:
+    layer = build("2d", normal, strength=0.0)
+    reference = copy.deepcopy(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for training in (True, False):
+        layer.train(training)
+        reference.train(training)
+        for strength in (0.0, 0.3, 1.0):
+            layer.set_strength(strength)
+            reference.set_strength(strength)
+            x, y = (data((5, 12, 4, 3)).requires_grad_() for _ in range(2))
+            with torch.compiler.set_stance("fail_on_recompile" if strength else "default"):
+                out, expected = compiled(x), reference(y)
+                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+                out.square().sum().backward()
+            expected.square().sum().backward()
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+
+
+@NORMAL
+def test_memory_format_copies_and_state_dicts(normal: bool) -> None:
+    layer = build("2d", normal, strength=0.6)
+    x = data((5, 12, 4, 3))
+    last = x.contiguous(memory_format=torch.channels_last)
+    for training in (True, False):
+        out = layer.train(training)(last)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(out, copy.deepcopy(layer)(x), rtol=1e-4, atol=1e-5)
+    for clone in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(clone(x), layer(x))
+    fresh = build("2d", normal).eval()
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(x), layer(x))
+    source = randomise(nn.BatchNorm2d(12))
+    layer.load_state_dict(source.state_dict())
+    assert layer.strength.item() == pytest.approx(0.6)
+    expected = torch.diag_embed(torch.rsqrt(source.running_var + 1e-5).view(3, 4))
+    assert torch.equal(layer.running_whitening, expected)
+    assert torch.equal(layer.running_covariance, torch.diag_embed(source.running_var.view(3, 4)))
+
+
+def test_singular_groups_that_turn_evaluate_as_they_train() -> None:
+    """Behind a layer with fewer inputs than outputs, whose weights change from step to step."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 9, generator=generator)
+    layer = build("1d", False, 16, group_size=16)
+    for _ in range(60):
+        weight = weight + 0.02 * torch.randn(16, 9, generator=generator)
+        x = torch.randn(128, 9, generator=generator) @ weight.T
+        trained = layer(x)
+    evaluated = layer.eval()(x)
+    assert evaluated.std() < 3 * trained.std()
+
+
+@NORMAL
+def test_wrong_input_as_torch_answers_it(normal: bool) -> None:
+    layer = build("2d", normal)
+    for shape in ((2, 12), (2, 8, 3, 3), (1, 12, 1, 1)):
+        with pytest.raises((ValueError, RuntimeError)):
+            layer(torch.zeros(shape))
+    before = copy.deepcopy(layer.state_dict())
+    empty = torch.zeros(0, 12, 3, 3, requires_grad=True)
+    layer(empty).sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert layer.eval()(torch.zeros(1, 12, 1, 1)).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{"group_size": 0}, {"whitening": "pca"}, {"iterations": 0}, {"strength": 2.0}])
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        build("2d", False, **options)
+
+
+def test_options_of_normality_reach_the_layer() -> None:
+    x = data((8, 12, 4, 3))
+    plain = build("2d", False)(x)
+    torch.testing.assert_close(build("2d", True, alpha=0.0)(x), plain, rtol=1e-5, atol=1e-5)
+    quiet = build("2d", True)(x)
+    assert not torch.allclose(quiet, plain, atol=0.1)
+    assert not torch.equal(build("2d", True, steps=3)(x), quiet)
+    noisy = build("2d", True, noise=0.5, noise_kind="unscaled")
+    residual = (noisy(x) - quiet).detach()
+    assert residual.std().item() == pytest.approx(0.5 * (2 / torch.pi) ** 0.5, rel=0.1)  # the scale is a constant
+    assert torch.equal(noisy.eval()(x), noisy(x))
+
+
+def test_norm_act_forms() -> None:
+    layer = layers.DecorrelatedBatchNormAct2d(12)
+    layer.act = nn.ReLU()
+    x = data((5, 12, 4, 3))
+    assert torch.equal(layer(x), layers.DecorrelatedBatchNorm2d(12)(x).relu())
+    assert "group_size=12, whitening=eigen" in repr(layer)

@@ -1,0 +1,119 @@
+"""The estimate of lambda against scipy's likelihood, and on the sets that break a plain Newton step."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from scipy.stats import yeojohnson_llf
+from torch import Tensor
+
+from retrofit.layers.lambda_estimate import (
+    MAX_STRETCH,
+    MIN_CURVATURE,
+    NewtonStep,
+    first_step,
+    newton_lmbda,
+    step_bounds,
+    step_derivative,
+)
+from retrofit.layers.normality import normality_norm
+from tests.oracles import normality as oracle
+
+SETS = {
+    "gaussian": lambda g: g.normal(size=4000),
+    "exponential": lambda g: g.exponential(size=4000),
+    "negative lognormal": lambda g: -g.lognormal(0, 0.5, size=4000),
+    "uniform": lambda g: g.uniform(size=4000),
+    "heavy tails": lambda g: g.standard_t(4, size=4000),
+}
+
+
+def standardised(x: np.ndarray, variance: float = 1.0) -> Tensor:
+    return torch.tensor((x - x.mean()) / x.std() * np.sqrt(variance))
+
+
+def step_of(h: Tensor) -> NewtonStep:
+    return first_step(h, lambda tensors: [t.mean() for t in tensors], step_bounds(h.amin(), h.amax()))
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("variance", [1.0, 0.8, 0.1])
+def test_slope_and_curvature_are_those_of_scipys_likelihood(name: str, variance: float) -> None:
+    h = standardised(SETS[name](np.random.default_rng(0)), variance)
+    slope, curvature = oracle.likelihood_derivatives(h.numpy())
+    newton = step_of(h)
+    assert newton.slope.item() == pytest.approx(slope, abs=1e-7)
+    assert newton.curvature.item() == pytest.approx(max(curvature, MIN_CURVATURE), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_many_steps_reach_the_maximum_likelihood(name: str) -> None:
+    h = standardised(SETS[name](np.random.default_rng(1)))
+    best = minimize_scalar(lambda lam: -yeojohnson_llf(lam, h.numpy()), bounds=(-5, 7), method="bounded").x
+    assert newton_lmbda(h, (0,), steps=12).item() == pytest.approx(best, abs=1e-3)
+
+
+def test_one_iterated_step_is_the_closed_form() -> None:
+    for build in SETS.values():
+        h = standardised(build(np.random.default_rng(2)))
+        assert newton_lmbda(h, (0,)).item() == pytest.approx(1 + step_of(h).step.item(), abs=1e-12)
+
+
+def test_step_derivative_is_autograds() -> None:
+    h = standardised(np.random.default_rng(3).gamma(2.0, size=50), variance=0.7).requires_grad_()
+    (expected,) = torch.autograd.grad(newton_lmbda(h, (0,)).sum(), h)
+    newton, a = step_of(h.detach()), h.detach().abs()
+    ours = step_derivative(h.detach(), a, a.log1p(), 1 / (1 + a), newton.gradient()) / len(h)
+    # Autograd also differentiates through the set's mean, a constant that standardising projects out.
+    torch.testing.assert_close(ours - ours.mean(), expected - expected.mean(), rtol=1e-9, atol=1e-12)
+
+
+HARD = {
+    "dead": torch.zeros(64),
+    "constant": torch.full((64,), 3.7),
+    "two values": torch.tensor([0.0, 1.0]).repeat(32),
+    "one different": torch.nn.functional.one_hot(torch.tensor(0), 4096).float(),
+    "bimodal": torch.cat([torch.full((32,), -1.0), torch.full((32,), 1.0)]) + torch.linspace(0, 1e-3, 64),
+    "lopsided bimodal": torch.cat([torch.zeros(60), torch.ones(4)]),
+    "below eps": torch.linspace(0, 1, 64) * 1e-5,
+    "far below eps": torch.linspace(0, 1, 64) * 1e-12,
+    "outlier": torch.cat([torch.linspace(-1, 1, 255), torch.tensor([1e4])]),
+    "outliers of both signs": torch.cat([torch.linspace(-1, 1, 4094), torch.tensor([1e4, -7e3])]),
+    "cauchy": torch.tan(torch.linspace(-1.57, 1.57, 1001)),
+    "relu": torch.linspace(-3, 1, 200).relu(),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_hard_sets_stay_finite_and_within_the_stretch(name: str, steps: int) -> None:
+    x = HARD[name].clone().requires_grad_()
+    out, found = normality_norm(x, None, None, dim=(0,), eps=1e-5, steps=steps)
+    (out * torch.linspace(-1, 1, len(x))).sum().backward()
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()
+    h = (x.detach() - found.mean) / (found.var + 1e-5).sqrt()
+    stretch = ((found.lmbda - 1) * torch.where(h < 0, -1.0, 1.0) * h.abs().log1p()).exp()
+    assert stretch.max() <= MAX_STRETCH * 1.001
+
+
+@pytest.mark.parametrize("name", ["dead", "constant"])
+def test_sets_without_spread_have_lambda_one_and_no_gradient(name: str) -> None:
+    x = HARD[name].clone().requires_grad_()
+    out, found = normality_norm(x, None, None, dim=(0,), eps=1e-5)
+    g = torch.randn(len(x))
+    (out * g).sum().backward()
+    assert found.lmbda.item() == 1.0
+    plain = HARD[name].clone().requires_grad_()
+    (torch.nn.functional.layer_norm(plain, plain.shape) * g).sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_skewed_sets_are_not_bounded() -> None:
+    """Trained channels are strongly skewed: such sets must keep the plain Newton step."""
+    generator = np.random.default_rng(4)
+    for x in (generator.beta(0.3, 3, size=6000), -generator.gamma(0.2, size=6000)):
+        newton = step_of(standardised(x))
+        assert abs(newton.step.item()) > 1.2
+        assert newton.free.item() == 1.0
+        assert newton.curved.item() == 1.0

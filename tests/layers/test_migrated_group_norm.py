@@ -1,0 +1,349 @@
+"""MigratedGroupNorm against torch's own layers at both ends of its path, and against the plain formula between."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from retrofit.layers.migrated_group_norm import (
+    MigratedGroupNorm,
+    MigratedGroupNormAct,
+    fold_input_affine,
+    group_gain,
+    migrated_group_norm,
+)
+from tests.oracles import proxy as oracle
+
+SHAPES = [(3, 6), (3, 6, 4), (3, 6, 4, 2), (2, 6, 3, 2, 2)]
+
+
+def layer(groups: int = 2, strength: float = 1.0, eps: float = 1e-3, **options: Any) -> MigratedGroupNorm:
+    """A float64 layer with unlike channels."""
+    made = MigratedGroupNorm(groups, 6, eps, strength=strength, dtype=torch.float64, **options)
+    with torch.no_grad():
+        made.running_mean.normal_()
+        made.running_var.uniform_(0.2, 3)
+        made.gain.uniform_(0.3, 2)
+        for parameter in made.parameters():
+            parameter.normal_()
+    return made
+
+
+def expected(norm: MigratedGroupNorm, x: Tensor) -> Tensor:
+    stats = norm.running_mean, norm.running_var
+    t = norm.strength.double().item()
+    affine = norm.weight, norm.bias
+    return oracle.migrated_group_norm(x, norm.num_groups, *stats, *affine, t, norm.eps, norm.source_eps, norm.gain)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_and_gradients_are_the_formulas(shape: tuple[int, ...], groups: int, strength: float) -> None:
+    norm = layer(groups, strength)
+    x = (2 * torch.randn(shape, dtype=torch.float64) + 1).requires_grad_()
+    leaves = [x, norm.weight, norm.bias]
+    out, reference = norm(x), expected(norm, x)
+    torch.testing.assert_close(out, reference)
+    upstream = torch.randn_like(x)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, leaves, upstream), torch.autograd.grad(reference, leaves, upstream)
+    )
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_at_strength_0_it_is_batch_norm_in_evaluation(shape: tuple[int, ...], mode: bool) -> None:
+    norm, x = layer(2, 0.0).float().train(mode), torch.randn(shape)
+    before = copy.deepcopy(norm.state_dict())
+    reference = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    torch.testing.assert_close(norm(x), reference, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(dict(norm.state_dict()), dict(before), atol=0, rtol=0)  # the statistics are constants
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_at_strength_1_it_is_group_norm_of_the_standardised_input(
+    shape: tuple[int, ...], groups: int, mode: bool
+) -> None:
+    norm, x = layer(groups).float().train(mode), torch.randn(shape)
+    norm.gain.fill_(1.0)
+    standard = F.batch_norm(x, norm.running_mean, norm.running_var, eps=norm.eps)
+    reference = F.group_norm(standard, groups, norm.weight, norm.bias, norm.eps)
+    torch.testing.assert_close(norm(x), reference, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
+def test_each_end_of_the_path_may_have_its_own_eps(strength: float) -> None:
+    norm, x = layer(2, strength, eps=0.2, source_eps=0.5), torch.randn(3, 6, 4, dtype=torch.float64)
+    before = norm(x)
+    torch.testing.assert_close(before, expected(norm, x))
+    assert "source_eps=0.5" in repr(norm)
+    eye = nn.Conv1d(6, 6, 1, groups=6, bias=False, dtype=torch.float64)
+    nn.init.ones_(eye.weight)
+    fold_input_affine(norm, eye)
+    torch.testing.assert_close(norm(eye(x)), before)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 3), (2, 6, 2, 2)])
+def test_gradcheck(shape: tuple[int, ...], strength: float) -> None:
+    norm = layer(2, strength)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True), norm.weight, norm.bias]
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        stats = norm.running_mean, norm.running_var
+        return migrated_group_norm(x, 2, *stats, weight, bias, strength=strength, eps=1e-3, gain=norm.gain)
+
+    assert torch.autograd.gradcheck(run, leaves)
+    (first,) = torch.autograd.grad(norm(leaves[0]).sin().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):  # rather than a wrong second derivative
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"bias": False}])
+def test_without_affine_or_shift(options: dict[str, bool]) -> None:
+    norm, x = layer(3, 0.5, **options), torch.randn(2, 6, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.ones(6).double() if norm.weight is None else norm.weight
+    stats = norm.running_mean, norm.running_var
+    reference = oracle.migrated_group_norm(
+        x, 3, *stats, weight, torch.zeros(6).double(), 0.5, norm.eps, norm.eps, norm.gain
+    )
+    torch.testing.assert_close(norm(x), reference)
+    torch.testing.assert_close(
+        torch.autograd.grad(norm(x).sin().sum(), x), torch.autograd.grad(reference.sin().sum(), x)
+    )
+    norm.reset_parameters()
+    assert norm.bias is None
+    assert "bias=False" in repr(norm)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 16, 16), (1, 6, 1, 1), (4, 6)])
+def test_no_cancellation_at_large_offsets(shape: tuple[int, ...]) -> None:
+    """Channels at 1000 standard deviations from zero: the error stays that of the rounding of x."""
+    norm = layer(2, 0.7)
+    norm.running_mean.fill_(1000)
+    norm.running_var.fill_(1)
+    x = (1000 + torch.randn(shape)).double().requires_grad_()
+    low = copy.deepcopy(norm).float()
+    x32 = x.detach().float().requires_grad_()
+    upstream = torch.randn(shape)
+    torch.testing.assert_close(low(x32).double(), norm(x), atol=1e-3, rtol=1e-3)
+    norm(x).backward(upstream.double())
+    low(x32).backward(upstream)
+    torch.testing.assert_close(x32.grad.double(), x.grad, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(low.weight.grad.double(), norm.weight.grad, atol=1e-2, rtol=2e-3)
+
+
+def test_samples_do_not_see_each_other() -> None:
+    norm, x = layer(2).float(), torch.randn(4, 6, 5, 5)
+    for mode in (True, False):
+        norm.train(mode)
+        together = norm(x)
+        apart = torch.cat([norm(sample) for sample in x.split(1)])
+        torch.testing.assert_close(together, apart, atol=1e-6, rtol=1e-6)
+        spoilt = torch.cat([x[:3], torch.full_like(x[3:], torch.nan)])
+        torch.testing.assert_close(norm(spoilt)[:3], together[:3], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 1e30])
+def test_at_strength_0_what_overflows_does_not_spread(value: float) -> None:
+    norm, x = layer(2, 0.0).float(), torch.randn(2, 6, 3)
+    x[0, 1, 1] = value
+    reference = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    torch.testing.assert_close(norm(x), reference, equal_nan=True)
+    norm.set_strength(1.0)
+    assert norm(x)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+def test_constant_and_single_valued_groups(strength: float) -> None:
+    norm = layer(6, strength)
+    for x in (torch.full((2, 6, 3, 3), 0.5), torch.randn(2, 6, 1, 1), torch.randn(1, 6)):
+        values = x.double().requires_grad_()
+        out = norm(values)
+        torch.testing.assert_close(out, expected(norm, values))
+        out.sum().backward()
+        assert values.grad.isfinite().all()
+
+
+def test_empty_batch() -> None:
+    norm, x = layer(2), torch.randn(0, 6, 4, 4, dtype=torch.float64, requires_grad=True)
+    out = norm(x)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+    assert norm.weight.grad.abs().sum() == 0
+    assert norm(x[:, :, 0, 0]).shape == (0, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    norm = layer(2, 0.6).float()
+    x = torch.randn(2, 6, 8, 8).to(dtype).requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    out, reference = norm(x), norm(wide)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, reference.to(dtype))  # nothing but the output is rounded
+    upstream = torch.randn_like(x)
+    out.backward(upstream)
+    assert x.grad.dtype == dtype
+    torch.testing.assert_close(x.grad, torch.autograd.grad(reference, wide, upstream.float())[0].to(dtype))
+    assert norm.weight.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype):
+        torch.testing.assert_close(norm(x), out, atol=0, rtol=0)
+        assert norm(wide).dtype == torch.float32
+    assert copy.deepcopy(norm).to(dtype)(x).dtype == dtype
+
+
+def test_channels_last_is_kept() -> None:
+    x = torch.randn(2, 6, 4, 3).to(memory_format=torch.channels_last).requires_grad_()
+    norm = layer(3, 0.5).float()
+    out = norm(x)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(out, norm(x.contiguous()))
+    out.sin().sum().backward()
+    assert x.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 4, 4), (3, 6)])
+def test_compiles_to_one_graph_that_strength_does_not_break(shape: tuple[int, ...]) -> None:
+    norm, x = layer(2).float(), torch.randn(shape, requires_grad=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, fullgraph=True, backend=counter)
+    leaves = [x, norm.weight, norm.bias]
+    for strength in (1.0, 0.5, 0.0):
+        norm.set_strength(strength)
+        got, reference = compiled(x), norm(x)
+        torch.testing.assert_close(got, reference)
+        grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (got, reference)]
+        torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_checkpoints_of_batch_norm_load_and_back() -> None:
+    source = nn.BatchNorm2d(6)
+    source(torch.randn(4, 6, 3, 3))
+    norm = MigratedGroupNorm(2, 6, strength=0.0)
+    norm.load_state_dict(source.state_dict())
+    x = torch.randn(2, 6, 3, 3)
+    torch.testing.assert_close(norm(x), source.eval()(x))
+    own = {"strength", "gain", "eps", "source_eps", "setting_num_groups"}
+    assert set(norm.state_dict()) == {*source.state_dict(), *own}
+    again = MigratedGroupNorm(2, 6)
+    again.load_state_dict(norm.state_dict())
+    assert again.strength == 0
+    assert copy.deepcopy(norm).strength == 0
+
+
+def test_fused_dropout_and_activation_follow_in_order() -> None:
+    class Negate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return -x
+
+    fused = MigratedGroupNormAct(2, 6)
+    x = torch.randn(2, 6, 4, requires_grad=True)
+    plain = MigratedGroupNorm.forward(fused, x)
+    torch.testing.assert_close(fused(x), plain)
+    fused.drop, fused.act = Negate(), nn.ReLU(inplace=True)
+    torch.testing.assert_close(fused(x), (-plain).relu())
+    fused.drop = nn.Identity()
+    got, reference = (torch.autograd.grad(out.sin().sum(), x) for out in (fused(x), plain.relu()))
+    torch.testing.assert_close(got, reference)
+
+
+FEEDERS = {
+    "linear": (lambda b: nn.Linear(4, 6, bias=b), (3, 4)),
+    "conv1d": (lambda b: nn.Conv1d(4, 6, 3, padding=1, bias=b), (3, 4, 5)),
+    "conv2d": (lambda b: nn.Conv2d(4, 6, 3, padding=1, bias=b), (3, 4, 5, 4)),
+    "conv3d": (lambda b: nn.Conv3d(4, 6, 2, bias=b), (2, 4, 3, 3, 3)),
+    "grouped": (lambda b: nn.Conv2d(4, 6, 3, groups=2, bias=b), (3, 4, 5, 4)),
+    "depthwise": (lambda b: nn.Conv2d(6, 6, 3, groups=6, padding=1, padding_mode="reflect", bias=b), (3, 6, 5, 4)),
+    "transposed": (lambda b: nn.ConvTranspose2d(4, 6, 3, stride=2, bias=b), (3, 4, 5, 4)),
+    "transposed_grouped": (lambda b: nn.ConvTranspose1d(4, 6, 3, groups=2, bias=b), (3, 4, 5)),
+    "transposed_3d": (lambda b: nn.ConvTranspose3d(4, 6, 2, bias=b), (2, 4, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", FEEDERS)
+def test_folding_the_input_affine_changes_nothing(kind: str, bias: bool, strength: float) -> None:
+    make, shape = FEEDERS[kind]
+    feeder, norm, x = make(bias), layer(2, strength).float(), torch.randn(shape)
+    before = norm(feeder(x))
+    weight = feeder.weight
+    fold_input_affine(norm, feeder)
+    torch.testing.assert_close(norm(feeder(x)), before, atol=2e-5, rtol=2e-5)
+    assert feeder.weight is weight
+    assert feeder.bias is not None
+    assert torch.rsqrt(norm.running_var + norm.eps).eq(1).all()
+    assert norm.running_mean.eq(0).all()
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1e-3, 1e-4, 1e-5, 2e-5, 1e-6, 1e-8, 0.0])
+def test_a_folded_layer_standardises_by_exactly_one(eps: float) -> None:
+    norm, conv = layer(2, 1.0, eps).float(), nn.Conv2d(3, 6, 1)
+    fold_input_affine(norm, conv)
+    x = torch.randn(2, 6, 4)
+    torch.testing.assert_close(norm(x), F.group_norm(x, 2, norm.weight, norm.bias, eps), atol=1e-5, rtol=1e-5)
+    assert torch.rsqrt(norm.running_var + eps).eq(1).all()
+
+
+def test_folding_refuses_what_it_does_not_know() -> None:
+    class Standardising(nn.Conv2d):
+        pass
+
+    norm, conv = layer(2).float(), Standardising(3, 6, 1)
+    with pytest.raises(TypeError, match="Standardising"):
+        fold_input_affine(norm, conv)
+    with pytest.raises(TypeError, match="ReLU"):
+        fold_input_affine(norm, nn.ReLU(), also=(nn.ReLU,))
+    with pytest.raises(ValueError, match="5 channels"):
+        fold_input_affine(norm, nn.Linear(3, 5))
+    conv.requires_grad_(False)
+    conv.bias = None
+    fold_input_affine(norm, conv, also=(Standardising,))
+    assert not conv.bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: MigratedGroupNorm(0, 6), "num_groups"),
+        (lambda: MigratedGroupNorm(4, 6), "divisible"),
+        (lambda: MigratedGroupNorm(2, 6, strength=-0.1), "strength"),
+        (lambda: MigratedGroupNorm(2, 6)(torch.zeros(2, 5)), r"\(N, 6, \*\)"),
+        (lambda: MigratedGroupNorm(2, 6)(torch.zeros(6)), r"\(N, 6, \*\)"),
+    ],
+)
+def test_errors(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 6, 8, 8), (0, 6, 4)])
+def test_on_cuda(shape: tuple[int, ...]) -> None:
+    norm, x = layer(2, 0.6), torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(copy.deepcopy(norm).cuda()(x.cuda()).cpu(), norm(x))
+
+
+def test_the_gain_weighs_channels_by_gamma_and_leaves_a_group_its_power() -> None:
+    weight = torch.tensor([4.0, -1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    gain = group_gain(weight, 2)
+    assert gain is not None
+    torch.testing.assert_close(gain[:3].square(), 3 / 6 * weight[:3].abs())
+    torch.testing.assert_close(gain[3:], torch.ones(3, dtype=torch.float64))  # a group that is off as a whole
+    off = group_gain(torch.tensor([1.0, 0.0]), 1)
+    assert off is not None
+    torch.testing.assert_close(off[1].square() / off[0].square(), torch.tensor(0.005))
+    assert group_gain(None, 2) is None

@@ -1,0 +1,480 @@
+"""ProxyNorm against scipy, and what a layer that borrows another layer's parameters has to survive."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm.layers
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.models import metaformer
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from retrofit.layers.proxy_norm import ProxyNorm
+from tests.oracles.proxy import exact_moments, relu_moments, sample_moments
+
+ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "relu": nn.ReLU,
+    "relu_in_place": lambda: nn.ReLU(inplace=True),
+    "relu6": nn.ReLU6,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "hardswish": nn.Hardswish,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "mish": nn.Mish,
+    "prelu": nn.PReLU,
+    "function": lambda: torch.sigmoid,
+}
+KINKS = {"relu6": (0.0, 6.0), "hardswish": (-3.0, 0.0, 3.0)}
+GAMMA = (1.0, 0.3, -2.0, 0.0, 1.5)
+BETA = (0.0, 1.0, 0.5, -0.7, -2.0)
+
+
+def affine(dtype: torch.dtype = torch.float64) -> nn.BatchNorm1d:
+    """A norm with five unlike channels: negative, zero and shifted ones among them."""
+    norm = nn.BatchNorm1d(5, dtype=dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor(GAMMA, dtype=dtype))
+        norm.bias.copy_(torch.tensor(BETA, dtype=dtype))
+    return norm
+
+
+def proxy(
+    activation: Callable[[Tensor], Tensor] = F.relu, norm: nn.Module | None = None, **options: object
+) -> ProxyNorm:
+    """A float64 layer whose own parameters are not zero."""
+    layer = ProxyNorm(activation, 5, norm=norm, **options).double()
+    if layer.proxy_bias is not None and layer.proxy_scale is not None:
+        with torch.no_grad():
+            layer.proxy_bias.copy_(torch.linspace(-0.3, 0.3, 5, dtype=torch.float64))
+            layer.proxy_scale.copy_(torch.linspace(0.2, -0.2, 5, dtype=torch.float64))
+        if layer.restore_shift is not None:
+            layer.seed_restore()
+    return layer
+
+
+def proxy_input(layer: ProxyNorm, channel: int) -> tuple[float, float]:
+    """Mean and standard deviation of gamma * Y + beta."""
+    values = (layer.proxy_bias, layer.proxy_scale)
+    bias, scale = (0.0 if value is None else value[channel].item() for value in values)
+    return GAMMA[channel] * bias + BETA[channel], GAMMA[channel] * (1 + scale)
+
+
+def as_numpy(activation: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
+    module = copy.deepcopy(activation).double() if isinstance(activation, nn.Module) else activation
+
+    def phi(u: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return module(torch.tensor(np.atleast_1d(u), dtype=torch.float64)).numpy().reshape(np.shape(u))
+
+    return phi
+
+
+def gaussian(norm: nn.BatchNorm1d, samples: int = 20_001) -> Tensor:
+    """What `norm` gives for exactly Gaussian channels, (samples, 5)."""
+    levels = (torch.arange(samples, dtype=torch.float64) + 0.5) / samples
+    y = torch.special.ndtri(levels).view(-1, 1)
+    return y / y.std(correction=0) * norm.weight + norm.bias
+
+
+@pytest.mark.parametrize("samples", [256, 7])
+@pytest.mark.parametrize("params", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_moments_are_those_of_the_samples(name: str, params: bool, samples: int) -> None:
+    activation = ACTIVATIONS[name]()
+    layer = proxy(activation, affine(), params=params, samples=samples)
+    mean, std = layer.moments(torch.float64)
+    for c in range(5):
+        expected = sample_moments(as_numpy(activation), *proxy_input(layer, c), samples=samples)
+        assert mean[c].item() == pytest.approx(expected[0], abs=1e-9)
+        assert std[c].item() ** 2 - 0.03 == pytest.approx(expected[1], abs=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_samples_approximate_the_expectation(name: str) -> None:
+    """256 samples miss the tails: up to 6e-4 standard deviations in the mean, 0.6% of the input's variance."""
+    phi = as_numpy(ACTIVATIONS[name]())
+    for mean, std in ((0.0, 1.0), (0.5, 2.0), (-2.0, 0.7), (3.0, 1.0)):
+        got, exact = sample_moments(phi, mean, std), exact_moments(phi, mean, std, KINKS.get(name, (0.0,)))
+        assert abs(got[0] - exact[0]) < 6e-4 * std * 1.1  # the steepest of them, mish and silu, have slope 1.1
+        assert abs(got[1] - exact[1]) < 6e-3 * std**2 * 1.1**2
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.5, 2.0), (-2.0, 0.7)])
+def test_quadrature_agrees_with_the_closed_form_of_relu(mean: float, std: float) -> None:
+    assert exact_moments(as_numpy(F.relu), mean, std) == pytest.approx(relu_moments(mean, std), abs=1e-10)
+
+
+def test_many_samples_converge_to_the_closed_form_of_relu() -> None:
+    layer = proxy(F.relu, affine(), samples=200_000)
+    mean, std = layer.moments(torch.float64)
+    for c in (0, 1, 2, 4):
+        centre, spread = proxy_input(layer, c)
+        assert (mean[c].item(), std[c].item() ** 2 - 0.03) == pytest.approx(relu_moments(centre, abs(spread)), abs=2e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_theorem_3(name: str) -> None:
+    """Gaussian channels leave with mean 0 and variance Var_p / (Var_p + eps), up to the samples' error."""
+    norm = affine()
+    layer = ProxyNorm(ACTIVATIONS[name](), 5, norm=norm).double()
+    var = layer.moments(torch.float64)[1].square() - 0.03
+    z = layer(gaussian(norm).clone())
+    scale = norm.weight.abs() / (var + 0.03).sqrt()
+    assert (z.mean(0).abs() <= 7e-4 * scale + 1e-9).all()
+    assert ((z.var(0, correction=0) - var / (var + 0.03)).abs() <= 8e-3 * scale**2 + 1e-9).all()
+
+
+def test_the_layer_is_equation_7() -> None:
+    layer, x = proxy(F.silu, affine()), torch.randn(3, 5, 4, dtype=torch.float64)
+    moments = [sample_moments(as_numpy(F.silu), *proxy_input(layer, c)) for c in range(5)]
+    expected = np.stack(
+        [(as_numpy(F.silu)(x[:, c].numpy()) - m) / (v + 0.03) ** 0.5 for c, (m, v) in enumerate(moments)], 1
+    )
+    torch.testing.assert_close(layer(x).detach(), torch.from_numpy(expected))
+    only_mean = proxy(F.silu, affine(), scale=False)
+    expected = np.stack([as_numpy(F.silu)(x[:, c].numpy()) - m for c, (m, _) in enumerate(moments)], 1)
+    torch.testing.assert_close(only_mean(x).detach(), torch.from_numpy(expected))
+
+
+def test_parameters_of_the_activation_count_by_channel() -> None:
+    prelu = nn.PReLU(5).double()
+    with torch.no_grad():
+        prelu.weight.copy_(torch.linspace(-0.5, 1.5, 5))
+    mean, std = proxy(prelu, affine()).moments(torch.float64)
+    for c, slope in enumerate(prelu.weight.tolist()):
+        one = proxy(nn.LeakyReLU(slope), affine()).moments(torch.float64)
+        torch.testing.assert_close((mean[c], std[c]), (one[0][c], one[1][c]))
+
+
+def test_parameters_of_the_activation_may_be_shaped_like_maps() -> None:
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = nn.Parameter(torch.linspace(-0.5, 1.5, 5).view(5, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x > 0, x, self.slope * x)
+
+    layer, prelu = proxy(Leaky(), affine()), proxy(nn.PReLU(5), affine())
+    with torch.no_grad():
+        prelu.activation.weight.copy_(layer.activation.slope.flatten())
+    torch.testing.assert_close(layer.moments(torch.float64), prelu.moments(torch.float64))
+
+
+def test_a_norm_without_affine_or_shift() -> None:
+    standard = sample_moments(as_numpy(F.relu), 0, 1)
+    for norm in (None, nn.BatchNorm1d(5, affine=False)):
+        mean, std = ProxyNorm(nn.ReLU(inplace=True), 5, norm=norm, params=False).moments(torch.float64)
+        torch.testing.assert_close(mean, torch.full_like(mean, standard[0]))
+        torch.testing.assert_close(std, torch.full_like(std, (standard[1] + 0.03) ** 0.5))
+    rms = nn.RMSNorm(5, dtype=torch.float64)  # has a weight and no bias
+    nn.init.constant_(rms.weight, 2.0)
+    mean, _ = ProxyNorm(F.relu, 5, norm=rms, params=False).moments(torch.float64)
+    torch.testing.assert_close(mean.detach(), torch.full_like(mean, 2 * standard[0]))
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": False}, {"restore": True, "strength": 0.7}, {"channel_dim": -1}])
+def test_gradients(options: dict[str, object]) -> None:
+    norm = affine()
+    layer = proxy(nn.SiLU(), norm, samples=32, **options)
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    x = (x.mT if options.get("channel_dim") == -1 else x).requires_grad_()
+    leaves = [x, norm.weight, norm.bias, layer.proxy_bias, layer.proxy_scale]
+
+    # gradcheck moves the leaves in place, where the layer finds them
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), leaves)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_restoring_starts_at_the_identity(name: str, scale: bool, strength: float) -> None:
+    activation = ACTIVATIONS[name]()
+    layer = ProxyNorm(activation, 5, norm=affine(torch.float32), restore=True, scale=scale, strength=strength)
+    x = torch.randn(4, 5, 3, 3)
+    expected = activation(x.clone())
+    torch.testing.assert_close(layer(x), expected, atol=5e-6, rtol=5e-6)
+    assert layer.restore_scale is None or scale
+
+
+def test_restoring_recentres_when_the_affine_moves() -> None:
+    norm = affine()
+    layer = ProxyNorm(F.silu, 5, norm=norm, restore=True).double()
+    layer.seed_restore()
+    before = F.silu(gaussian(norm))
+    with torch.no_grad():
+        norm.bias.add_(torch.tensor([2.0, -1.0, 1.0, 0.5, 3.0]))
+        norm.weight.mul_(1.5)
+    plain, after = F.silu(gaussian(norm)), layer(gaussian(norm))
+    torch.testing.assert_close(after.mean(0), before.mean(0), atol=2e-3, rtol=0)
+    assert ((plain.mean(0) - before.mean(0)).abs() > 0.1).all()
+    var = torch.tensor([sample_moments(as_numpy(F.silu), b, g)[1] for b, g in zip(BETA, GAMMA, strict=True)])
+    now = torch.tensor(
+        [
+            sample_moments(as_numpy(F.silu), b, g)[1]
+            for b, g in zip(norm.bias.tolist(), norm.weight.tolist(), strict=True)
+        ]
+    )
+    expected = now / (now + 0.03) * (var + 0.03)  # what PN leaves of the variance, times what is restored
+    torch.testing.assert_close(after.var(0, correction=0).float(), expected.float(), atol=1e-3, rtol=1e-2)
+
+
+def test_strength_blends_with_the_activation() -> None:
+    layer, x = proxy(F.silu, affine()), torch.randn(3, 5, dtype=torch.float64)
+    full = layer(x)
+    layer.set_strength(0.25)
+    torch.testing.assert_close(layer(x), 0.75 * F.silu(x) + 0.25 * full)
+    layer.set_strength(0)
+    assert torch.equal(layer(x), F.silu(x))
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 3), (4, 5, 3, 2), (4, 5, 3, 2, 2)])
+def test_layouts(shape: tuple[int, ...]) -> None:
+    norm, x = affine(), torch.randn(shape, dtype=torch.float64)
+    first, last = proxy(F.gelu, norm), proxy(F.gelu, norm, channel_dim=-1)
+    torch.testing.assert_close(first(x), last(x.movedim(1, -1)).movedim(-1, 1))
+    together = first(x)
+    torch.testing.assert_close(torch.cat([first(x[:1]), first(x[1:])]), together)  # no sample sees another
+    torch.testing.assert_close(first.eval()(x), together)
+
+
+def test_channels_last_is_kept() -> None:
+    layer = ProxyNorm(nn.ReLU(), 5, norm=affine(torch.float32))
+    x = torch.randn(2, 5, 4, 3).to(memory_format=torch.channels_last)
+    assert layer(x).is_contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        assert layer.eval()(x).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Constants are computed in float32, so the only errors are those of the input, the activation and the output."""
+    norm = affine(torch.float32)
+    layer, x = ProxyNorm(F.silu, 5, norm=norm), torch.randn(8, 5, 6).to(dtype)
+    out = layer(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), layer(x.float()), atol=0.02, rtol=0.01)
+    out.float().square().sum().backward()
+    assert layer.proxy_bias.grad.dtype == norm.weight.grad.dtype == torch.float32
+    prelu = ProxyNorm(nn.PReLU(5), 5, norm=norm)
+    expected = prelu.moments()
+    with torch.autocast("cpu", dtype):
+        torch.testing.assert_close(prelu.moments(), expected, atol=0, rtol=0)
+        assert layer(x).dtype == dtype
+    low = copy.deepcopy(layer)
+    low.to(dtype)
+    low.norm.to(dtype)
+    assert low(x).dtype == dtype
+
+
+class Swish(nn.Module):
+    """An activation of a user's own, with a slope a channel that is trained and an offset that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.linspace(0.5, 1.5, 5).view(5, 1, 1))
+        self.register_buffer("offset", torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(F.prelu(x, self.slope.flatten())) + self.offset.expand_as(x).lerp(x, self.offset)
+
+
+PARAMETRIC: dict[str, Callable[[], nn.Module]] = {
+    "prelu": nn.PReLU,
+    "prelu per channel": lambda: nn.PReLU(5),
+    "timm prelu": lambda: timm.layers.activations.PReLU(1),
+    "timm prelu per channel": lambda: timm.layers.activations.PReLU(5),
+    "star relu": lambda: metaformer.StarReLU(scale_learnable=True, bias_learnable=True),
+    "own": Swish,
+    "sequence": lambda: nn.Sequential(nn.PReLU(5), nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", PARAMETRIC)
+def test_activations_with_parameters_in_any_type(name: str, dtype: torch.dtype, of: torch.dtype) -> None:
+    """Their moments are computed in the type asked for, whatever the parameters are in, and gradients reach them."""
+    layer = ProxyNorm(PARAMETRIC[name](), 5, norm=affine(torch.float32))
+    expected = copy.deepcopy(layer).double()
+    expected.norm.double()
+    wanted = expected.moments(torch.float64)
+    layer.to(dtype)
+    layer.norm.to(dtype)
+    tolerance = 1e-3 if dtype == torch.float16 else 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for found, value in zip(layer.moments(of), wanted, strict=True):
+        assert found.dtype == of
+        torch.testing.assert_close(found.double(), value, atol=tolerance, rtol=tolerance)
+    own = list(layer.activation.parameters())
+    grads = torch.autograd.grad(sum(m.sum() for m in layer.moments(of)), own)
+    double = torch.autograd.grad(sum(m.sum() for m in wanted), list(expected.activation.parameters()))
+    for grad, value in zip(grads, double, strict=True):
+        assert grad.dtype == dtype
+        torch.testing.assert_close(grad.double(), value, atol=10 * tolerance, rtol=10 * tolerance)
+    x = torch.randn(3, 5, 2, 2, dtype=dtype)
+    assert layer(x).dtype == dtype
+    torch.testing.assert_close(
+        layer(x).double(), expected(x.double()), atol=20 * tolerance, rtol=10 * tolerance, check_dtype=False
+    )
+
+
+class Net(nn.Module):
+    """A norm and its activation under two names, as most networks hold them."""
+
+    def __init__(self, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.bn1 = affine(torch.float32)
+        self.act1 = ProxyNorm(nn.SiLU() if activation is None else activation, 5, norm=self.bn1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act1(self.bn1(x))
+
+
+def fresh(net: Net, x: Tensor) -> Tensor:
+    """What the layer gives by its constants."""
+    act = net.act1
+    scale, shift = act.constants()
+    return (act.activation(net.bn1(x)) * scale + shift).detach()
+
+
+def test_gradients_flow_in_evaluation_too() -> None:
+    net, x = Net().eval(), torch.randn(4, 5)
+    with torch.inference_mode():
+        net(x)
+    for _ in range(2):  # nothing of the first graph may be left
+        net.zero_grad()
+        net(x).square().sum().backward()
+        assert net.act1.proxy_scale.grad.abs().sum() > 0
+    net.requires_grad_(False)
+    with torch.inference_mode():
+        net(x)
+    net(x.requires_grad_()).sum().backward()
+    assert x.grad is not None
+
+
+def test_weights_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        net, x = Net().eval(), torch.randn(4, 5)
+        net(x)
+        net.bn1.bias.add_(1)
+        torch.testing.assert_close(net(x), fresh(net, x))
+
+
+def test_the_norm_is_borrowed_not_owned() -> None:
+    net = Net(nn.PReLU(5)).eval()
+    names = [name for name, _ in net.named_parameters()]
+    assert len(names) == len(set(names)) == 5
+    assert not any(name.startswith("act1.norm") for name in net.state_dict())
+    assert net.act1.norm is net.bn1
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert other.act1.norm is other.bn1
+        assert other.bn1 is not net.bn1
+    assert torch.equal(copy.deepcopy(net.act1).norm.weight, net.bn1.weight)
+    net.bn1.add_module("act", ProxyNorm(nn.ReLU(), 5, norm=net.bn1))  # a fused layer: the reference is a cycle
+    for other in (copy.deepcopy(net.bn1), pickle.loads(pickle.dumps(net.bn1))):
+        assert other.act.norm is other
+    assert "ReLU" in repr(net.bn1)
+
+
+def test_the_activation_keeps_its_names_in_the_state_dict() -> None:
+    net = Net(nn.PReLU(5))
+    with torch.no_grad():
+        net.act1.activation.weight.uniform_()
+    state = net.state_dict()
+    assert set(state) - set(net.bn1.state_dict(prefix="bn1.")) == {
+        *("act1.weight", "act1.proxy_bias", "act1.proxy_scale", "act1.strength", "act1.setting_scale")
+    }
+    for other in (Net(nn.PReLU(5)), copy.deepcopy(Net(nn.PReLU(5)))):
+        other.load_state_dict(state)
+        assert torch.equal(other.act1.activation.weight, net.act1.activation.weight)
+    source = nn.Sequential()
+    source.add_module("act1", nn.PReLU(5))
+    assert not other.load_state_dict(source.state_dict(), strict=False).unexpected_keys
+    assert torch.equal(other.act1.activation.weight, source.act1.weight)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.PReLU(5)])
+def test_compiles_to_one_graph_that_strength_does_not_break(activation: nn.Module) -> None:
+    net, x = Net(activation), torch.randn(4, 5)
+    net.bn1.eval()
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(net, fullgraph=True, backend=counter)
+    for strength in (1.0, 0.5, 0.0):
+        net.act1.set_strength(strength)
+        net.zero_grad()
+        expected, got = net(x), compiled(x)
+        torch.testing.assert_close(got, expected)
+        grads = [torch.autograd.grad(y.sin().sum(), net.bn1.weight) for y in (expected, got)]
+        torch.testing.assert_close(*grads)
+    assert counter.frame_count == 1
+    with torch.no_grad():
+        net.eval()
+        compiled(x)
+        net.bn1.bias.add_(1)
+        torch.testing.assert_close(compiled(x), net(x))
+
+
+def test_exports_with_torch_export() -> None:
+    net, x = Net(nn.ReLU()).eval(), torch.randn(4, 5)
+    with torch.no_grad():
+        net(x)
+        program = torch.export.export(net, (x,))
+    torch.testing.assert_close(program.module()(x), net(x))
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        net, x = Net(nn.ReLU()), torch.randn(4, 5)
+        expected = torch.autograd.grad(net(x).sin().sum(), list(net.parameters()))
+        wrapped = nn.parallel.DistributedDataParallel(net)
+        wrapped(x).sin().sum().backward()
+        torch.testing.assert_close([p.grad for p in net.parameters()], list(expected))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"strength": 1.5}, "strength"),
+        ({"eps": -1.0}, "eps"),
+        ({"samples": 0}, "samples"),
+        ({"channel_dim": 2}, "channel_dim"),
+        ({"norm": nn.BatchNorm1d(4)}, r"norm.weight is \(4,\)"),
+        ({"norm": nn.LayerNorm((5, 2))}, "norm.weight"),
+    ],
+)
+def test_arguments_out_of_range(options: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ProxyNorm(F.relu, 5, **options)
+
+
+def test_misuse() -> None:
+    layer = ProxyNorm(F.relu, 5)
+    for bad in (torch.zeros(5), torch.zeros(2, 4), torch.zeros(2, 3, 5)):
+        with pytest.raises(ValueError, match="5 channels"):
+            layer(bad)
+    with pytest.raises(ValueError, match="restore=True"):
+        layer.seed_restore()
+    with pytest.raises(ValueError, match="not elementwise"):
+        ProxyNorm(nn.GLU(dim=0), 5)(torch.zeros(2, 5))
+
+
+def test_meta_device_and_dtype() -> None:
+    layer = ProxyNorm(nn.ReLU(), 5, norm=nn.BatchNorm1d(5, device="meta"), restore=True, device="meta")
+    assert all(value.is_meta for value in layer.state_dict().values())
+    layer = ProxyNorm(nn.ReLU(), 5, restore=True, dtype=torch.bfloat16)
+    assert layer.proxy_bias.dtype == torch.bfloat16
+    assert layer.restore_shift.dtype == layer.strength.dtype == torch.float32

@@ -1,0 +1,100 @@
+"""Weight-standardized convolutions against timm's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from timm.layers import ScaledStdConv2d, StdConv2d
+from torch import Tensor, nn
+
+from retrofit.layers.weight_standardization import (
+    WeightStandardizedConv1d,
+    WeightStandardizedConv2d,
+    WeightStandardizedConv3d,
+)
+
+PAIRS = [
+    (WeightStandardizedConv1d, nn.Conv1d),
+    (WeightStandardizedConv2d, nn.Conv2d),
+    (WeightStandardizedConv3d, nn.Conv3d),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2, "stride": 2}, {"dilation": 2, "bias": False}])
+def test_at_strength_1_it_is_timms_std_conv(options: dict[str, Any]) -> None:
+    reference = StdConv2d(4, 6, 3, padding=1, **options).double()
+    conv = WeightStandardizedConv2d(4, 6, 3, padding=1, **{"bias": False} | options).double()
+    conv.load_state_dict(reference.state_dict(), strict=False)
+    x = torch.randn(2, 4, 7, 7, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(conv(x), reference(x))
+    upstream = torch.randn_like(reference(x))
+    got, wanted = (torch.autograd.grad(c(x), [x, c.weight], upstream) for c in (conv, reference))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_with_its_scale_it_is_timms_scaled_std_conv() -> None:
+    reference = ScaledStdConv2d(4, 6, 3, gamma=1.7, padding=1).double()
+    conv = WeightStandardizedConv2d(4, 6, 3, padding=1).double()
+    conv.load_state_dict(reference.state_dict(), strict=False)
+    conv.restore_scale.fill_(1.7 * (4 * 9) ** -0.5)
+    x = torch.randn(2, 4, 7, 7, dtype=torch.float64)
+    torch.testing.assert_close(conv(x), reference(x))
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("cls", "plain"), PAIRS)
+def test_seeded_it_starts_as_the_convolution(cls: type[nn.Module], plain: type[nn.Module], strength: float) -> None:
+    source = plain(4, 6, 3, padding=1, padding_mode="circular", groups=2)
+    conv = cls(4, 6, 3, padding=1, padding_mode="circular", groups=2, strength=strength)
+    assert not conv.load_state_dict(source.state_dict(), strict=False).unexpected_keys
+    conv.seed_restore()
+    x = torch.randn(2, 4, *(5,) * (conv.weight.ndim - 2))
+    torch.testing.assert_close(conv(x), source(x), atol=1e-6, rtol=1e-5)
+    with torch.no_grad():
+        conv.weight.mul_(3).add_(1)
+    if strength == 1:  # neither scale nor mean of the weight matter any more
+        torch.testing.assert_close(conv(x), source(x), atol=1e-4, rtol=1e-4)
+    if strength == 0:
+        source.load_state_dict({key: value for key, value in conv.state_dict().items() if key in ("weight", "bias")})
+        assert torch.equal(conv(x), source(x))
+
+
+@pytest.mark.parametrize("strength", [0.3, 1.0])
+def test_gradcheck(strength: float) -> None:
+    conv = WeightStandardizedConv2d(2, 3, 2, strength=strength, dtype=torch.float64)
+    conv.seed_restore()
+    leaves = [torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True), conv.weight, conv.bias]
+
+    def run(x: Tensor, *_: Tensor) -> Tensor:
+        return conv(x)
+
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+def test_names_copies_and_types() -> None:
+    conv = WeightStandardizedConv2d(4, 6, 3)
+    assert set(conv.state_dict()) == {"weight", "bias", "restore_scale", "restore_shift", "strength"}
+    assert [name for name, _ in conv.named_parameters()] == ["weight", "bias"]
+    other = copy.deepcopy(conv)
+    other.load_state_dict(conv.state_dict())
+    x = torch.randn(1, 4, 5, 5)
+    assert torch.equal(other(x), conv(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert conv(x).dtype == torch.bfloat16
+    assert conv.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    assert WeightStandardizedConv2d(4, 6, 3, dtype=torch.bfloat16).restore_scale.dtype == torch.float32
+
+
+def test_compiles_in_one_graph() -> None:
+    conv, x = WeightStandardizedConv2d(4, 6, 3, strength=0.5), torch.randn(1, 4, 5, 5)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(conv, fullgraph=True, backend="eager")(x), conv(x))
+
+
+@pytest.mark.parametrize("options", [{"strength": 2.0}, {"eps": -1.0}, {"groups": 4}])
+def test_arguments_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"strength|eps|single weight"):
+        WeightStandardizedConv2d(4, 4, 1, **options)

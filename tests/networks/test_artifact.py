@@ -1,0 +1,427 @@
+"""Artifacts: what is saved comes back, and nothing else is read as one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchvision.models._api import BUILTIN_MODELS
+
+import retrofit
+from retrofit import surgery
+from retrofit.errors import RetrofitError
+from retrofit.networks import artifact
+from retrofit.networks.artifact import is_artifact, load, read_manifest, save
+from retrofit.networks.library import ModelSource, Preprocess, build
+
+WEIGHTS = {"kind": "checkpoint", "from": "x.pth"}
+
+
+def _network(name: str, to: str | None = None, **kwargs: Any) -> nn.Module:
+    library, _, name = name.rpartition(":")
+    model = build(ModelSource("torchvision" if library else "timm", name, kwargs))
+    for tensor in model.state_dict().values():  # the statistics too
+        if tensor.is_floating_point():
+            tensor.uniform_(0.1, 1)
+    return surgery.convert(model, to)[0] if to else model
+
+
+def _assert_same(a: nn.Module, b: nn.Module) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert list(ours) == list(theirs)
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+    assert [type(m) for m in a.modules()] == [type(m) for m in b.modules()]
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> None:
+    """Change an artifact's manifest and tensors."""
+    manifest, tensors = read_manifest(path), {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(manifest, tensors)
+    save_file(tensors, path, metadata={"format": "pt", "retrofit": json.dumps(manifest)})
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "kwargs"),
+    [
+        ("resnet18", None, {"num_classes": 3}),
+        ("resnet18", "bnn", {"num_classes": 3}),
+        ("test_byobnet", "bnn", {"in_chans": 1}),
+        ("test_efficientnet", "bnn", {}),
+        ("test_vit", "lnn", {"img_size": 64}),
+        ("test_vit", "normal", {"num_classes": 0}),
+        ("tv:resnet18", "bnn", {"num_classes": 3}),
+        ("tv:mobilenet_v3_small", "bnn", {"num_classes": 3}),
+        ("tv:googlenet", "bnn", {"weights": "IMAGENET1K_V1"}),
+        ("tv:regnet_y_400mf", "bnn", {}),  # does not build on the meta device
+    ],
+)
+def test_round_trip(tmp_path: Path, name: str, to: str | None, kwargs: dict[str, Any]) -> None:
+    model, path = _network(name, to, **kwargs), tmp_path / "a.safetensors"
+    if to:
+        surgery.set_strength(model, 0.25)
+    save(model, path, weights=WEIGHTS)
+    again = load(path)
+    _assert_same(again, model)
+    assert again.training
+    image = torch.rand(2, kwargs.get("in_chans", 3), 64, 64)
+    if "vit" not in name or "img_size" in kwargs:
+        assert torch.equal(again.eval()(image), model.eval()(image))
+
+    save(again, tmp_path / "b.safetensors")
+    assert read_manifest(tmp_path / "b.safetensors") == read_manifest(path)
+    _assert_same(load(tmp_path / "b.safetensors"), model)
+
+
+def test_several_conversions_are_replayed_in_order(tmp_path: Path) -> None:
+    model = _network("test_byobnet")
+    model, _ = surgery.convert(model, "bnn", only="stem", noise=0.1)
+    model, _ = surgery.convert(model, "bnn", skip="stem", noise=0.2)
+    save(model, tmp_path / "a.safetensors")
+    again = load(tmp_path / "a.safetensors")
+    _assert_same(again, model)
+    assert {m.noise for m in again.modules() if hasattr(m, "noise")} == {0.1, 0.2}
+    assert [step["to"] for step in read_manifest(tmp_path / "a.safetensors")["conversion"]["steps"]] == ["bnn", "bnn"]
+
+
+def test_manifest(tmp_path: Path) -> None:
+    preprocess = Preprocess((3, 64, 64), (0.1, 0.2, 0.3), (1.0, 1.0, 1.0), "bilinear", 0.9)
+    model = _network("resnet18", "bnn", num_classes=2)
+    surgery.set_strength(model, 0.5)
+    save(model, tmp_path / "a.safetensors", labels=["cat", "dog"], weights=WEIGHTS, preprocess=preprocess)
+    manifest = read_manifest(tmp_path / "a.safetensors")
+    (plan,) = model._retrofit_plans
+    assert manifest == {
+        "schema": 1,
+        "model": {"library": "timm", "name": "resnet18", "kwargs": {"num_classes": 2}},
+        "conversion": {"to": "bnn", "steps": [plan.to_dict()]},
+        "layers": [row.to_dict() for row in plan.layers],
+        "modules": manifest["modules"],
+        "fingerprint": manifest["fingerprint"],
+        "preprocess": {
+            "input_size": [3, 64, 64],
+            "mean": [0.1, 0.2, 0.3],
+            "std": [1.0, 1.0, 1.0],
+            "interpolation": "bilinear",
+            "crop_pct": 0.9,
+            "crop_mode": "center",
+        },
+        "labels": ["cat", "dog"],
+        "weights": WEIGHTS,
+        "strength": 0.5,
+        "versions": manifest["versions"],
+    }
+    assert manifest["versions"]["retrofit"] == retrofit.__version__
+    assert manifest["versions"]["timm"] == timm.__version__
+    again = load(tmp_path / "a.safetensors")
+    assert again._retrofit_preprocess == preprocess
+    assert again._retrofit_labels == ["cat", "dog"]
+    assert again._retrofit_weights == WEIGHTS
+
+
+def test_manifest_of_an_unconverted_network(tmp_path: Path) -> None:
+    save(timm.create_model("test_vit"), tmp_path / "a.safetensors")
+    manifest = read_manifest(tmp_path / "a.safetensors")
+    assert manifest["conversion"] == {"to": None, "steps": []}
+    assert manifest["layers"] == []
+    assert manifest["strength"] is manifest["labels"] is None
+    assert manifest["weights"] == {"kind": "unknown", "from": None}
+
+
+def test_layers_of_different_strength_keep_theirs(tmp_path: Path) -> None:
+    model = _network("resnet18", "bnn")
+    surgery.set_strength(model.layer1, 0.5)
+    save(model, tmp_path / "a.safetensors")
+    assert read_manifest(tmp_path / "a.safetensors")["strength"] is None
+    _assert_same(load(tmp_path / "a.safetensors"), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("name", "to"), [("test_vit", "lnn"), ("resnet18", None)])
+def test_the_dtype_comes_back(tmp_path: Path, dtype: torch.dtype, name: str, to: str | None) -> None:
+    model = _network(name, to).to(dtype)
+    save(model, tmp_path / "a.safetensors")
+    again = load(tmp_path / "a.safetensors")
+    _assert_same(again, model)
+    assert next(again.parameters()).dtype == dtype
+
+
+def test_dtypes_may_be_mixed(tmp_path: Path) -> None:
+    model = _network("resnet18", "bnn")
+    model.fc.to(torch.bfloat16)
+    model.conv1.to(torch.float64)
+    save(model, tmp_path / "a.safetensors")
+    _assert_same(load(tmp_path / "a.safetensors"), model)
+
+
+def test_buffers_that_are_in_no_file_follow_the_dtype(tmp_path: Path) -> None:
+    options = {"depths": [2, 1, 1, 1], "embed_dim": 16, "num_heads": [1, 1, 1, 1]}
+    model = _network("swin_tiny_patch4_window7_224", **options).bfloat16()
+    save(model, tmp_path / "a.safetensors")
+    again = load(tmp_path / "a.safetensors")
+    mask = again.layers[0].blocks[1].attn_mask
+    assert "layers.0.blocks.1.attn_mask" not in again.state_dict()
+    assert mask.dtype == torch.bfloat16
+    assert torch.equal(mask, model.layers[0].blocks[1].attn_mask)
+
+
+def test_memory_formats_do_not_matter(tmp_path: Path) -> None:
+    model = _network("resnet18", "bnn")
+    plain = copy.deepcopy(model)
+    model.to(memory_format=torch.channels_last)
+    model.fc.weight.data = model.fc.weight.data.t().contiguous().t()
+    assert not model.fc.weight.is_contiguous()
+    save(model, tmp_path / "a.safetensors")
+    _assert_same(load(tmp_path / "a.safetensors"), plain)
+
+
+def test_views_of_one_storage_are_written_apart(tmp_path: Path) -> None:
+    model = _network("test_vit")
+    flat = torch.rand(2 * model.head.bias.numel())
+    model.head.bias.data, other = flat.chunk(2)
+    model.norm.weight.data = other[: model.norm.weight.numel()]
+    model.norm.bias.data = model.norm.weight.data
+    first = model.blocks[0].norm1
+    first.bias.data = first.weight.data  # all of one storage, twice
+    save(model, tmp_path / "a.safetensors")
+    _assert_same(load(tmp_path / "a.safetensors"), model)
+    written = load_file(tmp_path / "a.safetensors")
+    assert {"norm.weight", "norm.bias", "head.bias"} <= written.keys()
+
+
+class Tied(nn.Module):
+    """A network with a parameter of two names and a module of two names."""
+
+    def __init__(self, *, weights: None = None) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.b.weight = self.a.weight
+        self.again = self.norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.b(self.norm(self.a(x))))
+
+
+@pytest.fixture
+def tied(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    monkeypatch.setitem(BUILTIN_MODELS, "tied", Tied)
+    return build(ModelSource("torchvision", "tied"))
+
+
+@pytest.mark.parametrize("to", [None, "bnn"])
+def test_tied_tensors_are_written_once_and_tied_again(tmp_path: Path, tied: nn.Module, to: str | None) -> None:
+    model = surgery.convert(tied, to)[0] if to else tied
+    save(model, tmp_path / "a.safetensors")
+    names = load_file(tmp_path / "a.safetensors").keys()
+    assert {"a.weight", "norm.weight"} <= names
+    assert not {name for name in names if name == "b.weight" or name.startswith("again")}
+    again = load(tmp_path / "a.safetensors")
+    _assert_same(again, model)
+    assert again.a.weight is again.b.weight
+    assert again.norm is again.again
+    double = load(tmp_path / "a.safetensors").double()
+    save(double, tmp_path / "b.safetensors")
+    _assert_same(load(tmp_path / "b.safetensors"), double)
+
+
+def test_a_tensor_untied_by_the_user_is_refused(tmp_path: Path, tied: nn.Module) -> None:
+    tied.b.weight = nn.Parameter(torch.rand(4, 4))
+    with pytest.raises(RetrofitError, match=r"b.weight and a.weight are one tensor in the library's network, two here"):
+        save(tied, tmp_path / "a.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_wrappers_are_taken_off(tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = _network("resnet18", "bnn")
+    save(wrap(model), tmp_path / "a.safetensors")
+    _assert_same(load(tmp_path / "a.safetensors"), model)
+
+
+def test_copies_can_be_saved(tmp_path: Path) -> None:
+    model = _network("resnet18", "bnn")
+    for i, twin in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
+        save(twin, tmp_path / f"{i}.safetensors")
+        _assert_same(load(tmp_path / f"{i}.safetensors"), model)
+
+
+def test_a_new_head_is_saved(tmp_path: Path) -> None:
+    model = _network("resnet18", "bnn")
+    model.reset_classifier(3)
+    save(model, tmp_path / "a.safetensors")
+    assert load(tmp_path / "a.safetensors")(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+
+
+def test_what_cannot_be_rebuilt_is_not_written(tmp_path: Path) -> None:
+    model = _network("resnet18", "bnn")
+    model.layer1.add_module("more", nn.Linear(2, 2))
+    with pytest.raises(RetrofitError, match=r"layer1.more.bias"):
+        save(model, tmp_path / "a.safetensors")
+    with pytest.raises(RetrofitError, match="resnet34"):
+        save(_network("resnet18"), tmp_path / "a.safetensors", source="resnet34")
+    assert os.listdir(tmp_path) == []
+
+
+def test_loading_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
+    save(_network("test_vit", "lnn"), tmp_path / "a.safetensors")
+    before = torch.get_rng_state()
+    load(tmp_path / "a.safetensors")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_text("mine")
+    with pytest.raises(RetrofitError, match="--force"):
+        save(_network("test_vit"), path)
+    assert path.read_text() == "mine"
+    save(_network("test_vit"), path, force=True)
+    assert is_artifact(path)
+
+
+def test_a_failing_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(artifact, "save_file", fail)
+    with pytest.raises(RetrofitError, match=r"cannot write .* \(.*No space left.*\); free space") as caught:
+        save(_network("test_vit"), tmp_path / "a.safetensors")
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+# --- what is not an artifact, or not one that fits
+
+
+def _plain(path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, path)
+
+
+def _header(metadata: str) -> Callable[[Path], None]:
+    return lambda path: save_file({"a": torch.zeros(2)}, path, metadata={"retrofit": metadata})
+
+
+def _lying_header(path: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: None, "does not exist"),
+        (Path.mkdir, "is a folder"),
+        (lambda path: path.write_text("hello"), "not a whole artifact"),
+        (lambda path: path.write_bytes(b""), "not a whole artifact"),
+        (_lying_header, "not a whole artifact"),
+        (_plain, "is a plain checkpoint; give the network's name and --checkpoint"),
+        (_header("{"), "manifest is not readable"),
+        (_header("[]"), "manifest is not readable"),
+        (_header("{}"), "manifest is not readable"),
+        (_header('{"schema": 2}'), "has schema 2, this retrofit reads up to 1; upgrade retrofit"),
+        (_header('{"schema": 1}'), "malformed: 'model'"),
+        (_header('{"schema": 1, "model": {"nome": 1}}'), "malformed: 'library'"),
+    ],
+)
+def test_foreign_files_are_refused(tmp_path: Path, write: Callable[[Path], object], message: str) -> None:
+    path = tmp_path / "a.safetensors"
+    write(path)
+    with pytest.raises(RetrofitError, match=message) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "a.safetensors"
+    save(_network("test_byobnet", "bnn"), path)
+    return path
+
+
+@pytest.fixture
+def saved(_saved: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(_saved.read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.999])
+def test_a_truncated_artifact_is_refused(saved: Path, share: float) -> None:
+    saved.write_bytes(saved.read_bytes()[: int(saved.stat().st_size * share)])
+    with pytest.raises(RetrofitError, match="not a whole artifact"):
+        load(saved)
+    assert not is_artifact(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, t: m["model"].update(name="no_such_network"), "cannot be rebuilt with timm .* unknown model"),
+        (lambda m, t: m["model"].update(library="keras"), "'keras'"),
+        (lambda m, t: m["model"].update(name=3), "unknown model '3'"),
+        (lambda m, t: m["model"].update(kwargs=3), "malformed"),
+        (lambda m, t: m["model"]["kwargs"].update(nonsense=1), "nonsense"),
+        (lambda m, t: m["model"].update(kwargs={"pretrained": True}), "not a model argument"),
+        (lambda m, t: m["model"].update(kwargs={"checkpoint_path": "x.pth"}), "not a model argument"),
+        (lambda m, t: m["model"].update(name="hf-hub:timm/resnet18.a1_in1k"), "malformed"),
+        (lambda m, t: m["model"].update(name="local-dir:."), "malformed"),
+        (lambda m, t: m.update(weights=3), "malformed"),
+        (lambda m, t: m.update(versions=None), "malformed"),
+        (lambda m, t: m["conversion"].pop("steps"), "malformed: 'steps'"),
+        (lambda m, t: m["conversion"]["steps"][0].update(to="xyz"), "unknown target 'xyz'"),
+        (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(name="nowhere"), "made for another model"),
+        (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(extra=1), "malformed: .*extra"),
+        (lambda m, t: m["conversion"]["steps"].clear(), r"\d+ unexpected \(.*strength"),
+        (lambda m, t: m["preprocess"].update(extra=1), "malformed: .*extra"),
+        (lambda m, t: m.pop("labels"), "malformed: 'labels'"),
+        (lambda m, t: t.pop("head.fc.bias"), r"1 missing \(head.fc.bias\)"),
+        (lambda m, t: t.update(extra=torch.zeros(1)), r"1 unexpected \(extra\)"),
+        (
+            lambda m, t: t.update({"head.fc.bias": torch.zeros(7)}),
+            r"1 of another shape \(head.fc.bias \[7\] for \[1000",
+        ),
+        (lambda m, t: t.update({"stem.bn.strength": torch.zeros(3)}), r"stem.bn.strength \[3\] for \[2\]"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(
+    saved: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object], message: str
+) -> None:
+    _rewrite(saved, change)
+    with pytest.raises(RetrofitError, match=message) as caught:
+        load(saved)
+    assert "\n" not in str(caught.value)
+    assert str(saved) in str(caught.value)
+
+
+def test_one_line_even_for_bad_plan_options(saved: Path) -> None:
+    _rewrite(saved, lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(options={"nonsense": 1}))
+    with pytest.raises(RetrofitError) as caught:
+        load(saved)
+    assert "\n" not in str(caught.value)
+
+
+def test_is_artifact(saved: Path, tmp_path: Path) -> None:
+    _plain(tmp_path / "plain.safetensors")
+    assert is_artifact(saved)
+    assert not is_artifact(tmp_path / "plain.safetensors")
+    assert not is_artifact(tmp_path / "missing.safetensors")
+    assert not is_artifact(tmp_path)
+
+
+def test_public_names() -> None:
+    assert retrofit.save is save
+    assert retrofit.load is load

@@ -1,0 +1,164 @@
+"""A file makes us build no more than its own tensors could fill, and says so at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import retrofit
+from retrofit.errors import RetrofitError
+from retrofit.networks.artifact import load, read_manifest
+from retrofit.networks.budget import TooLargeError, bounded_by, check_numbers
+from retrofit.networks.library import ModelSource, build
+
+SECONDS = 5  # of this process's own time: the machine may be busy
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The manifest and tensors of a small artifact."""
+    path = tmp_path_factory.mktemp("small") / "a.safetensors"
+    model = build(ModelSource("timm", "test_resnet", {"num_classes": 3}))
+    retrofit.save(retrofit.convert(model, "gn-pn", check=False)[0], path)
+    return read_manifest(path), load_file(path)
+
+
+def _model(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["model"].update(changes)
+
+
+def _kwargs(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["model"]["kwargs"].update(changes)
+
+
+def _option(kind: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        row = next(row for row in manifest["conversion"]["steps"][0][kind] if row["status"] == "converted")
+        row["options"].update(changes)
+
+    return change
+
+
+def _attribute(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        for kind in manifest["modules"]["kinds"]:
+            if name in kind["attributes"]:
+                kind["attributes"][name] = value
+
+    return change
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+GREEDY: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a giant network": _model(name="eva02_enormous_patch14_clip_224", kwargs={}),
+    "another giant": _model(library="torchvision", name="regnet_y_128gf", kwargs={}),
+    "a million layers": _kwargs(layers=[1_000_000, 1, 1, 1]),
+    "ten thousand layers": _kwargs(layers=[10_000, 1, 1, 1]),
+    "many lists of layers": _kwargs(layers=[9_999] * 9_999),
+    "five million classes": _kwargs(num_classes=5_000_000),
+    "classes enough to matter": _kwargs(num_classes=9_999),
+    "wide": _model(name="resnet50", kwargs={"base_width": 9_999}),
+    "deep": _model(name="vit_tiny_patch16_224", kwargs={"depth": 10_000}),
+    "large images": _model(name="vit_tiny_patch16_224", kwargs={"img_size": 10_000}),
+    "larger images": _model(name="swin_tiny_patch4_window7_224", kwargs={"img_size": 9_999, "window_size": 2_000}),
+    "a long argument": _kwargs(block_args=["x" * 20_000]),
+    "a nested argument": _kwargs(layers=_nested(500)),
+    "many samples": _option("edits", samples=1_000_000_000),
+    "many groups": _option("layers", num_groups=1_000_000_000),
+    "a wide padding": _attribute("padding", [10_000, 10_000]),
+    "huge images": lambda manifest: manifest["preprocess"].update(input_size=[3, 100_000, 100_000]),
+    "huge images to ask about": lambda manifest: manifest["fingerprint"].update(size=[3, 100_000, 100_000]),
+}
+
+
+@pytest.mark.parametrize("case", list(GREEDY))
+def test_what_a_manifest_asks_for_is_bounded_by_its_tensors(
+    small: tuple[dict[str, Any], dict[str, torch.Tensor]], case: str, tmp_path: Path
+) -> None:
+    manifest, tensors = json.loads(json.dumps(small[0])), small[1]
+    GREEDY[case](manifest)
+    save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "retrofit": json.dumps(manifest)})
+    began = time.process_time()
+    with pytest.raises(RetrofitError) as caught:
+        load(tmp_path / "a.safetensors")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    assert time.process_time() - began < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema": 1e400}', "its manifest has schema inf"),
+        ('{"schema": NaN}', "its manifest has schema nan"),
+        ('{"schema": true}', "its manifest has schema True"),
+        ('{"schema": 0}', "its manifest has schema 0"),
+        ('{"schema": "1"}', "its manifest has schema 1"),
+        ('{"schema": ' + "9" * 5000 + "}", "not readable"),
+        ('{"schema": ' + "9" * 400 + "}", "has schema 9+.*upgrade"),
+        ("[" * 3000 + "]" * 3000, "not readable"),
+        ('{"schema": 1, "model": ' + "[" * 3000 + "]" * 3000 + "}", "not readable"),
+        ('{"a":' * 3000 + "1" + "}" * 3000, "not readable"),
+    ],
+)
+def test_manifests_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors", {"retrofit": text})
+    with pytest.raises(RetrofitError, match=message) as caught:
+        load(tmp_path / "a.safetensors")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_parameters_of_another_type_are_refused(
+    small: tuple[dict[str, Any], dict[str, torch.Tensor]], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tensors = {**small[1], "fc.weight": small[1]["fc.weight"].to(dtype)}
+    save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "retrofit": json.dumps(small[0])})
+    with pytest.raises(RetrofitError, match=r"1 of another type \(fc.weight"):
+        load(tmp_path / "a.safetensors")
+
+
+def test_whole_numbers_of_another_type_are_refused(
+    small: tuple[dict[str, Any], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    name = next(name for name in small[1] if name.endswith("num_batches_tracked"))
+    tensors = {**small[1], name: small[1][name].float()}
+    save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "retrofit": json.dumps(small[0])})
+    with pytest.raises(RetrofitError, match="1 of another type"):
+        load(tmp_path / "a.safetensors")
+
+
+def test_building_stops_at_the_first_tensor_too_much() -> None:
+    with bounded_by({"a": (10, 10)}):
+        nn.Linear(100, 100)
+        with pytest.raises(TooLargeError, match="far larger than the 1 tensors"):
+            nn.Linear(100_000, 1_000, device="meta")
+        with pytest.raises(TooLargeError):
+            nn.ModuleList(nn.ReLU() for _ in range(100_000))
+    nn.Linear(100_000, 1_000, device="meta")  # the bound ends with its context
+
+
+@pytest.mark.parametrize("value", [1_000_000, [1, [2, {"a": -1_000_000}]], 1e300, [0] * 200_000, {"a": "x" * 200_000}])
+def test_numbers_out_of_proportion(value: Any) -> None:
+    with pytest.raises(TooLargeError):
+        check_numbers({"x": value}, {"a": (64, 3, 7, 7)})
+
+
+def test_numbers_in_proportion() -> None:
+    values = {"num_classes": 21_841, "img_size": 448, "rates": [0.1, None, True], "name": "x", "most": float("inf")}
+    check_numbers(values, {"head": (21_841, 768)})

@@ -1,0 +1,115 @@
+"""Networks recognised by building what they claim to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from retrofit import surgery
+from retrofit.errors import RetrofitError
+from retrofit.networks.identify import identify, skeleton, source_of
+from retrofit.networks.library import ModelSource, build
+from retrofit.networks.tensors import tensors_of
+
+RESNET = ModelSource("timm", "resnet18.a1_in1k")
+
+
+@pytest.mark.parametrize(
+    ("make", "source"),
+    [
+        (lambda: timm.create_model("resnet18"), RESNET),
+        (
+            lambda: timm.create_model("resnet18.fb_ssl_yfcc100m_ft_in1k"),
+            ModelSource("timm", "resnet18.fb_ssl_yfcc100m_ft_in1k"),
+        ),
+        (lambda: timm.create_model("resnet18", num_classes=7), ModelSource("timm", RESNET.name, {"num_classes": 7})),
+        (lambda: timm.create_model("resnet18", in_chans=1), ModelSource("timm", RESNET.name, {"in_chans": 1})),
+        (
+            lambda: timm.create_model("resnet18", features_only=True, out_indices=(1, 2)),
+            ModelSource("timm", RESNET.name, {"features_only": True, "out_indices": [1, 2]}),
+        ),
+        (
+            lambda: timm.create_model("test_vit", img_size=64, act_layer="relu"),
+            ModelSource("timm", "test_vit.r160_in1k", {"img_size": 64, "act_layer": "relu"}),
+        ),
+        (torchvision.models.resnet18, ModelSource("torchvision", "resnet18")),
+        (torchvision.models.resnext50_32x4d, ModelSource("torchvision", "resnext50_32x4d")),
+        (
+            lambda: torchvision.models.mobilenet_v3_small(num_classes=5),
+            ModelSource("torchvision", "mobilenet_v3_small", {"num_classes": 5}),
+        ),
+    ],
+)
+def test_recognises_what_the_user_built(make: Callable[[], nn.Module], source: ModelSource) -> None:
+    model = make()
+    assert source_of(model) == source
+    assert {k: v.shape for k, v in build(source).state_dict().items()} == {
+        k: v.shape for k, v in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("classes", [0, 7])
+@pytest.mark.parametrize(
+    "make", [lambda: timm.create_model("test_vit"), lambda: build(ModelSource("timm", "test_vit"))]
+)
+def test_follows_reset_classifier(make: Callable[[], nn.Module], classes: int) -> None:
+    model = make()
+    model.reset_classifier(classes)
+    assert source_of(model).kwargs == {"num_classes": classes}
+
+
+@pytest.mark.parametrize("make", [torchvision.models.resnet18, lambda: build(ModelSource("torchvision", "resnet18"))])
+def test_follows_a_replaced_head(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    model.fc = nn.Linear(512, 4)
+    assert source_of(model) == ModelSource("torchvision", "resnet18", {"num_classes": 4})
+
+
+def test_a_hint_settles_it() -> None:
+    model = timm.create_model("resnet18")
+    del model.pretrained_cfg
+    with pytest.raises(RetrofitError, match=r'pass source="resnet50"'):
+        source_of(model)
+    assert source_of(model, "resnet18") == ModelSource("timm", "resnet18")
+    with pytest.raises(RetrofitError, match=r"resnet34 has also layer1.2.bn1.bias, .*pass the matching source="):
+        source_of(model, "resnet34")
+
+
+def test_a_changed_network_is_not_taken_for_the_librarys() -> None:
+    model = build(ModelSource("torchvision", "resnet18"))
+    model.layer1.add_module("more", nn.Linear(2, 2))
+    with pytest.raises(RetrofitError, match=r"tv:resnet18 has no layer1.more.bias, layer1.more.weight"):
+        source_of(model)
+
+
+def test_an_argument_that_no_file_can_hold() -> None:
+    with pytest.raises(RetrofitError, match="build it from names and numbers"):
+        source_of(timm.create_model("test_vit", act_layer=nn.ReLU))
+
+
+def test_a_stranger_is_not_recognised() -> None:
+    with pytest.raises(RetrofitError, match="cannot tell which network this Linear is"):
+        source_of(nn.Linear(2, 2))
+
+
+def test_a_converted_network_is_compared_with_a_converted_one() -> None:
+    model, report = surgery.convert(timm.create_model("resnet18"), "bnn")
+    with pytest.raises(RetrofitError, match="running_lambda"):
+        identify(model)
+    source, built = identify(model, convert=lambda fresh: surgery.apply(report.plan, fresh)[0])
+    assert source == RESNET
+    assert {n: t.shape for n, t in tensors_of(built).items()} == {n: t.shape for n, t in tensors_of(model).items()}
+    assert all(tensor.is_meta for tensor in tensors_of(built).values())
+
+
+def test_a_network_that_does_not_build_on_the_meta_device_is_built_for_real() -> None:
+    source = ModelSource("torchvision", "regnet_y_400mf")
+    before = torch.get_rng_state()
+    built = skeleton(source)
+    assert not next(built.parameters()).is_meta
+    assert torch.equal(torch.get_rng_state(), before)

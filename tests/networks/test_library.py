@@ -1,0 +1,263 @@
+"""Networks found by name and built."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import socket
+import time
+import urllib.request
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torchvision.models import WeightsEnum
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
+
+
+@pytest.fixture
+def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No name resolves, and no cache holds anything."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("text", "library", "name"),
+    [
+        ("resnet18", "timm", "resnet18"),
+        ("resnet50.a1_in1k", "timm", "resnet50.a1_in1k"),
+        ("tv:resnet18", "torchvision", "resnet18"),
+        ("torchvision:resnet18", "torchvision", "resnet18"),
+        ("googlenet", "torchvision", "googlenet"),
+        ("tf_efficientnet_b0_ns", "timm", "tf_efficientnet_b0.ns_jft_in1k"),  # what timm calls it today
+        ("hf-hub:timm/resnet18.a1_in1k", "timm", "hf-hub:timm/resnet18.a1_in1k"),
+        ("hf_hub:timm/resnet18.a1_in1k", "timm", "hf-hub:timm/resnet18.a1_in1k"),
+    ],
+)
+def test_finds(text: str, library: str, name: str) -> None:
+    assert parse(text) == ModelSource(library, name)  # type: ignore[arg-type]
+
+
+def test_every_name_of_both_libraries_is_found() -> None:
+    for name in timm.list_models(include_tags=True):
+        assert parse(name) == ModelSource("timm", name)
+    for name in torchvision.models.list_models():
+        assert str(parse(f"tv:{name}")) == f"tv:{name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "closest"),
+    [
+        ("resnet500", "resnet50"),
+        ("ResNet50", "resnet50"),
+        ("resnet50.a1", "resnet50.a1_in1k"),
+        ("resnet50.", "resnet50."),
+        ("resnte50.a1_in1k", "resnet50"),
+        ("tv:resnet5", "tv:resnet50"),
+        ("googlnet", "tv:googlenet"),
+        ("qqqqqqqq", "local-dir:"),
+        ("timm/resnet18", "resnet18"),
+        ("", "local-dir:"),
+        ("tv:", "tv:vgg"),
+        ("hf-hub:", "local-dir:"),
+        ("local-dir:/no/such/folder", "/no/such/folder"),
+    ],
+)
+def test_unknown_names_get_the_closest(text: str, closest: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert closest in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "kwargs"),
+    [
+        (ModelSource("timm", "resnet18"), {"num_classes": 3, "in_chans": 1}, {"num_classes": 3, "in_chans": 1}),
+        (ModelSource("timm", "resnet18"), {"img_size": 64}, {}),
+        (ModelSource("timm", "vit_tiny_patch16_224"), {"img_size": 64}, {"img_size": 64}),
+        (ModelSource("torchvision", "resnet18"), {"img_size": 64, "num_classes": 2}, {"num_classes": 2}),
+        (ModelSource("torchvision", "vit_b_16"), {"img_size": 64}, {"image_size": 64}),
+        (ModelSource("timm", "resnet18"), {"model_kwargs": {"drop_rate": 0.1}}, {"drop_rate": 0.1}),
+        (ModelSource("timm", "resnet18", {"a": 1}), {"num_classes": 0}, {"a": 1, "num_classes": 0}),
+    ],
+)
+def test_options_become_the_builders_arguments(source: ModelSource, options: Any, kwargs: dict[str, Any]) -> None:
+    assert with_options(source, **options).kwargs == kwargs
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("resnet18", {"num_classes": -1}, "--num-classes -1"),
+        ("resnet18", {"in_chans": 0}, "--in-chans 0"),
+        ("resnet18", {"img_size": 0}, "--img-size 0"),
+        ("tv:resnet18", {"in_chans": 1}, "no option for --in-chans"),
+        ("resnet18", {"model_kwargs": {"pretrained": True}}, "use --pretrained"),
+        ("resnet18", {"model_kwargs": {"checkpoint_path": "x"}}, "--checkpoint FILE"),
+    ],
+)
+def test_wrong_options(name: str, options: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        with_options(parse(name), **options)
+
+
+# --- building
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ModelSource("timm", "resnet18", {"num_classes": 3}),
+        ModelSource("torchvision", "mobilenet_v3_small", {"num_classes": 3}),
+    ],
+)
+def test_builds_and_remembers_the_source(source: ModelSource) -> None:
+    model = build(source)
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin._retrofit_source == source
+    assert "_retrofit_source" not in model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_builds_without_the_libraries_warnings(name: str) -> None:
+    with warnings.catch_warnings(record=True) as said, torch.device("meta"):
+        warnings.simplefilter("always")
+        build(ModelSource("torchvision", name))
+    assert not said
+
+
+@pytest.mark.usefixtures("_no_network")
+@pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "deeplabv3_resnet50"])
+def test_a_random_network_fetches_no_backbone(name: str) -> None:
+    with torch.device("meta"):
+        build(ModelSource("torchvision", name))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (ModelSource("timm", "resnet18", {"img_size": 64}), "cannot build resnet18 with img_size=64: .*img_size"),
+        (ModelSource("timm", "test_vit", {"depth": 1, "nonsense": 2}), "depth=1, nonsense=2"),
+        (ModelSource("torchvision", "resnet18", {"in_chans": 1}), "cannot build tv:resnet18 with in_chans=1"),
+        (ModelSource("torchvision", "resnet18", {"weights": "NO_SUCH"}), "weights='NO_SUCH'"),
+        (ModelSource("timm", "no_such_network"), "unknown model"),
+        (ModelSource("torchvision", "no_such_network"), "unknown model"),
+        (ModelSource("timm", "resnet18", {"pretrained_cfg": {"file": "/etc/passwd"}}), "not a model argument"),
+        (ModelSource("torchvision", "fcn_resnet50", {"weights_backbone": "DEFAULT"}), "not a model argument"),
+    ],
+)
+def test_errors_of_building_are_one_line(source: ModelSource, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        build(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("_no_network")
+@pytest.mark.parametrize("text", ["resnet18", "tv:resnet18", "hf-hub:timm/resnet18.a1_in1k"])
+def test_without_a_network_the_error_says_so_at_once(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    with pytest.raises(RetrofitError, match=r"cannot download .* check the network.* --checkpoint FILE") as caught:
+        build(parse(text), pretrained=True)
+    assert time.monotonic() - started < 10  # the hub's client alone would retry for 20 s a file
+    assert "\n" not in str(caught.value)
+    assert "Retrying" not in capfd.readouterr().err
+
+
+def test_weights_that_do_not_exist() -> None:
+    untrained = set(timm.list_models("resnet*")) - set(timm.list_models("resnet*", pretrained=True, include_tags=False))
+    name = min(untrained)
+    with pytest.raises(RetrofitError, match=f"no pretrained weights for {name}; pass --checkpoint"):
+        build(parse(name), pretrained=True)
+    source = ModelSource("torchvision", "shufflenet_v2_x0_5", {"weights": "NO_SUCH"})
+    with pytest.raises(RetrofitError, match="no pretrained weights for tv:shufflenet_v2_x0_5"):
+        build(source, pretrained=True)
+
+
+def _local_dir(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"local-dir:{folder}"
+
+
+def test_a_local_folder_is_remembered_as_its_architecture(tmp_path: Path) -> None:
+    config = {
+        "architecture": "resnet18",
+        "num_classes": 5,
+        "pretrained_cfg": {"tag": "mine", "input_size": [1, 64, 64]},
+        "model_args": {"drop_rate": 0.25},
+    }
+    text = _local_dir(tmp_path / "model", config)
+    model = build(parse(text))
+    source = model._retrofit_source
+    assert source == ModelSource("timm", "resnet18", {"num_classes": 5, "in_chans": 1, "drop_rate": 0.25})
+    again = build(source)  # without the folder
+    assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+
+
+def test_a_local_folder_of_an_unknown_architecture(tmp_path: Path) -> None:
+    with pytest.raises(RetrofitError, match="no_such_network"):
+        build(parse(_local_dir(tmp_path / "model", {"architecture": "no_such_network", "num_classes": 5})))
+
+
+def _serve(monkeypatch: pytest.MonkeyPatch, state: dict[str, torch.Tensor]) -> None:
+    """Let torchvision's weights be `state`, without a network."""
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(state))
+
+
+def _kinds(model: nn.Module) -> dict[str, str]:
+    return {name: type(module).__name__ for name, module in model.named_modules()}
+
+
+def test_torchvisions_structure_for_weights_is_built_again_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = build(ModelSource("torchvision", "googlenet"))
+    with monkeypatch.context() as patched:
+        _serve(patched, dict(plain.state_dict()))
+        trained = build(ModelSource("torchvision", "googlenet"), pretrained=True)
+    source = trained._retrofit_source
+    assert source.kwargs == {"weights": "IMAGENET1K_V1"}
+    assert trained.transform_input
+    assert trained.aux1 is None  # unlike `plain`
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: pytest.fail("nothing may be fetched"))
+    again = build(source)
+    assert _kinds(again) == _kinds(trained) != _kinds(plain)
+    assert again.transform_input
+    assert again.state_dict().keys() == trained.state_dict().keys()
+    again.load_state_dict(trained.state_dict())  # the real method is back in its place
+    assert torch.equal(again.conv1.conv.weight, plain.conv1.conv.weight)
+
+
+def test_a_detector_for_weights_has_frozen_norms() -> None:
+    with torch.device("meta"):
+        kinds = _kinds(build(ModelSource("torchvision", "fasterrcnn_resnet50_fpn", {"weights": "DEFAULT"})))
+        assert "FrozenBatchNorm2d" in kinds.values()
+        assert "FrozenBatchNorm2d" not in _kinds(build(ModelSource("torchvision", "fasterrcnn_resnet50_fpn"))).values()
+
+
+def test_preprocess_survives_json() -> None:
+    preprocess = Preprocess((3, 64, 32), (0.5, 0.5, 0.5), (0.1, 0.2, 0.3), "bilinear", 0.9, "squash")
+    assert Preprocess.from_dict(json.loads(json.dumps(preprocess.to_dict()))) == preprocess

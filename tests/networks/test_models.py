@@ -1,0 +1,234 @@
+"""MODEL on the command line -> a network and whose weights it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torchvision.models import WeightsEnum
+
+from retrofit import surgery
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks import artifact, models
+from retrofit.networks.library import ModelSource, Preprocess
+from retrofit.networks.models import open_model, weights_sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "source", "size"),
+    [
+        ("test_vit", {}, ModelSource("timm", "test_vit"), (3, 160, 160)),
+        ("resnet18", {"img_size": 64}, ModelSource("timm", "resnet18"), (3, 64, 64)),
+        (
+            "vit_tiny_patch16_224",
+            {"img_size": 64, "model_kwargs": {"depth": 1}},
+            ModelSource("timm", "vit_tiny_patch16_224", {"img_size": 64, "depth": 1}),
+            (3, 64, 64),
+        ),
+        ("test_byobnet", {"in_chans": 1}, ModelSource("timm", "test_byobnet", {"in_chans": 1}), (1, 160, 160)),
+        (
+            "tv:mobilenet_v3_small",
+            {"num_classes": 2, "img_size": 64},
+            ModelSource("torchvision", "mobilenet_v3_small", {"num_classes": 2}),
+            (3, 64, 64),
+        ),
+    ],
+)
+def test_opens_a_name(text: str, options: Any, source: ModelSource, size: tuple[int, ...]) -> None:
+    network = open_model(text, **options)
+    assert network.source == source
+    assert network.preprocess.input_size == size
+    assert network.labels is None
+    assert network.weights == {"kind": "random", "from": None}
+    assert network.warnings == ()
+    assert network.artifact is None
+    classes = options.get("num_classes", 1000)
+    assert network.model.eval()(torch.zeros(1, *size)).shape == (1, classes)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"kind": "random", "from": None}, ["RANDOM", "--pretrained", "--checkpoint"]),
+        ({"kind": "pretrained", "from": "resnet50.a1_in1k"}, ["pretrained (resnet50.a1_in1k)"]),
+        ({"kind": "checkpoint", "from": "x.pth"}, ["checkpoint x.pth"]),
+        (
+            {"kind": "checkpoint", "from": "x.pth", "key": "ema", "others": ["model"], "left_random": ["fc.bias"]},
+            ["x.pth, its ema in PART (it also holds model: --checkpoint-key NAME)"],
+        ),
+        ({"kind": "checkpoint", "from": "x\n" * 9999}, [r"checkpoint x\nx\n"]),
+        ({"kind": "unknown", "from": None}, ["unknown"]),
+    ],
+)
+def test_weights_are_told(weights: dict[str, Any], words: list[str]) -> None:
+    said = weights_sentence(weights)
+    assert said.startswith("weights: ")
+    assert all(word in said for word in words)
+    assert len(said) < 300
+
+
+# --- weights from elsewhere
+
+
+def test_loads_a_checkpoint(tmp_path: Path) -> None:
+    trained = timm.create_model("test_byobnet").state_dict()
+    trained["head.fc.bias"][0] = float("nan")
+    torch.save({"state_dict": trained}, tmp_path / "x.pth")
+    network = open_model("test_byobnet", checkpoint=tmp_path / "x.pth")
+    assert network.weights == {"kind": "checkpoint", "from": str(tmp_path / "x.pth"), "key": "state_dict"}
+    assert torch.equal(network.model.state_dict()["stem.conv.weight"], trained["stem.conv.weight"])
+    (warning,) = network.warnings
+    assert "NaN" in warning
+    assert "head.fc.bias" in warning
+
+
+def test_loads_a_checkpoint_in_order(tmp_path: Path) -> None:
+    trained = timm.create_model("test_byobnet").state_dict()
+    save_file({f"x{i:04}": tensor for i, tensor in enumerate(trained.values())}, tmp_path / "x.safetensors")
+    path = tmp_path / "x.pth"
+    torch.save({f"x{i}": tensor for i, (name, tensor) in enumerate(trained.items()) if "num_batches" not in name}, path)
+    with pytest.raises(RetrofitError, match="--match order"):
+        open_model("test_byobnet", checkpoint=path)
+    network = open_model("test_byobnet", checkpoint=path, match="order")
+    assert torch.equal(network.model.state_dict()["head.fc.weight"], trained["head.fc.weight"])
+
+
+def test_loads_timms_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = timm.create_model("test_byobnet").state_dict()
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", lambda *_, **__: dict(trained))
+    network = open_model("test_byobnet", pretrained=True)
+    assert torch.equal(network.model.state_dict()["head.fc.weight"], trained["head.fc.weight"])
+    assert network.weights == {"kind": "pretrained", "from": "test_byobnet.r160_in1k"}
+    assert network.labels is not None
+    assert network.labels[0] == "n01440764"
+    assert network.warnings == ()
+
+    network = open_model("test_byobnet", pretrained=True, num_classes=2)
+    assert torch.equal(network.model.state_dict()["stem.conv.weight"], trained["stem.conv.weight"])
+    assert network.labels is None
+    (warning,) = network.warnings
+    assert "the classifier is RANDOM" in warning
+
+
+def test_loads_torchvisions_pretrained_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trained = open_model("tv:resnet50").model.state_dict()
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(trained))
+    network = open_model("tv:resnet50", pretrained=True, model_kwargs={"weights": "IMAGENET1K_V1"})
+    assert torch.equal(network.model.fc.weight, trained["fc.weight"])
+    assert network.weights == {"kind": "pretrained", "from": "tv:resnet50, IMAGENET1K_V1"}
+    assert network.preprocess.crop_pct == pytest.approx(224 / 256)
+    assert open_model("tv:resnet50", pretrained=True).preprocess.crop_pct == pytest.approx(224 / 232)
+    with pytest.raises(UsageError, match="num_classes=2"):
+        open_model("tv:resnet50", pretrained=True, num_classes=2)
+
+
+@pytest.mark.parametrize(("architecture", "fixed"), [("vit_tiny_patch16_224", True), ("test_byobnet", False)])
+def test_the_image_size_of_a_local_folder(tmp_path: Path, architecture: str, fixed: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": architecture, "num_classes": 2}))
+    text = f"local-dir:{tmp_path}"
+    if fixed:
+        with pytest.raises(UsageError, match="--model-kwargs img_size=64"):
+            open_model(text, img_size=64)
+        network = open_model(text, model_kwargs={"img_size": 64})
+    else:
+        network = open_model(text, img_size=64)
+    assert network.preprocess.input_size == (3, 64, 64)
+    assert network.model(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
+
+
+# --- artifacts
+
+
+def test_opens_an_artifact(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    weights = {"kind": "checkpoint", "from": "x.pth"}
+    preprocess = Preprocess((3, 64, 64), (0.0,) * 3, (1.0,) * 3)
+    model, _ = surgery.convert(open_model("test_byobnet", num_classes=2).model, "bnn")
+    artifact.save(model, path, labels=["a", "b"], weights=weights, preprocess=preprocess)
+    network = open_model(path)
+    assert network.source == ModelSource("timm", "test_byobnet", {"num_classes": 2})
+    assert (network.preprocess, network.labels, network.weights) == (preprocess, ["a", "b"], weights)
+    assert network.artifact == path
+    assert all(
+        torch.equal(a, b) for a, b in zip(network.model.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+
+
+def test_what_open_model_knows_is_saved_with_the_network(tmp_path: Path) -> None:
+    network = open_model("test_byobnet", img_size=64)
+    artifact.save(network.model, tmp_path / "a.safetensors")
+    again = open_model(str(tmp_path / "a.safetensors"))
+    assert (again.weights, again.preprocess) == (network.weights, network.preprocess)
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("a.safetensors", {"pretrained": True}, "is an artifact .* drop --pretrained"),
+        ("a.safetensors", {"checkpoint": "x.pth", "num_classes": 3}, "drop --checkpoint, --num-classes"),
+        (
+            "a.safetensors",
+            {"in_chans": 1, "img_size": 3, "model_kwargs": {"a": 1}},
+            "--in-chans, --img-size, --model-kw",
+        ),
+        ("x.pth", {}, "give a name, and --checkpoint x.pth"),
+        ("resnet18", {"pretrained": True, "checkpoint": "x.pth"}, "pass one of them"),
+        ("tv:resnet18", {"model_kwargs": {"weights": "DEFAULT"}}, "pass --pretrained too"),
+        ("resnet81", {}, "did you mean resnet18"),
+        ("resnet18", {"num_classes": -3}, "--num-classes -3"),
+        ("resnet18", {"model_kwargs": {"nonsense": 1}}, "nonsense"),
+    ],
+)
+def test_wrong_usage(text: str, options: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        open_model(text, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["missing.safetensors", "no/such/folder/a.safetensors"])
+def test_a_missing_artifact(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RetrofitError, match="does not exist"):
+        open_model(str(tmp_path / name))
+
+
+def test_a_plain_checkpoint_is_not_a_model(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(RetrofitError, match="give the network's name and --checkpoint"):
+        open_model(str(tmp_path / "a.safetensors"))
+
+
+def test_an_artifact_is_not_a_checkpoint(tmp_path: Path) -> None:
+    artifact.save(timm.create_model("test_byobnet"), tmp_path / "a.safetensors")
+    with pytest.raises(RetrofitError, match="pass it as MODEL"):
+        open_model("test_byobnet", checkpoint=tmp_path / "a.safetensors")
+
+
+def test_a_bad_checkpoint_is_found_before_weights_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(models, "build", lambda *_: pytest.fail("too early"))
+    with pytest.raises(RetrofitError, match="there is no checkpoint"):
+        open_model("resnet18", checkpoint=tmp_path / "missing.pth")
+
+
+def test_importing_retrofit_imports_no_library_of_models() -> None:
+    code = "import retrofit, sys; sys.exit(str({'timm', 'onnx', 'torchvision', 'matplotlib'} & set(sys.modules)))"
+    root = str(Path(__file__).parents[2])
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+    assert ran.stderr.strip() == "set()"

@@ -1,0 +1,289 @@
+"""Networks of one's own: saved, loaded into what the user built, and named on the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import retrofit
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks import own
+from retrofit.networks.artifact import read_manifest
+from retrofit.networks.library import ModelSource, build, parse
+from retrofit.networks.models import open_model
+from tests.networks import mynet
+
+NAME = "py:tests.networks.mynet:build"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start as a process in which nobody named a network."""
+    monkeypatch.setattr(own, "_typed", {})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A converted network of one's own, saved from Python."""
+    model, _ = retrofit.convert(mynet.build(), "gn-pn")
+    retrofit.save(model, tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+def test_the_whole_way(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, _ = retrofit.convert(mynet.build(), "gn-pn")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    images, masks = torch.rand(4, 3, 64, 64), torch.randint(2, (4, 64, 64))
+    for step in range(4):
+        retrofit.set_strength(model, step / 3)
+        functional.cross_entropy(model.train()(images), masks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    retrofit.save(model, tmp_path / "a.safetensors")
+    fresh = mynet.build()
+    again = retrofit.load(tmp_path / "a.safetensors", into=fresh)
+    assert again is fresh
+    with torch.no_grad():
+        expected = model.eval()(images)
+        assert torch.equal(again.eval()(images), expected)
+    retrofit.export_onnx(again, tmp_path / "a.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    (answer,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    np.testing.assert_allclose(answer, expected.numpy(), atol=1e-4)
+
+
+def test_what_the_manifest_says(saved: Path) -> None:
+    manifest = read_manifest(saved)
+    assert manifest["model"] == {"library": "own", "name": "tests.networks.mynet:UNet", "kwargs": {}}
+    assert manifest["preprocess"]["input_size"] == [3, 64, 64]
+    assert manifest["fingerprint"]["values"]
+
+
+def test_loading_without_the_network_is_refused_and_imports_nothing(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "resolve", lambda *_: pytest.fail("nobody typed it"))
+    with pytest.raises(
+        RetrofitError, match=r"tests.networks.mynet:UNet; build that network .* into=network.*--network"
+    ):
+        retrofit.load(saved)
+    with pytest.raises(RetrofitError, match="holds a network of one's own"):
+        open_model(str(saved))
+    with pytest.raises(RetrofitError, match="which nobody named"):
+        build(ModelSource("own", "os:getcwd"))
+
+
+def test_a_loaded_network_is_saved_again(saved: Path, tmp_path: Path) -> None:
+    again = retrofit.load(saved, into=mynet.build())
+    retrofit.save(again, tmp_path / "b.safetensors")
+    assert read_manifest(tmp_path / "b.safetensors") == read_manifest(saved)
+
+
+def test_half_precision_comes_back(tmp_path: Path) -> None:
+    model = retrofit.convert(mynet.build(), "bnn")[0].bfloat16()
+    retrofit.save(model, tmp_path / "a.safetensors")
+    again = retrofit.load(tmp_path / "a.safetensors", into=mynet.build())
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_attributes_come_back(tmp_path: Path) -> None:
+    model = mynet.build()
+    model.down1.norm1.eps = 0.3
+    model, _ = retrofit.convert(model, "bnn")
+    model.down2.norm1.noise = 0.5
+    retrofit.save(model, tmp_path / "a.safetensors")
+    again = retrofit.load(tmp_path / "a.safetensors", into=mynet.build())
+    assert (again.down1.norm1.eps, again.down2.norm1.noise) == (0.3, 0.5)
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(images), model.eval()(images))
+
+
+class Louder(mynet.UNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.1 * super().forward(x)
+
+
+def _named_alike() -> nn.Module:
+    model = Louder()
+    Louder.__qualname__ = "UNet"
+    return model
+
+
+def _with(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = mynet.build()
+        change(model)
+        return model
+
+    return make
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "wider": (lambda: mynet.UNet(width=16), "do not fit .* of another shape"),
+    "more classes": (lambda: mynet.build(5), r"head.bias \[2\] for \[5\]"),
+    "another network": (mynet.small, "made for another model"),
+    "already converted": (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "converted already"),
+    "another pool": (_with(lambda m: setattr(m, "pool", nn.AvgPool2d(2))), "pool is a torch.MaxPool2d in the file, a"),
+    "a patched forward": (_with(lambda m: setattr(m.head, "forward", torch.relu)), "forward .* of head"),
+    "another class": (Louder, "the network is a UNet in the file, a Louder here"),
+    "other code": (_named_alike, "the output of the network differs by 0.0"),
+}
+
+
+@pytest.mark.parametrize("case", list(OTHERS))
+def test_another_network_is_refused_and_stays_as_it_was(saved: Path, case: str) -> None:
+    make, message = OTHERS[case]
+    into = make()
+    before = {name: tensor.clone() for name, tensor in into.state_dict().items()}
+    kinds = [type(module) for module in into.modules()]
+    with pytest.raises(RetrofitError, match=message) as caught:
+        retrofit.load(saved, into=into)
+    assert "\n" not in str(caught.value)
+    assert [type(module) for module in into.modules()] == kinds
+    assert into.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in into.state_dict().items())
+
+
+def test_a_librarys_network_may_be_saved_as_ones_own(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = build(ModelSource("timm", "test_resnet"))
+        model.act1 = nn.Tanh()
+        return model
+
+    model, _ = retrofit.convert(make(), "bnn")
+    with pytest.raises(RetrofitError, match='save it with source="own"'):
+        retrofit.save(model, tmp_path / "a.safetensors")
+    retrofit.save(model, tmp_path / "a.safetensors", source="own")
+    again = retrofit.load(tmp_path / "a.safetensors", into=make())
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(images), model.eval()(images))
+
+
+def test_a_librarys_artifact_may_be_loaded_into_a_network(tmp_path: Path) -> None:
+    source = ModelSource("timm", "test_resnet")
+    model, _ = retrofit.convert(build(source), "bnn")
+    retrofit.save(model, tmp_path / "a.safetensors")
+    into = build(source)
+    assert retrofit.load(tmp_path / "a.safetensors", into=into) is into
+    assert torch.equal(into.fc.weight, model.fc.weight)
+
+
+def test_a_network_without_images(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+    model, _ = retrofit.convert(make(), "bnn", check=False)
+    retrofit.save(model, tmp_path / "a.safetensors")
+    assert "left out" in read_manifest(tmp_path / "a.safetensors")["fingerprint"]
+    again = retrofit.load(tmp_path / "a.safetensors", into=make())
+    assert torch.equal(again.eval()(torch.ones(2, 5)), model.eval()(torch.ones(2, 5)))
+
+
+# --- py:MODULE:CALLABLE
+
+
+def test_a_typed_name_is_a_model() -> None:
+    network = open_model(NAME, num_classes=5)
+    assert network.source == ModelSource("own", "tests.networks.mynet:build", {"num_classes": 5})
+    assert str(network.source) == NAME
+    assert network.preprocess.input_size == (3, 64, 64)
+    assert network.model(torch.zeros(1, 3, 64, 64)).shape == (1, 5, 64, 64)
+    assert open_model(NAME, img_size=32).preprocess.input_size == (3, 32, 32)
+    usual = open_model("py:tests.networks.mynet:Classifier", in_chans=1)
+    assert usual.preprocess.input_size == (1, 224, 224)
+    assert usual.preprocess.mean == pytest.approx((0.449,))
+
+
+def test_the_working_folder_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "found_only_here.py").write_text("import torch\n\nclass Nets:\n    small = torch.nn.ReLU\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert isinstance(open_model("py:found_only_here:Nets.small").model, nn.ReLU)
+
+
+def test_its_artifact_is_proved_by_building_it_again(tmp_path: Path) -> None:
+    network = open_model(NAME)
+    model, _ = retrofit.convert(network.model, "bnn")
+    retrofit.save(model, tmp_path / "a.safetensors")
+    assert read_manifest(tmp_path / "a.safetensors")["model"]["name"] == "tests.networks.mynet:build"
+    model.pool = nn.AvgPool2d(2)
+    with pytest.raises(RetrofitError, match=f"pool is a torch.AvgPool2d here, a torch.MaxPool2d in {NAME}"):
+        retrofit.save(model, tmp_path / "b.safetensors")
+
+
+def test_network_says_what_builds_an_artifacts_network(tmp_path: Path) -> None:
+    network = open_model(NAME, num_classes=5)
+    retrofit.save(retrofit.convert(network.model, "bnn")[0], tmp_path / "a.safetensors")
+    path = str(tmp_path / "a.safetensors")
+    again = open_model(path, network=NAME)
+    assert again.source == network.source
+    assert again.artifact == path
+    assert again.preprocess == network.preprocess
+    with pytest.raises(UsageError, match="small takes no in_chans"):
+        open_model("py:tests.networks.mynet:small", in_chans=1)
+    with pytest.raises(RetrofitError, match="made for another model"):
+        open_model(path, network="py:tests.networks.mynet:small")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("py:", "names no callable; write py:package.module:callable"),
+        ("py:mynet", "names no callable"),
+        ("py:my net:build", "names no callable"),
+        ("py:tests.networks.mynet:build()", "names no callable"),
+        ("py:no_such_module_here:build", "cannot import no_such_module_here .*ModuleNotFoundError.* PYTHONPATH"),
+        ("py:tests.networks.mynet:bild", r"has no bild; it has build"),
+        ("py:tests.networks.mynet:NUMBER", "is a int; name a function or class"),
+        ("py:tests.networks.mynet:broken", r"broken builds no network \(RuntimeError: no weights at all\)"),
+        ("py:tests.networks.mynet:nothing", "returns a str; let it return a torch.nn.Module"),
+    ],
+)
+def test_names_that_build_nothing(text: str, message: str) -> None:
+    with pytest.raises(RetrofitError, match=message) as caught:
+        open_model(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (NAME, {"pretrained": True}, "drop --pretrained"),
+        (NAME, {"model_kwargs": {"width": 4}}, "--model-kwargs means nothing to .*write a function"),
+        (NAME, {"network": NAME}, "is none, drop it"),
+        ("test_resnet", {"network": NAME}, "is none, drop it"),
+    ],
+)
+def test_wrong_usage(text: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        open_model(text, **options)
+
+
+def test_a_librarys_artifact_needs_no_network(tmp_path: Path) -> None:
+    retrofit.save(build(parse("test_resnet")), tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match=r"holds test_resnet, which its library builds; drop --network"):
+        open_model(str(tmp_path / "a.safetensors"), network=NAME)
+
+
+def test_a_parameter_of_ones_own_called_strength(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = mynet.small()
+        model.strength = nn.Parameter(torch.tensor(0.25))
+        return model
+
+    model, _ = retrofit.convert(make(), "bnn")
+    retrofit.save(model, tmp_path / "a.safetensors")
+    assert retrofit.load(tmp_path / "a.safetensors", into=make()).strength.item() == 0.25

@@ -1,0 +1,112 @@
+"""Preprocessing, against what torchvision's own transforms do to an image."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform
+from torchvision.models import get_model_weights, list_models
+
+from retrofit.networks.library import ModelSource, build
+from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
+
+_SMALL = ["resnet18", "mobilenet_v3_small", "resnet50", "inception_v3", "efficientnet_b3", "regnet_y_400mf", "swin_t"]
+
+
+@pytest.mark.parametrize("name", _SMALL)
+def test_torchvisions_images_come_out_the_same(name: str) -> None:
+    weights = get_model_weights(name)["DEFAULT"]
+    preprocess = preprocess_of(torch.nn.Identity(), ModelSource("torchvision", name, {"weights": weights.name}))
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 53, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((530, 400), Image.Resampling.BICUBIC)
+    ours, theirs = create_transform(**preprocess.to_dict())(image), weights.transforms()(image)
+    assert ours.shape == preprocess.input_size == theirs.shape
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_every_torchvision_network_has_some() -> None:
+    for name in list_models():
+        preprocess = preprocess_of(torch.nn.Identity(), ModelSource("torchvision", name))
+        assert preprocess.input_size[0] == len(preprocess.mean) == len(preprocess.std) == 3, name
+        assert min(preprocess.input_size) >= 3
+        assert 0 < preprocess.crop_pct <= 1
+        resize = getattr(get_model_weights(name)["DEFAULT"].transforms(), "resize_size", None)
+        if resize:  # timm divides back and rounds down
+            assert math.floor(preprocess.input_size[1] / preprocess.crop_pct) == resize[0], name
+
+
+def test_the_version_of_the_weights_matters() -> None:
+    v1, v2 = (
+        preprocess_of(
+            torch.nn.Identity(), ModelSource("torchvision", "resnet50", {"weights": f"IMAGENET1K_V{version}"})
+        )
+        for version in (1, 2)
+    )
+    assert v1.crop_pct == pytest.approx(224 / 256)
+    assert v2.crop_pct == pytest.approx(224 / 232)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "size", "mean"),
+    [
+        ({}, (3, 160, 160), (0.5, 0.5, 0.5)),
+        ({"img_size": 96}, (3, 96, 96), (0.5, 0.5, 0.5)),
+        ({"img_size": [96, 64]}, (3, 96, 64), (0.5, 0.5, 0.5)),
+        ({"in_chans": 1}, (1, 160, 160), (0.5,)),
+        ({"in_chans": 4}, (4, 160, 160), (0.5,) * 4),
+    ],
+)
+def test_timms_follows_the_networks_input(
+    kwargs: dict[str, object], size: tuple[int, ...], mean: tuple[float, ...]
+) -> None:
+    source = ModelSource("timm", "test_vit", kwargs)
+    model = build(source)
+    preprocess = preprocess_of(model, source)
+    assert preprocess.input_size == size
+    assert preprocess.mean == mean
+    assert len(preprocess.std) == size[0]
+    model(torch.zeros(1, *preprocess.input_size))
+
+
+def test_timms_crop_mode_is_kept() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("coat_lite_medium_384.in1k")
+    assert preprocess_of(model, ModelSource("timm", "coat_lite_medium_384.in1k")).crop_mode == "squash"
+
+
+@pytest.mark.parametrize(
+    "source", [ModelSource("torchvision", "resnet18", {"weights": "IMAGENET1K_V1"}), ModelSource("timm", "resnet18")]
+)
+def test_imagenets_labels_are_the_names_of_its_folders(source: ModelSource) -> None:
+    with torch.device("meta"):
+        model = build(source)
+    labels = labels_of(model, source)
+    assert labels is not None
+    assert len(labels) == 1000
+    assert labels[:2] == ["n01440764", "n01443537"]
+    assert labels == sorted(labels)
+
+
+def test_labels_of_other_data() -> None:
+    coco = ModelSource("torchvision", "fcn_resnet50", {"weights": "DEFAULT"})
+    labels = labels_of(torch.nn.Identity(), coco)
+    assert labels is not None
+    assert "cat" in labels
+    assert labels_of(torch.nn.Identity(), ModelSource("torchvision", "resnet18")) is None
+    assert labels_of(torch.nn.Identity(), ModelSource("torchvision", "raft_small", {"weights": "DEFAULT"})) is None
+    model = timm.create_model("resnet18", num_classes=3)
+    assert labels_of(model, ModelSource("timm", "resnet18", {"num_classes": 3})) is None
+    model.pretrained_cfg["label_names"] = ["a", "b", "c"]
+    assert labels_of(model, ModelSource("timm", "resnet18", {"num_classes": 3})) == ["a", "b", "c"]
+
+
+def test_weights_are_named_in_full() -> None:
+    source = ModelSource("timm", "resnet18")
+    assert weights_name(timm.create_model("resnet18"), source) == "resnet18.a1_in1k"
+    source = ModelSource("torchvision", "resnet18", {"weights": "IMAGENET1K_V1"})
+    assert weights_name(torch.nn.Identity(), source) == "tv:resnet18, IMAGENET1K_V1"

@@ -1,0 +1,367 @@
+"""What an artifact gives back is the function that was saved, also where no tensor says so; or it is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
+from torchvision.models import WeightsEnum
+
+import retrofit
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks import fingerprint
+from retrofit.networks.artifact import read_manifest
+from retrofit.networks.library import ModelSource, Preprocess, build
+
+Change = Callable[[nn.Module], object]
+
+
+def _spread(model: nn.Module) -> nn.Module:
+    """Give all tensors values that show in the output."""
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.1, 1) if tensor.ndim < 2 else tensor.normal_(0, tensor[0].numel() ** -0.5)
+    return model
+
+
+def _built(name: str, **kwargs: Any) -> nn.Module:
+    library, _, name = name.rpartition(":")
+    return _spread(build(ModelSource("torchvision" if library else "timm", name, kwargs)))
+
+
+def _pool(**attributes: Any) -> Change:
+    return lambda model: vars(model.maxpool).update(attributes)
+
+
+STORED: dict[str, tuple[str, str | None, Change]] = {
+    "eps": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "eps", 0.3)),
+    "eps of one not converted": ("test_vit", None, lambda m: setattr(m.norm, "eps", 0.3)),
+    "momentum": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "momentum", 0.01)),
+    "momentum None": ("test_resnet", None, lambda m: setattr(m.bn1, "momentum", None)),
+    "noise": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "noise", 0.25)),
+    "noise kind": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "noise_kind", "unscaled")),
+    "alpha": ("test_vit", "lnn", lambda m: setattr(m.norm, "alpha", 0.5)),
+    "eps of ProxyNorm": ("test_resnet", "gn-pn", lambda m: setattr(m.act1, "eps", 0.3)),
+    "stride": ("tv:resnet18", "gn", _pool(stride=1)),
+    "padding": ("tv:resnet18", "bnn", lambda m: setattr(m.conv1, "padding", (0, 0))),
+    "dilation": ("tv:resnet18", "bnn", lambda m: vars(m.layer1[0].conv1).update(dilation=(2, 2), padding=(2, 2))),
+    "pool": ("tv:resnet18", "bnn", _pool(kernel_size=5, padding=2)),
+    "ceil mode": ("tv:resnet18", None, _pool(ceil_mode=True)),
+    "dropout": ("tv:mobilenet_v3_small", "bnn", lambda m: setattr(m.classifier[2], "p", 0.7)),
+    "drop rate": ("test_resnet", "bnn", lambda m: setattr(m, "drop_rate", 0.5)),
+    "slope": ("darknet17", "bnn", lambda m: setattr(m.stem.conv1.bn.act, "negative_slope", 0.3)),
+    "flag": ("tv:googlenet", "bnn", lambda m: setattr(m, "transform_input", True)),
+}
+
+
+@pytest.mark.parametrize("case", list(STORED))
+def test_what_no_tensor_says_comes_back(tmp_path: Path, case: str) -> None:
+    name, to, change = STORED[case]
+    model = _built(name, num_classes=3)
+    if to:
+        retrofit.convert(model, to, check=False)
+        retrofit.set_strength(model, 0.5)
+    images = torch.randn(2, 3, 160 if "vit" in name else 96, 160 if "vit" in name else 96)
+    with torch.no_grad():
+        before = model.eval()(images)
+        change(model)
+        changed = model(images)
+    retrofit.save(model, tmp_path / "a.safetensors")
+    again = retrofit.load(tmp_path / "a.safetensors")
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(images), changed)
+    for module, twin in zip(model.modules(), again.modules(), strict=True):
+        for key in ("p", "eps", "momentum", "noise", "noise_kind", "drop_rate", "stride", "padding"):
+            assert vars(module).get(key) == vars(twin).get(key), (key, module)
+            assert type(vars(module).get(key)) is type(vars(twin).get(key)), (key, module)
+    unseen = ("momentum", "noise", "dropout", "drop rate")  # what counts in training alone
+    assert case.startswith(unseen) == torch.equal(before, changed)
+
+
+def test_dilation_in_place_of_strides(tmp_path: Path) -> None:
+    model = _spread(torchvision.models.resnet50(replace_stride_with_dilation=[False, True, True])).eval()
+    images = torch.randn(1, 3, 64, 64)
+    retrofit.save(model, tmp_path / "a.safetensors")
+    with torch.no_grad():
+        torch.testing.assert_close(retrofit.load(tmp_path / "a.safetensors").eval()(images), model(images))
+
+
+class Loud(nn.ReLU):
+    """A subclass with another forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(2 * x)
+
+
+def _patched_block(model: nn.Module) -> None:
+    block = model.layer1[0]
+    block.forward = lambda x: 2 * type(block).forward(block, x)
+
+
+def _other_class(model: nn.Module) -> None:
+    model.layer1[0].__class__ = type("Mine", (type(model.layer1[0]),), {"forward": lambda self, x: x})
+
+
+def _frozen(model: nn.Module) -> None:
+    model.layer1[0].bn1 = nn.GroupNorm(1, model.layer1[0].bn1.num_features)
+    model.layer1[0].bn1.register_buffer("running_mean", torch.zeros(1))
+
+
+REFUSED: dict[str, tuple[str, str | None, Change, str]] = {
+    "an activation": ("test_resnet", "bnn", lambda m: setattr(m, "act1", nn.Tanh()), "act1 is a torch.Tanh here, a to"),
+    "a subclass": ("test_resnet", "bnn", lambda m: setattr(m, "act1", Loud()), "act1 is a Loud here, a torch.ReLU in"),
+    "a module more": (
+        "test_resnet",
+        "gn",
+        lambda m: m.act1.add_module("x", nn.ReLU()),
+        "act1.x is a .*here, absent in",
+    ),
+    "a patched forward": ("test_resnet", "bnn", _patched_block, r"forward \(its own\) of layer1.0 is .* here, not set"),
+    "a patched model": (
+        "test_vit",
+        "lnn",
+        lambda m: setattr(m, "forward", m.forward_features),
+        r"forward \(its own\) of",
+    ),
+    "another class": ("test_resnet", "bnn", _other_class, "layer1.0 is a Mine here, a timm.BasicBlock in"),
+    "a hook": ("test_resnet", "bnn", lambda m: m.layer1.register_forward_hook(lambda *_: None), "hooks .* of layer1"),
+    "a hook before": ("test_resnet", None, lambda m: m.fc.register_forward_pre_hook(lambda *_: None), "hooks .* of fc"),
+    "a function": (
+        "test_resnet",
+        None,
+        lambda m: setattr(m, "forward_head", functional.relu),
+        r"forward_head \(its own",
+    ),
+    "a norm": ("test_resnet", None, _frozen, "layer1.0.bn1"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_the_library_does_not_build_is_refused(tmp_path: Path, case: str) -> None:
+    name, to, change, message = REFUSED[case]
+    model = _built(name)
+    if to:
+        retrofit.convert(model, to, check=False)
+    change(model)
+    with pytest.raises(RetrofitError, match=f"{message}.*") as caught:
+        retrofit.save(model, tmp_path / "a.safetensors")
+    assert "\n" not in str(caught.value)
+    assert 'source="own"' in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_notes_on_a_network_make_no_difference(tmp_path: Path) -> None:
+    model = _built("test_resnet")
+    model.class_to_idx, model.layer1.note = {"cat": 0}, "mine"
+    retrofit.save(model, tmp_path / "a.safetensors")
+    assert not hasattr(retrofit.load(tmp_path / "a.safetensors"), "class_to_idx")
+
+
+def test_a_network_that_has_run_is_the_one_that_has_not(tmp_path: Path) -> None:
+    model = _built("efficientvit_m0").eval()  # keeps the biases of its attention
+    with torch.no_grad():
+        model(torch.randn(1, 3, 224, 224))
+    retrofit.save(model, tmp_path / "a.safetensors")
+
+
+def test_a_network_that_accelerate_wrapped(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = retrofit.convert(_built("test_resnet"), "bnn", check=False)[0]
+    wrapped = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert "forward" in vars(wrapped)
+    retrofit.save(wrapped, tmp_path / "a.safetensors")
+    images = torch.randn(2, 3, 64, 64)
+    again = retrofit.load(tmp_path / "a.safetensors").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), type(model).forward(model.eval(), images))
+
+
+# --- the fingerprint
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = retrofit.convert(_built("test_resnet"), "bnn", check=False)[0]
+    retrofit.set_strength(model, 0.5)
+    retrofit.save(model, tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+def test_the_fingerprint_is_a_handful_of_numbers(saved: Path) -> None:
+    known = read_manifest(saved)["fingerprint"]
+    assert known["size"] == [3, 160, 160]
+    assert "" in known["values"]
+    assert all(len(value["samples"]) <= 6 for value in known["values"].values())
+    assert len(known["values"]) <= 14
+
+
+def test_another_function_of_the_same_name_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = timm.models.resnet.BasicBlock.forward
+    monkeypatch.setattr(timm.models.resnet.BasicBlock, "forward", lambda self, x: 1.01 * forward(self, x))
+    with pytest.raises(RetrofitError, match=r"does not come back as it was saved .* the output of .* differs by"):
+        retrofit.load(saved)
+
+
+def test_a_library_that_builds_otherwise_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.ReLU, "forward", lambda self, x: functional.leaky_relu(x, 0.1))
+    with pytest.raises(RetrofitError, match=r"timm .* \(it was made with .*the output of"):
+        retrofit.load(saved)
+
+
+def test_without_a_fingerprint_the_structure_decides(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, tensors = read_manifest(saved), load_file(saved)
+    kinds = manifest["modules"]["kinds"]
+    next(kind for kind in kinds if kind["type"] == "torch.ReLU")["type"] = "torch.Tanh"
+    for left_out, message in ((False, None), (True, " is a torch.Tanh in the file, a torch.ReLU here")):
+        if left_out:
+            manifest["fingerprint"] = {"left out": "it has many parameters"}
+        save_file(tensors, saved, {"format": "pt", "retrofit": json.dumps(manifest)})
+        if message is None:
+            retrofit.load(saved)  # it answers as it did: the class is called otherwise, no more
+        else:
+            with pytest.raises(RetrofitError, match=message):
+                retrofit.load(saved)
+
+
+@pytest.mark.parametrize("size", [(3, 2048, 2048), (3, 4096, 2048)])
+def test_a_large_network_is_asked_about_smaller_images(size: tuple[int, ...]) -> None:
+    with torch.device("meta"):
+        twin = timm.create_model("resnet18")
+    smaller = fingerprint.cheap_size(twin, size)
+    assert smaller[0] == 3
+    assert smaller[1] * size[2] == smaller[2] * size[1]
+    assert 64 <= smaller[2] < size[2]
+
+
+def test_what_cannot_be_asked_is_said_to_be(tmp_path: Path) -> None:
+    class Wordy(nn.Module):
+        def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
+            return x["images"]
+
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Conv2d(3, 2000, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum().item() > 0 else -x
+
+    said = {"takes no random images of 3x224x224": Wordy(), "does not run without its tensors' values": Fickle()}
+    for reason, model in said.items():
+        size = (3, 224, 224) if isinstance(model, Wordy) else (3, 2048, 2048)
+        preprocess = Preprocess(size, (0.0,) * 3, (1.0,) * 3)
+        retrofit.save(model, tmp_path / "a.safetensors", preprocess=preprocess, force=True)
+        assert reason in read_manifest(tmp_path / "a.safetensors")["fingerprint"]["left out"]
+    with torch.device("meta"), pytest.raises(fingerprint.CannotTakeError, match="many parameters"):
+        fingerprint.check_cost(timm.create_model("vit_large_patch16_224"), (3, 224, 224))
+
+
+def test_a_difference_of_rounding_is_none() -> None:
+    model = _built("test_resnet")
+    known = fingerprint.measure(model, (3, 64, 64))
+    for change, differs in ((1e-6, False), (1e-2, True)):
+        with torch.no_grad():
+            model.fc.weight.mul_(1 + change)
+            model.fc.bias.mul_(1 + change)
+        assert (fingerprint.difference(known, fingerprint.measure(model, (3, 64, 64))) is not None) is differs
+    assert math.isclose(
+        known["values"][""]["scale"], fingerprint.measure(model, (3, 64, 64))["values"][""]["scale"], rel_tol=0.1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.parametrize(("name", "to"), [("resnet50", "bnn"), ("vit_tiny_patch16_224", "lnn"), ("resnet18", "ln-pn")])
+def test_the_fingerprint_holds_on_another_processor(tmp_path: Path, capability: str, name: str, to: str) -> None:
+    model = retrofit.convert(build(ModelSource("timm", name)), to, check=False)[0]
+    retrofit.set_strength(model, 1.0)
+    retrofit.save(model, tmp_path / "a.safetensors")
+    code = f"import retrofit; retrofit.load({str(tmp_path / 'a.safetensors')!r})"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "RETROFIT_KERNELS": "eager"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+# --- networks that are not the library's usual ones
+
+
+def _detection(name: str, **kwargs: Any) -> nn.Module:
+    return getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None, **kwargs)
+
+
+def _with_a_trained_backbone(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    with monkeypatch.context() as patched:  # as if the backbone's weights had been fetched
+        patched.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
+        patched.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
+        return torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(num_classes=3)
+
+
+UNUSUAL: dict[str, tuple[Callable[[pytest.MonkeyPatch], nn.Module], ModelSource]] = {
+    "a detector's classes": (
+        lambda _: _detection("fasterrcnn_mobilenet_v3_large_320_fpn", num_classes=5, box_score_thresh=0.3),
+        ModelSource("torchvision", "fasterrcnn_mobilenet_v3_large_320_fpn", {"num_classes": 5}),
+    ),
+    "a trained backbone": (
+        _with_a_trained_backbone,
+        ModelSource(
+            "torchvision", "fasterrcnn_mobilenet_v3_large_320_fpn", {"trained_backbone": True, "num_classes": 3}
+        ),
+    ),
+    "a builder in another file": (
+        lambda _: _detection("ssdlite320_mobilenet_v3_large"),
+        ModelSource("torchvision", "ssdlite320_mobilenet_v3_large"),
+    ),
+    "an auxiliary head": (
+        lambda _: torchvision.models.segmentation.deeplabv3_mobilenet_v3_large(
+            weights=None, weights_backbone=None, aux_loss=True, num_classes=3
+        ),
+        ModelSource("torchvision", "deeplabv3_mobilenet_v3_large", {"aux_loss": True, "num_classes": 3}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(UNUSUAL))
+def test_the_builders_arguments_are_found(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, source = UNUSUAL[case]
+    model, _ = retrofit.convert(
+        _spread(make(monkeypatch)), "normal" if "trained" not in case else "frozen", check=False
+    )
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: pytest.fail("nothing may be fetched"))
+    retrofit.save(model, tmp_path / "a.safetensors")
+    assert read_manifest(tmp_path / "a.safetensors")["model"] == source.to_dict()
+    again = retrofit.load(tmp_path / "a.safetensors")
+    assert again.state_dict().keys() == model.state_dict().keys()
+    images = torch.rand(1, 3, 96, 96)
+    part = (lambda net: net.backbone) if "detection" in type(model).__module__ else (lambda net: net)
+    with torch.no_grad():
+        torch.testing.assert_close(part(again.eval())(images), part(model.eval())(images))
+    if hasattr(model, "roi_heads"):
+        assert again.roi_heads.score_thresh == model.roi_heads.score_thresh
+
+
+def test_the_user_may_say_what_the_builder_got(tmp_path: Path) -> None:
+    model = _built("test_byobnet", in_chans=1, num_classes=4)
+    del model.pretrained_cfg, model.__dict__["_retrofit_source"]
+    kwargs = {"in_chans": 1, "num_classes": 4}
+    retrofit.save(model, tmp_path / "a.safetensors", source="test_byobnet", model_kwargs=kwargs)
+    assert read_manifest(tmp_path / "a.safetensors")["model"]["kwargs"] == kwargs
+    assert retrofit.load(tmp_path / "a.safetensors")(torch.zeros(2, 1, 64, 64)).shape == (2, 4)
+    with pytest.raises(UsageError, match="say which with source="):
+        retrofit.save(model, tmp_path / "b.safetensors", model_kwargs=kwargs)

@@ -1,0 +1,234 @@
+"""BatchNorm and its activation to EvoNorm-S0 and to FRN with a thresholded linear unit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.layers import BatchNormAct2d, EvoNorm2dS0, FilterResponseNormTlu2d
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import retrofit
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune.distillation import source_network
+from retrofit.surgery import strength_of
+
+RIVALS = {"evonorm-s0": EvoNorm2dS0, "frn-tlu": FilterResponseNormTlu2d}
+BOTH = pytest.mark.parametrize("to", RIVALS)
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """Give statistics and affines values that training could have left there."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            module.running_mean.normal_(0, 0.5)
+            module.running_var.uniform_(0.5, 2)
+            if module.weight is not None:
+                module.weight.data.uniform_(-1, 1.5)
+                module.bias.data.normal_(0, 0.3)
+    return model.eval()
+
+
+class Shared(nn.Module):
+    """One activation for two norms and a sum, and a norm without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn1, self.bn2, self.bn3 = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv(x)))
+        z = F.relu6(self.bn2(y * 2 - 1))
+        return self.relu(self.bn3(y) + z)
+
+
+@BOTH
+def test_norm_and_activation_become_one(to: str) -> None:
+    model, report = retrofit.convert(trained(Shared()), to, groups=None)
+    kinds = [type(model.bn1), type(model.bn2), type(model.bn3)]
+    assert kinds == [RIVALS[to]] * 3
+    assert [model.bn1.apply_act, model.bn2.apply_act, model.bn3.apply_act] == [True, True, False]
+    found = {(row.name, row.status, row.target) for row in report.plan.edits}
+    name = RIVALS[to].__name__
+    assert found == {("relu#0", "converted", name), ("relu6#0", "converted", name), ("relu#1", "left", "")}
+    x = torch.randn(2, 3, 6, 6)
+    y = model.bn1(model.conv(x))
+    expected = F.relu(model.bn3(y) + model.bn2(y * 2 - 1))
+    torch.testing.assert_close(model(x), expected)
+    assert report.strength is None
+    assert any("not its source's function" in note for note in report.notes)
+    assert copy.deepcopy(model)(x).equal(model(x))
+
+
+@BOTH
+def test_a_network_that_was_not_trained_gets_timms_own_values(to: str) -> None:
+    model, _ = retrofit.convert(Shared(), to)
+    for layer in (model.bn1, model.bn3):
+        fresh = RIVALS[to](8, apply_act=layer.apply_act)
+        for name, value in fresh.named_parameters():
+            torch.testing.assert_close(layer.get_parameter(name), value, rtol=1e-4, atol=1e-4)
+        assert [name for name, _ in layer.named_buffers()] == (["setting_groups"] if to == "evonorm-s0" else [])
+
+
+def test_frn_is_the_source_on_maps_whose_mean_square_is_the_running_one() -> None:
+    source = trained(nn.Sequential(nn.Identity(), nn.BatchNorm2d(8), nn.ReLU()))
+    mean, var = (s.double().view(1, -1, 1, 1) for s in (source[1].running_mean, source[1].running_var))
+    x = torch.randn(3, 8, 64, 64, dtype=torch.float64)
+    x = (x - x.mean((2, 3), True)) / x.std((2, 3), correction=0, keepdim=True) * var.sqrt() + mean
+    expected = source.double()(x)
+    model, _ = retrofit.convert(source, "frn-tlu")
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_evonorm_without_activation_is_the_source_exactly() -> None:
+    source = trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    x = torch.randn(2, 3, 9, 9)
+    expected = source(x)
+    model, _ = retrofit.convert(source, "evonorm-s0")
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_evonorm_keeps_swish_where_nothing_is_shifted_and_its_mean_elsewhere() -> None:
+    source = trained(nn.Sequential(nn.Identity(), nn.BatchNorm2d(8), nn.SiLU()))
+    x = torch.randn(4, 8, 64, 64, dtype=torch.float64)
+    mean, var = (s.double().view(1, -1, 1, 1) for s in (source[1].running_mean, source[1].running_var))
+    source[1].bias.data[:4] = (source[1].weight * mean.flatten() / source[1].running_var.sqrt())[:4]
+    x = (x - x.mean((0, 2, 3), True)) / x.std((0, 2, 3), correction=0, keepdim=True) * var.sqrt() + mean
+    expected = source.double()(x)
+    model, _ = retrofit.convert(source, "evonorm-s0", groups=1)
+    found = model(x)
+    # the deviation of a sample's groups from the running one is all that is left
+    torch.testing.assert_close(found[:, :4], expected[:, :4], rtol=0.03, atol=0.01)
+    torch.testing.assert_close(found.mean((0, 2, 3)), expected.mean((0, 2, 3)), rtol=0.03, atol=0.01)
+    assert not torch.allclose(found[:, 4:], expected[:, 4:], rtol=0.03, atol=0.01)
+
+
+@BOTH
+def test_tensors_are_moved_and_the_rest_carried(to: str) -> None:
+    model = trained(nn.Sequential(nn.Conv2d(3, 8, 3), BatchNormAct2d(8, act_layer=nn.ReLU)))
+    source = model[1].requires_grad_(False)
+    weight, bias = source.weight, source.bias
+    calls: list[str] = []
+    source.register_forward_hook(lambda *_: calls.append("hook"))
+    model, report = retrofit.convert(model.double(), to, check=False)
+    new = model[1]
+    assert new.weight is weight
+    assert new.bias is bias
+    assert new.apply_act
+    assert not new.training
+    assert all(not p.requires_grad and p.dtype == torch.float64 for p in new.parameters())
+    assert set(new.state_dict()) == {"weight", "bias", *(("v", "setting_groups") if to == "evonorm-s0" else ("tau",))}
+    model(torch.randn(1, 3, 8, 8, dtype=torch.float64))
+    assert calls == ["hook"]
+    assert report.params_after == report.params_before + 8
+
+
+@BOTH
+def test_affine_less_and_meta(to: str) -> None:
+    model, _ = retrofit.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)), to)
+    assert isinstance(model[1].weight, nn.Parameter)
+    with torch.device("meta"):
+        meta = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    meta, _ = retrofit.convert(meta, to)
+    assert all(p.is_meta for p in meta.parameters())
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ((nn.BatchNorm2d(8, track_running_stats=False), nn.ReLU()), "no running statistics"),
+        ((nn.Flatten(2), nn.BatchNorm1d(8), nn.ReLU()), "maps, (N, C, H, W), alone"),
+        ((BatchNormAct2d(8, act_layer=nn.ReLU, drop_layer=nn.Dropout2d),), "a dropout between"),
+        ((BatchNormAct2d(8, act_layer=nn.Softmax),), "not known to be elementwise"),
+    ],
+)
+def test_what_is_left_alone_and_why(to: str, layers: tuple[nn.Module, ...], reason: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *layers)
+    rows = retrofit.plan(model, to).layers
+    assert [row.status for row in rows] == ["converted", "unsupported"]
+    assert reason in rows[1].reason
+
+
+def test_groups_are_evonorms_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24))
+    (row,) = retrofit.plan(model, "evonorm-s0").layers
+    assert row.options == {"apply_act": False, "groups": 24}
+    assert row.reason == "24 groups: 32 do not divide 24 channels"
+    assert retrofit.plan(model, "evonorm-s0", groups=8).layers[0].options["groups"] == 8
+    for to, groups in (("frn-tlu", 8), ("evonorm-s0", 0), ("evonorm-s0", "auto")):
+        with pytest.raises(UsageError, match="groups"):
+            retrofit.plan(model, to, groups=groups)
+    with pytest.raises(UsageError, match="--ws means nothing"):
+        retrofit.plan(model, "evonorm-s0", ws=True)
+
+
+@BOTH
+def test_there_is_no_strength(to: str) -> None:
+    model, _ = retrofit.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), to)
+    with pytest.raises(RetrofitError, match="no converted layer that has a strength"):
+        retrofit.set_strength(model, 1.0)
+    assert strength_of(model) is None
+    with pytest.raises(RetrofitError, match="--teacher source needs"):
+        source_network(model)
+
+
+def network(name: str) -> Any:
+    return torchvision.models.get_model(name[3:], weights=None) if name.startswith("tv:") else timm.create_model(name)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [
+        ("resnet18", 9),
+        pytest.param("tv:resnet50", 33, marks=pytest.mark.slow),
+        pytest.param("tf_efficientnet_lite0", 33, marks=pytest.mark.slow),
+    ],
+)
+def test_networks_convert_train_save_and_load(to: str, name: str, activations: int, tmp_path: Path) -> None:
+    model, report = retrofit.convert(network(name), to)
+    assert report.plan.counts["unsupported"] == report.plan.counts["kept"] == 0
+    assert sum(row.status == "converted" for row in report.plan.edits) == activations
+    assert sum(module.apply_act for module in model.modules() if type(module) is RIVALS[to]) == activations
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(2):
+        loss = model(torch.randn(2, 3, 64, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loss.isfinite()
+    assert all(p.grad is not None for p in model.parameters())
+    retrofit.save(model, tmp_path / "a.safetensors", source=name)
+    loaded = retrofit.load(tmp_path / "a.safetensors").eval()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model.eval()(x))
+    again = retrofit.surgery.census(loaded)
+    assert {row.status for row in again} == {"unsupported"}
+
+
+@BOTH
+def test_taking_in_nothing_is_refused(to: str) -> None:
+    """Activations that no trace shows stay beside a layer that has one of its own."""
+    with pytest.raises(RetrofitError, match=r"would convert no activation|nothing to convert"):
+        retrofit.plan(TwoConsumers(), to)
+
+
+class TwoConsumers(nn.Module):
+    """The norm's output is used beside its activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.act = nn.BatchNorm2d(8), nn.GELU()
+
+    def forward(self, x: Any) -> Any:
+        y = self.bn(x)
+        return self.act(y) + y

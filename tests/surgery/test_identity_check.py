@@ -1,0 +1,236 @@
+"""The identity check passes what is the same function and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from retrofit import surgery
+from retrofit.errors import RetrofitError
+from retrofit.surgery.identity_check import CheckResult, IdentityCheck, own_input_size
+
+
+class Small(nn.Module):
+    """A network with a branch that a fresh initialisation multiplies by zero, as residual networks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head((x + self.scale * self.act(self.norm(x))).mean((2, 3)))
+
+
+SIZE = (3, 12, 12)
+
+
+def test_the_same_network_passes_with_no_difference() -> None:
+    model = Small()
+    result = IdentityCheck(model, SIZE).compare(model)
+    assert result.passed
+    assert result.max_abs_diff == 0
+    assert result.scale > 0
+
+
+@pytest.mark.parametrize(("change", "passes"), [(1e-6, True), (1e-2, False), (math.nan, False), (math.inf, False)])
+def test_a_changed_output_fails_beyond_the_tolerance(change: float, passes: bool) -> None:
+    model = Small()
+    check = IdentityCheck(model, SIZE)
+    model.head.bias.data[1] += change
+    result = check.compare(model)
+    assert result.passed is passes
+    assert result.where == ""
+    if change == 1e-2:
+        assert result.max_abs_diff == pytest.approx(change, rel=1e-3)
+
+
+def test_nan_in_source_and_result_alike_is_no_difference() -> None:
+    model = Small()
+    model.head.bias.data[1] = math.nan
+    assert IdentityCheck(model, SIZE).compare(model).passed
+
+
+def test_nan_that_disappears_is_a_difference() -> None:
+    model = Small()
+    model.head.bias.data[1] = math.nan
+    check = IdentityCheck(model, SIZE)
+    model.head.bias.data[1] = 0
+    assert not check.compare(model).passed
+
+
+def test_a_difference_in_a_branch_multiplied_by_zero_is_found() -> None:
+    model = Small()
+    model.scale.data.zero_()
+    check = IdentityCheck(model, SIZE)
+    model.norm.eps = 1.0
+    result = check.compare(model)
+    assert not result.passed
+    assert result.where == "norm"
+    assert check.compare(model, layers=False).passed
+
+
+def test_a_zero_output_is_judged_by_the_layers() -> None:
+    model = Small()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    result = IdentityCheck(model, SIZE).compare(model)
+    assert result.passed
+    assert result.where == "norm"
+    assert result.scale > 0
+
+
+def test_training_flags_come_back_and_statistics_and_hooks_stay() -> None:
+    model = Small().train()
+    model.norm.eval()
+    before = model.norm.running_mean.clone()
+    check = IdentityCheck(model, SIZE)
+    check.compare(model)
+    assert model.training
+    assert model.act.training
+    assert not model.norm.training
+    assert torch.equal(model.norm.running_mean, before)
+    assert not model.norm._forward_hooks
+
+
+def test_seeded_and_leaves_the_random_state_alone() -> None:
+    model = Small()
+    state = torch.get_rng_state()
+    first, second = IdentityCheck(model, SIZE), IdentityCheck(model, SIZE)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(first._outputs, second._outputs, strict=True))
+
+
+def test_two_batch_sizes_run() -> None:
+    seen = []
+    model = Small()
+    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    IdentityCheck(model, SIZE)
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize(("dtype", "change", "passes"), [(torch.bfloat16, 2e-3, True), (torch.float64, 2e-3, False)])
+def test_the_tolerance_follows_the_precision(dtype: torch.dtype, change: float, passes: bool) -> None:
+    model = Small().to(dtype)
+    check = IdentityCheck(model, SIZE)
+    scale = check.compare(model).scale
+    model.head.bias.data += change * scale
+    assert check.compare(model, layers=False).passed is passes
+
+
+class Several(nn.Module):
+    """Nested outputs of different scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.large.weight.data *= 1e6
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"out": self.large(x), "more": [self.small(x), "a word"]}
+
+
+def test_each_output_is_set_against_its_own_scale() -> None:
+    model = Several()
+    check = IdentityCheck(model, (5,))
+    model.small.bias.data += 0.1
+    result = check.compare(model)
+    assert not result.passed
+    assert result.scale < 10
+
+
+def test_an_input_that_does_not_fit_is_a_users_error() -> None:
+    with pytest.raises(RetrofitError, match=r"random input of size 7x12x12 .*; give") as caught:
+        IdentityCheck(Small(), (7, 12, 12))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_network_without_tensors_is_a_users_error() -> None:
+    class Wordy(nn.Module):
+        def forward(self, x: Tensor) -> str:
+            return "nothing"
+
+    with pytest.raises(RetrofitError, match="no tensor"):
+        IdentityCheck(Wordy(), (1,))
+
+
+def test_own_input_size() -> None:
+    assert own_input_size(timm.create_model("test_efficientnet")) == (3, 160, 160)
+    assert own_input_size(nn.ReLU()) == (3, 224, 224)
+
+
+def test_json_keys() -> None:
+    values = CheckResult(1e-7, 2.0, 1e-4, "norm").to_dict()
+    assert values == {"max_abs_diff": 1e-7, "scale": 2.0, "tolerance": 1e-4, "passed": True}
+    assert CheckResult(0.0, 0.0, 1e-4).passed
+    assert not CheckResult(1e-30, 0.0, 1e-4).passed
+
+
+def spoil(model: nn.Module, report: surgery.Report) -> None:
+    """Make one converted layer another function."""
+    name = next(row.name for row in report.plan.layers if row.status == "converted")
+    model.get_submodule(name).eps = 10.0
+
+
+def torchvision_model(name: str) -> nn.Module:
+    backbone = {"weights_backbone": None} if "rcnn" in name or "ssd" in name or "lraspp" in name else {}
+    small = {"min_size": 96, "max_size": 96, "rpn_post_nms_top_n_test": 8} if "rcnn" in name else {}
+    return torchvision.models.get_model(name, weights=None, **backbone, **small)
+
+
+SPECIAL = [
+    ("ssdlite320_mobilenet_v3_large", (3, 96, 96)),
+    ("raft_small", (3, 128, 128)),
+    ("lraspp_mobilenet_v3_large", (3, 64, 64)),
+    ("mc3_18", (3, 32, 32)),
+    ("vit_b_32", None),
+]
+
+
+@pytest.mark.parametrize(("name", "size"), SPECIAL)
+def test_torchvision_networks_of_every_kind_of_input(name: str, size: tuple[int, ...] | None) -> None:
+    model = torchvision_model(name)
+    check = IdentityCheck(model, size)
+    model, report = surgery.convert(model, "normal", check=False)
+    result = check.compare(model)
+    assert result.passed
+    assert result.scale > 0
+    spoil(model, report)
+    assert not check.compare(model).passed
+
+
+def test_a_detectors_backbone_and_heads_are_compared() -> None:
+    model = torchvision_model("maskrcnn_resnet50_fpn_v2")
+    check = IdentityCheck(model, (3, 96, 96))
+    stages = {call.stage for call in check._calls}
+    assert {"backbone", "rpn.head", "roi_heads.box_head", "roi_heads.mask_head"} <= stages
+    model, _ = surgery.convert(model, "bnn", check=False)
+    assert check.compare(model).passed
+    norm = next(
+        module for module in model.roi_heads.mask_head.modules() if getattr(module, "running_mean", None) is not None
+    )
+    norm.running_mean += 1
+    result = check.compare(model)
+    assert not result.passed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["test_vit", "test_resnet", "test_convnext", pytest.param("naflexvit_base_patch16_gap", marks=pytest.mark.slow)],
+)
+def test_timm_networks(name: str) -> None:
+    model = timm.create_model(name)
+    check = IdentityCheck(model)
+    model, report = surgery.convert(model, "normal", check=False)
+    assert check.compare(model).passed
+    spoil(model, report)
+    assert not check.compare(model).passed

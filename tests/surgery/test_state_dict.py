@@ -1,0 +1,175 @@
+"""The state dict of a converted network holds its function: whatever another one was converted from, it becomes it.
+
+The networks here are random and amplify rounding errors at sizes other than the tests', so conversions do not check.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+
+import retrofit
+from retrofit.layers.settings import later_entries
+from retrofit.surgery import TARGETS
+from tests.surgery.targets.test_batch_independent import trained as trained_batch_norms
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{to: {"alpha": 0.3, "newton_steps": 2} for to in ("bnn", "lnn", "gnn", "inn", "normal")},
+    **{to: {"groups": 2, "ws": True} for to in ("gn", "gn-pn")},
+    **{to: {"ws": True} for to in ("ln", "ln-pn")},
+    "dbn": {"whitening": "newton-schulz"},
+    "dbnn": {"whitening": "newton-schulz", "alpha": 0.3},
+    "evonorm-s0": {"groups": 2},
+    "frn-tlu": {},
+    "frozen": {},
+}
+"""Options unlike the defaults; those that change which tensors there are (`ws`) are given to both networks."""
+
+
+class Net(nn.Module):
+    """All families of normalization, small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.act1 = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, eps=1e-3), nn.ReLU()
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3), BatchNormAct2d(8, act_layer=nn.SiLU)
+        self.conv3, self.bn3 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+        self.gn, self.inorm, self.ln = nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn2(self.conv2(self.act1(self.bn1(self.conv1(x)))))
+        x = self.inorm(self.gn(torch.tanh(self.bn3(self.conv3(x)))))
+        return self.ln(x.mean((2, 3)))
+
+
+def trained() -> nn.Module:
+    """A network whose affines and statistics are not those of a fresh one, some channels nearly dead."""
+    net = Net()
+    with torch.no_grad():
+        for name, tensor in net.state_dict().items():
+            if "conv" not in name and tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + (0.3 if "var" in name or "weight" in name else -0.5))
+        for norm in (net.bn1, net.bn2, net.bn3):
+            norm.running_var[:5] *= 1e-4
+    return net
+
+
+def at(model: nn.Module, to: str, t: float) -> None:
+    if TARGETS[to].converter.has_strength:
+        retrofit.set_strength(model, t)
+
+
+def quiet(to: str) -> dict[str, Any]:
+    return {"noise": 0.0} if to in ("bnn", "lnn", "gnn", "inn", "normal", "dbnn") else {}
+
+
+def test_every_target_is_tried() -> None:
+    assert set(OPTIONS) == set(TARGETS)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("same", [True, False], ids=["same options", "others"])
+@pytest.mark.parametrize("to", OPTIONS)
+def test_a_fresh_network_becomes_the_trained_one(to: str, same: bool, training: bool) -> None:
+    shared = {key: value for key, value in OPTIONS[to].items() if key == "ws"}
+    model, _ = retrofit.convert(trained(), to, **quiet(to), **OPTIONS[to], check=False)
+    other, _ = retrofit.convert(Net(), to, **quiet(to), **(OPTIONS[to] if same else shared), check=False)
+    x = torch.randn(4, 3, 12, 12)
+    at(model, to, 1.0)
+    model.train()(x)
+    for t in (0.0, 0.5, 1.0):
+        at(model, to, t)
+        other.load_state_dict(copy.deepcopy(model.state_dict()))
+        torch.testing.assert_close(other.train(training)(x), model.train(training)(x), rtol=1e-5, atol=1e-6)
+    again = retrofit.convert(Net(), to, **quiet(to), **shared, check=False)[0]
+    again.load_state_dict(copy.deepcopy(other).state_dict())  # what was loaded is handed on, by a copy too
+    torch.testing.assert_close(again.eval()(x), model.eval()(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", ["gn", "ln-pn", "bnn", "dbnn", "evonorm-s0"])
+def test_names_are_those_of_parameters_and_buffers(to: str) -> None:
+    model, _ = retrofit.convert(Net(), to, check=False)
+    named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert set(model.state_dict()) == named
+    x = torch.randn(2, 3, 12, 12)
+    trained_one, _ = retrofit.convert(trained(), to, check=False)
+    at(trained_one, to, 1.0)
+    swapped = torch.func.functional_call(model.eval(), trained_one.state_dict(), x)
+    torch.testing.assert_close(swapped, trained_one.eval()(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", OPTIONS)
+def test_state_dicts_of_earlier_versions_load(to: str) -> None:
+    """Without the entries that were added since, a layer keeps what the conversion has settled."""
+    torch.manual_seed(0)
+    model, _ = retrofit.convert(trained(), to, **OPTIONS[to], check=False)
+    at(model, to, 1.0)
+    old = {name: value for name, value in model.state_dict().items() if name not in later_entries(model)}
+    torch.manual_seed(0)
+    other, _ = retrofit.convert(trained(), to, **OPTIONS[to], check=False)
+    other.load_state_dict(old)
+    x = torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(other.eval()(x), model.eval()(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", ["gn", "ln", "bnn", "dbn", "dbnn", "normal"])
+def test_a_checkpoint_of_the_source_loads(to: str) -> None:
+    source = trained().eval()
+    model, _ = retrofit.convert(Net(), to, check=False)
+    model.load_state_dict(source.state_dict())
+    x = torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(model.eval()(x), source(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["ln-pn", "gn", "bnn"])
+def test_an_artifact_of_an_earlier_version_loads(to: str, tmp_path: Path) -> None:
+    model, _ = retrofit.convert(trained_batch_norms(timm.create_model("test_resnet")), to)
+    retrofit.set_strength(model, 1.0)
+    retrofit.save(model, tmp_path / "new.safetensors")
+    with safe_open(tmp_path / "new.safetensors", framework="pt") as opened:
+        metadata = opened.metadata()
+    later = later_entries(model)
+    tensors = {name: t for name, t in load_file(tmp_path / "new.safetensors").items() if name not in later}
+    save_file(tensors, tmp_path / "old.safetensors", metadata=metadata)
+    x = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(retrofit.load(tmp_path / "old.safetensors").eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+def test_casting_rounds_no_setting(kind: torch.dtype) -> None:
+    model, _ = retrofit.convert(trained(), "gn", check=False)
+    eps = [model.bn1.eps.item(), model.bn1.source_eps.item()]
+    model.to(kind)
+    assert [model.bn1.eps.item(), model.bn1.source_eps.item()] == eps
+    other, _ = retrofit.convert(Net(), "bnn", alpha=0.3, check=False)
+    fresh, _ = retrofit.convert(Net(), "bnn", check=False)
+    fresh.load_state_dict(other.to(kind).state_dict())
+    assert fresh.bn1.alpha == pytest.approx(0.3, abs=1e-3)
+    other.load_state_dict(other.state_dict())
+    assert other.bn1.alpha == 0.3
+
+
+@pytest.mark.parametrize(
+    ("to", "entry", "value", "message"),
+    [
+        ("gn", "bn1.setting_num_groups", 3.0, "3 groups do not divide 8 channels"),
+        ("bnn", "bn1.setting_alpha", 2.0, "alpha must lie"),
+        ("bnn", "bn1.setting_steps", 0.0, "steps must be at least 1"),
+        ("bnn", "bn1.setting_steps", float("inf"), "holds inf"),
+        ("dbn", "bn1.setting_whitening", 7.0, "holds 7"),
+        ("evonorm-s0", "bn1.setting_groups", 5.0, "5 groups do not divide"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(to: str, entry: str, value: float, message: str) -> None:
+    model, _ = retrofit.convert(Net(), to, check=False)
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict({**model.state_dict(), entry: torch.tensor(value)})

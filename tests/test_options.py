@@ -1,0 +1,82 @@
+"""One place for an option: the signatures, the flags, the record and the checks all come from it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import pytest
+from torch import nn
+
+import retrofit
+from retrofit import UsageError
+from retrofit.cli.convert import command
+from retrofit.layers.inverse_square_root import Whitening
+from retrofit.layers.normality import NoiseKind
+from retrofit.options import OPTIONS, ConversionOptions, flag
+from retrofit.surgery import TARGETS
+
+VALUES: dict[str, Any] = {
+    "groups": 4, "noise": 0.1, "noise_kind": "unscaled", "alpha": 0.5, "newton_steps": 2, "group_size": 4,
+    "whitening": "eigen", "pn_params": False, "pn_restore": False, "ws": True, "calibrate": [],
+}  # fmt: skip
+"""A value of each that is in range."""
+
+
+def test_each_option_is_a_keyword_a_flag_and_a_line_of_the_record() -> None:
+    assert set(VALUES) == set(OPTIONS)
+    flags = {option.name: option for option in command.params}
+    plan = retrofit.plan(nn.Sequential(nn.BatchNorm2d(4)), "bnn")
+    for name, known in OPTIONS.items():
+        for function in (retrofit.plan, retrofit.convert):
+            assert inspect.signature(function).parameters[name].default is None
+            assert name in str(function.__doc__)
+        assert f"--{flag(name)}" in flags[name].opts
+        assert (name in plan.options) is (known.kind != "batches")
+        assert set(known.targets) <= set(TARGETS)
+    keywords = list(inspect.signature(retrofit.convert).parameters)
+    assert keywords[:7] == ["model", "to", "only", "skip", "source", "check", "input_size"]
+
+
+def test_words_are_the_layers() -> None:
+    assert OPTIONS["noise_kind"].words == get_args(NoiseKind)
+    assert OPTIONS["whitening"].words == get_args(Whitening)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_is_refused_where_it_means_nothing(name: str, to: str) -> None:
+    options = ConversionOptions(**{name: VALUES[name]})
+    if to in OPTIONS[name].targets:
+        options.check(to)
+    else:
+        with pytest.raises(UsageError, match=f"--{flag(name)} means nothing to this target") as caught:
+            options.check(to)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("gn", {"groups": 0}, "groups must be at least 1, not 0"),
+        ("gn", {"groups": 2.5}, "groups must be a whole number, not 2.5"),
+        ("gn", {"groups": "many"}, "groups must be a number or auto, not 'many'"),
+        ("gn", {"groups": True}, "groups must be a whole number"),
+        ("bnn", {"noise": -1}, "noise must be at least 0"),
+        ("bnn", {"noise": float("nan")}, "noise must be at least 0"),
+        ("bnn", {"noise": float("inf")}, "noise must be at least 0"),
+        ("bnn", {"noise_kind": "none"}, "noise_kind must be one of scaled, unscaled, gaussian-dropout"),
+        ("bnn", {"noise_kind": 3}, "noise_kind must be one of"),
+        ("bnn", {"alpha": 1.5}, "alpha must be from 0 to 1, not 1.5"),
+        ("bnn", {"newton_steps": 0}, "newton_steps must be at least 1"),
+        ("dbn", {"group_size": 0}, "group_size must be at least 1"),
+    ],
+)
+def test_out_of_range(to: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        retrofit.plan(nn.Sequential(nn.BatchNorm2d(4)), to, **options)
+
+
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="no argument nois"):
+        retrofit.convert(nn.Sequential(nn.BatchNorm2d(4)), "bnn", nois=0.1)

@@ -1,0 +1,179 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from retrofit.errors import RetrofitError
+from retrofit.utils.files import atomic_write, ensure_writable
+from tests.conftest import heed_signals
+
+
+def _write(path: Path, text: str, error: BaseException, force: bool = False) -> None:
+    with atomic_write(path, force) as temporary:
+        temporary.write_text(text)
+        raise error
+
+
+def test_writes_beside_and_renames(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(b"whole")
+        assert temporary.parent == tmp_path
+        assert not path.exists()
+    assert path.read_bytes() == b"whole"
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+def test_permissions_are_those_of_an_ordinary_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    with atomic_write(tmp_path / "ours") as temporary:
+        temporary.write_text("")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)])
+def test_a_failing_body_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        _write(tmp_path / "a.bin", "half", error)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_text("old")
+    with pytest.raises(RetrofitError, match=r"exists; pass --force"), atomic_write(path):
+        pytest.fail("the body must not run")
+    assert path.read_text() == "old"
+    with pytest.raises(ValueError, match="half-way"):
+        _write(path, "half", ValueError("half-way"), force=True)
+    assert path.read_text() == "old"
+    with atomic_write(path, force=True) as temporary:
+        temporary.write_text("new")
+    assert path.read_text() == "new"
+
+
+def test_a_file_that_appeared_meanwhile_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    writing = atomic_write(path)
+    writing.__enter__().write_text("ours")
+    path.write_text("another process's")
+    with pytest.raises(RetrofitError, match="exists"):
+        writing.__exit__(None, None, None)
+    assert path.read_text() == "another process's"
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "a.bin")
+    with atomic_write(tmp_path / "link") as temporary:
+        temporary.write_text("x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "a.bin").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "is a folder"),
+        ("missing/a.bin", "does not exist"),
+        ("file/a.bin", "does not exist"),
+        ("pipe", "not a regular file"),
+        ("n" * 300, "cannot write"),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_impossible_places(tmp_path: Path, name: str, message: str, force: bool) -> None:
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(RetrofitError, match=message) as caught, atomic_write(tmp_path / name, force):
+        pytest.fail("the body must not run")
+    assert "\n" not in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # chmod does not stop root, who may run the tests
+    with pytest.raises(RetrofitError, match="read-only"):
+        ensure_writable(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(errno.ENOSPC, "no space left"), (errno.EDQUOT, "no space left"), (errno.EROFS, "cannot write")],
+)
+def test_the_disk_refuses(tmp_path: Path, number: int, message: str) -> None:
+    with pytest.raises(RetrofitError, match=message):
+        _write(tmp_path / "a.bin", "half", OSError(number, os.strerror(number)))
+    assert os.listdir(tmp_path) == []
+
+
+def test_other_errors_of_the_body_are_not_about_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.bin"):
+        (tmp_path / "input").read_text()
+
+
+def _child(body: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a process that writes a.bin in `folder` and says so when it is half-way."""
+    script = f"""
+        import pathlib, time
+        from retrofit.utils.files import atomic_write
+        with atomic_write({str(folder / "a.bin")!r}) as temporary:
+            {body}
+            temporary.write_bytes(b"half")
+            print("half-way", flush=True)
+            time.sleep(60)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    root = str(Path(__file__).parents[2])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
+    return subprocess.Popen(command, cwd=root, **pipes)
+
+
+@pytest.mark.parametrize(
+    ("number", "left"),
+    [
+        (signal.SIGKILL, lambda names: all(name.startswith(".a.bin.") for name in names)),
+        (signal.SIGTERM, lambda names: names == []),
+        (signal.SIGINT, lambda names: names == []),
+    ],
+)
+def test_a_process_that_ends_half_way(tmp_path: Path, number: int, left: Callable[[list[str]], bool]) -> None:
+    with _child("", tmp_path) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "half-way\n"
+        assert len(os.listdir(tmp_path)) == 1
+        child.send_signal(number)
+        child.communicate()
+        assert child.returncode != 0
+    assert not (tmp_path / "a.bin").exists()
+    assert left(os.listdir(tmp_path))
+
+
+def test_a_real_limit_on_file_size(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))"
+    with _child(limit, tmp_path) as child:
+        _, said = child.communicate(timeout=60)
+    assert "no space left for" in said
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_writer_that_makes_its_own_file_does_not_make_it_private(tmp_path: Path) -> None:
+    """safetensors replaces the file it is given with one that only the owner can read."""
+    plain = tmp_path / "plain"
+    plain.touch()
+    target = tmp_path / "target"
+    with atomic_write(target) as temporary:
+        temporary.unlink()
+        temporary.touch(mode=0o600)
+    assert target.stat().st_mode == plain.stat().st_mode

@@ -1,0 +1,48 @@
+"""Words for one line, whatever comes in."""
+
+from __future__ import annotations
+
+import pytest
+
+from retrofit.utils.text import one_line, plural, printable, shortlist, with_class
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("layer1.0.bn1.weight", "layer1.0.bn1.weight"),
+        ("größe", "größe"),
+        ("a\nb\r\tc", r"a\nb\r\tc"),
+        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
+        ("a\u202eb\ud800", r"a\u202eb\ud800"),
+        (7, "7"),
+    ],
+)
+def test_printable_is_what_is_seen(text: object, shown: str) -> None:
+    assert printable(text) == printable(text, 64) == shown
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 128, 129, 10_000_000])
+@pytest.mark.parametrize("char", ["x", "\n", "\U000e0001"])
+def test_printable_keeps_both_ends(length: int, char: str) -> None:
+    said = printable("a" + char * (length - 2) + "z", 64)
+    assert len(said) <= 64
+    assert said.startswith("a")
+    assert said.endswith("z")
+    assert ("..." in said) == (length > 64 or char != "x")
+
+
+def test_one_line_of_an_exception() -> None:
+    assert one_line(ValueError("  a\n\n  b\tc ")) == "a b c"
+    assert one_line(KeyError()) == "KeyError"
+    assert one_line(ValueError("\x1b[2J")) == r"\x1b[2J"
+    assert len(one_line(ValueError("x" * 10**7))) == 240
+    assert with_class(ValueError("a\nb")) == "ValueError: a b"
+    assert with_class(ValueError()) == "ValueError"
+
+
+def test_lists_and_counts() -> None:
+    assert shortlist(["a", "b", "c"]) == "a, b, c"
+    assert shortlist(["a", "b", "c", 4, 5]) == "a, b, c and 2 more"
+    assert len(shortlist(["n" * 1000] * 9)) < 3 * 64 + 20
+    assert (plural(1, "layer"), plural(0, "layer"), plural(1234, "layer")) == ("1 layer", "0 layers", "1,234 layers")
