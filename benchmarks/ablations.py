@@ -29,23 +29,23 @@ from torch.nn import functional
 from torchvision.transforms.functional import to_tensor
 
 import retrofit
-from retrofit.data import open_images
+from retrofit.images.dataset import open_images
 
 RESULTS = Path(__file__).parent / "results"
-QUIET = {"noise": 0.0}
+NOISY, QUIET = {"noise": "paper"}, {"noise": 0.0}
 
 RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "BN": (None, {}),
-    "BNN": ("bnn", {}),
+    "BNN": ("bnn", NOISY),
     "BNN, no noise": ("bnn", QUIET),
-    "BNN, unscaled noise": ("bnn", {"noise_kind": "unscaled"}),
-    "BNN, Gaussian dropout": ("bnn", {"noise_kind": "gaussian-dropout"}),
-    "noise alone": ("bnn", {"alpha": 0.0}),
+    "BNN, unscaled noise": ("bnn", {"noise_kind": "unscaled", **NOISY}),
+    "BNN, Gaussian dropout": ("bnn", {"noise_kind": "gaussian-dropout", **NOISY}),
+    "noise alone": ("bnn", {"alpha": 0.0, **NOISY}),
     **{f"alpha {alpha:g}, no noise": ("bnn", {"alpha": alpha, **QUIET}) for alpha in (0.25, 0.5, 0.75)},
     **{f"noise {noise:g}": ("bnn", {"noise": noise}) for noise in (0.1, 0.2, 0.6, 0.8)},
     **{f"{steps} Newton steps, no noise": ("bnn", {"newton_steps": steps, **QUIET}) for steps in (2, 3)},
     "DBN": ("dbn", {}),
-    "DBNN": ("dbnn", {}),
+    "DBNN": ("dbnn", NOISY),
 }
 """What is trained: the target (None: the network as it is) and the options of the conversion."""
 

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.data import sample_batches
-from retrofit.layers.batch import RunningNormality
-from retrofit.models import open_model
+from retrofit.images.dataset import sample_batches
+from retrofit.layers.batch_norm import RunningNormality
+from retrofit.networks.models import open_model
 
 MODELS = ["resnet50", "tf_efficientnet_lite0", "vit_tiny_patch16_224"]
 VARIANTS = ["source", "strength 0", "exact", "poly"]

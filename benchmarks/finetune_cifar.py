@@ -28,13 +28,13 @@ import yaml
 from retention import plain_swap
 from torch import nn
 
-from retrofit.data import open_images
 from retrofit.errors import RetrofitError
-from retrofit.evaluate import evaluate
-from retrofit.finetune.head import with_classes
+from retrofit.evaluation.accuracy import evaluate
+from retrofit.finetune.classifier import with_classes
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.models import Network, open_model
+from retrofit.images.dataset import open_images
+from retrofit.networks.models import Network, open_model
 from retrofit.surgery import convert, set_strength
 
 RESULTS = Path(__file__).parent / "results"
@@ -109,6 +109,7 @@ def recipe(args: argparse.Namespace, arm: Arm, seed: int) -> Recipe:
         "lr": 1e-3,
         "weight_decay": 0.05,
         "warmup_epochs": 1,
+        "clip_grad": 0.0,
         "bn_momentum": 0.1,
         "smoothing": 0.0,
         "scale": [0.6, 1.0],

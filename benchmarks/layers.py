@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="networks whose name contains this")
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     args = parser.parse_args()
-    fast = "triton" if args.device == "cuda" else "compile"
+    fast = "triton" if args.device == "cuda" else "cpp"
     rows: list[list[object]] = []
     for network, layers in SHAPES.items():
         for kind, size in layers:

@@ -24,15 +24,15 @@ from scipy import optimize, stats
 from torch import nn
 
 import retrofit
-from retrofit.data import SampledBatches, open_images
-from retrofit.diagnose import Diagnosis, Options, diagnose
+from retrofit.diagnose import Diagnosis, DiagnosisOptions, diagnose
 from retrofit.diagnose.linearity import LinearityMeter
 from retrofit.diagnose.power import PowerMeter
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe
+from retrofit.images.dataset import SampledBatches, open_images
 from retrofit.layers import ProxyNorm
-from retrofit.layers.estimate import newton_lmbda
-from retrofit.models import open_model
+from retrofit.layers.lambda_estimate import newton_lmbda
+from retrofit.networks.models import open_model
 
 DEPTH, WIDTH, SIDE, IMAGES = 200, 192, 8, 64
 RHO = 1.04 / 1.08  # gamma^2 / (gamma^2 + beta^2) of the random nets: gamma ~ N(1, 0.2^2), beta ~ N(0, 0.2^2)
@@ -217,7 +217,7 @@ def _train(to: str | None) -> Diagnosis:
         with tempfile.TemporaryDirectory() as folder:
             finetune(network, load_recipe("digits", settings), Path(folder))
     data = open_images(None, dataset="digits", channels=3)
-    return diagnose(network.model, SampledBatches(data, network.preprocess, 300, 30), Options())
+    return diagnose(network.model, SampledBatches(data, network.preprocess, 300, 30), DiagnosisOptions())
 
 
 CHECKS: dict[str, Callable[[], list[Row]]] = {"collapse": collapse, "newton": newton, "trained": trained}

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import yaml
 
-from retrofit.data import open_images
-from retrofit.evaluate import evaluate
+from retrofit.evaluation.accuracy import evaluate
+from retrofit.finetune.callbacks import Watcher
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.finetune.state import seed_everything
-from retrofit.finetune.watch import Watcher
-from retrofit.models import Network, open_model
+from retrofit.finetune.run_state import seed_everything
+from retrofit.images.dataset import open_images
+from retrofit.networks.models import Network, open_model
 from retrofit.surgery import convert, set_strength
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from retrofit.data import open_images, sample_batches
-from retrofit.evaluate import evaluate
+from retrofit.evaluation.accuracy import evaluate
+from retrofit.images.dataset import open_images, sample_batches
 from retrofit.layers import MigratedGroupNorm
-from retrofit.models import Network, open_model
+from retrofit.networks.models import Network, open_model
 from retrofit.surgery import convert, set_strength
 
 
@@ -37,7 +37,7 @@ def plain_swap(model: nn.Module) -> nn.Module:
             module.running_mean.zero_()
             module.running_var.fill_(1 - module.source_eps)
             module.gain.fill_(1)
-            module.eps = 1e-5
+            module.eps.fill_(1e-5)
     return model
 
 

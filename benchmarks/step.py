@@ -33,7 +33,7 @@ def build(model: str, contender: str, mode: str) -> nn.Module:
     torch.manual_seed(0)
     network = timm.create_model(model, num_classes=1000)
     if contender != "source":
-        network, _ = retrofit.convert(network, to="normal")
+        network, _ = retrofit.convert(network, to="normal", noise="paper")
         retrofit.set_strength(network, 1.0)
         for name, module in list(network.named_modules()):
             if getattr(module, "running_lambda", None) is not None:
@@ -55,7 +55,7 @@ def stepper(args: argparse.Namespace, contender: str) -> Callable[[], float]:
     if args.channels_last:
         network, x = network.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-    kernels = contender if contender in ("eager", "compile", "triton") else "eager"
+    kernels = contender if contender in ("eager", "cpp", "triton") else "eager"
 
     def run() -> float:
         os.environ["RETROFIT_KERNELS"] = kernels
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    fast = "triton" if args.device == "cuda" else "compile"
+    fast = "triton" if args.device == "cuda" else "cpp"
     names = ["source", *(args.contenders.split(",") if args.contenders else [fast, "eager", "plain"])]
     times, memory = {}, {}
     if args.measure != "memory":

@@ -37,7 +37,7 @@ def build(name: str) -> Any:
     """The network with random weights, on the meta device if it builds there."""
     import torch
 
-    from retrofit.library import build, parse
+    from retrofit.networks.library import build, parse
 
     source = parse(name)
     try:

@@ -1,0 +1,128 @@
+"""The arms of the evidence: what is done to a trained BatchNorm network before and while it is fine-tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import retrofit
+from retrofit.finetune import StrengthSchedule
+from retrofit.layers import MigratedGroupNorm
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to fine-tune.
+
+    Attributes:
+        label: What the table calls it.
+        ours: Whether retrofit makes its layers; the others are baselines.
+        to: Target of the conversion; None leaves BatchNorm.
+        options: Arguments of the conversion.
+        end: Strength at the end of the ramp.
+        noise: xi from the first step on; None where the layers have no noise.
+        frozen: Whether BatchNorm keeps its running statistics in training too.
+        trained: "all"; "not the norms", the rest; "head", the classifier.
+        swap: Whether the converted layers forget the statistics: what a converter that copies gamma and beta gives.
+        recalibrated: Whether the running statistics are first taken anew from the training pictures, before anything
+            else is done.
+        precise: Whether the running statistics are taken anew after the training.
+    """
+
+    label: str
+    ours: bool = False
+    to: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    end: float = 1.0
+    noise: float | None = None
+    frozen: bool = False
+    trained: str = "all"
+    swap: bool = False
+    recalibrated: bool = False
+    precise: bool = False
+
+
+def _bnn(label: str, noise: float, ours: bool = True, **options: Any) -> Arm:
+    return Arm(label, ours=ours, to="bnn", noise=noise, options={"noise": noise, **options})
+
+
+ARMS = {
+    "bn": Arm("BatchNorm, batch statistics"),
+    "bn-precise": Arm("BatchNorm, then PreciseBN", precise=True),
+    "bn-frozen": Arm("BatchNorm, frozen statistics, affine trained", frozen=True),
+    "bn-whole": Arm("BatchNorm, frozen whole", frozen=True, trained="not the norms"),
+    "bn-recal": Arm("BatchNorm, statistics of the new pictures, then frozen", frozen=True, recalibrated=True),
+    "gn-swap": Arm("GroupNorm, plain swap", to="gn", end=1.0, swap=True),
+    "probe": Arm("linear probe", frozen=True, trained="head"),
+    "bn-noise-0.1": _bnn("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0),
+    "bn-noise-0.2": _bnn("BatchNorm with noise 0.2", 0.2, ours=False, alpha=0.0),
+    "ln": Arm("ln, t to 1", ours=True, to="ln"),
+    "ln-0.75": Arm("ln, t to 0.75", ours=True, to="ln", end=0.75),
+    "ln-0.5": Arm("ln, t to 0.5", ours=True, to="ln", end=0.5),
+    "ln-0.25": Arm("ln, t to 0.25", ours=True, to="ln", end=0.25),
+    "ln-pn": Arm("ln-pn, t to 1", ours=True, to="ln-pn"),
+    "ln-pn-0.5": Arm("ln-pn, t to 0.5", ours=True, to="ln-pn", end=0.5),
+    "gn-pn": Arm("gn-pn (8 groups), t to 1", ours=True, to="gn-pn"),
+    "ln-recal-0.5": Arm(
+        "ln on statistics of the new pictures, t to 0.5", ours=True, to="ln", end=0.5, recalibrated=True
+    ),
+    "bnn": _bnn("bnn, no noise", 0.0),
+    "bnn-0.1": _bnn("bnn, noise 0.1", 0.1),
+    "bnn-0.2": _bnn("bnn, noise 0.2", 0.2),
+}
+
+
+def trained_network(name: str, checkpoint: str, classes: int, seed: int) -> nn.Module:
+    """Build a network with the tensors of a checkpoint, paired by order and shape, and a new classifier."""
+    model = timm.create_model(name)
+    found = list(torch.load(checkpoint, map_location="cpu", weights_only=True).values())
+    own = model.state_dict()
+    if [tensor.shape for tensor in own.values()] != [tensor.shape for tensor in found]:
+        raise SystemExit(f"the tensors of {checkpoint} are not those of {name}")
+    model.load_state_dict(dict(zip(own, found, strict=True)))
+    torch.manual_seed(seed)
+    model.reset_classifier(classes)
+    return model
+
+
+def convert(model: nn.Module, arm: Arm) -> nn.Module:
+    """Turn the source network into the arm's."""
+    if arm.to is not None:
+        model, _ = retrofit.convert(model, to=arm.to, **arm.options)
+    if arm.swap:
+        for module in model.modules():
+            if isinstance(module, MigratedGroupNorm):
+                module.running_mean.zero_()
+                module.running_var.fill_(1 - module.source_eps)
+                module.gain.fill_(1)
+                module.eps = 1e-5
+        retrofit.set_strength(model, arm.end)
+    if arm.trained == "head":
+        model.requires_grad_(False)
+        model.get_classifier().requires_grad_(True)
+    if arm.trained == "not the norms":
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.requires_grad_(False)
+    return model.to(memory_format=torch.channels_last)
+
+
+def training_mode(model: nn.Module, arm: Arm) -> None:
+    """Put the network in training mode, without the BatchNorm layers where the arm keeps their statistics."""
+    model.train()
+    if arm.frozen:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+
+
+def strength_schedule(model: nn.Module, arm: Arm, steps: int) -> StrengthSchedule | None:
+    """Return the arm's course of strength and noise: t rises over the first half of the training."""
+    if arm.to is None or arm.swap:
+        return None
+    return StrengthSchedule(model, steps, ramp=0.5, end=arm.end, noise=arm.noise, noise_start=0.0, noise_ramp=0.0)
