@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from finetune_cifar import excerpt
 
-from retrofit.finetune.callbacks import Watcher
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe
+from retrofit.finetune.run_callback import RunCallback
 from retrofit.networks.models import open_model
 from retrofit.surgery import convert
 
@@ -36,7 +36,7 @@ ARMS: dict[str, dict[str, Any]] = {
 COMMON: dict[str, Any] = {"img_size": 64, "epochs": 6, "batch_size": 16, "seed": 0, "workers": 0}
 
 
-class Notes(Watcher):
+class Notes(RunCallback):
     """Keeps what the run says."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, folder: Path, arm: str, target: str) -> dict[s
     recipe = load_recipe(None, {"data_dir": str(folder), **COMMON, **ARMS[arm]})
     notes = Notes()
     with tempfile.TemporaryDirectory() as place:
-        result = finetune(network, recipe, Path(place), watcher=notes)
+        result = finetune(network, recipe, Path(place), callback=notes)
     return {
         "arm": arm,
         "target": target,

@@ -23,16 +23,16 @@ import torch
 import yaml
 
 from retrofit.evaluation.accuracy import evaluate
-from retrofit.finetune.callbacks import Watcher
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
+from retrofit.finetune.run_callback import RunCallback
 from retrofit.finetune.run_state import seed_everything
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network, open_model
 from retrofit.surgery import convert, set_strength
 
 
-class Printing(Watcher):
+class Printing(RunCallback):
     """Shows each epoch's loss."""
 
     def epoch(self, row: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def distilled(images: str | Path, seed: int, args: argparse.Namespace) -> tuple[
     began = time.monotonic()
     seed_everything(seed)
     with tempfile.TemporaryDirectory() as folder:
-        finetune(converted(args), recipe, Path(folder), watcher=Printing())
+        finetune(converted(args), recipe, Path(folder), callback=Printing())
         minutes = (time.monotonic() - began) / 60
         return open_model(str(Path(folder) / "best.safetensors")), minutes
 

@@ -58,7 +58,8 @@ def survey(name: str, to: str) -> dict[str, Any]:
     import torch
 
     from retrofit import RetrofitError
-    from retrofit.surgery import Plan, census, plan
+    from retrofit.surgery import LayerRow, Plan, plan
+    from retrofit.surgery.families import find_norms
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -66,13 +67,14 @@ def survey(name: str, to: str) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         model = build(name)
-        found = census(model)
+        found = list(find_norms(model))
         row["layers"] = len(found)
         row["params"] = sum(parameter.numel() for parameter in model.parameters())
         try:
             made = plan(model, to)
         except RetrofitError:  # nothing to convert
-            made = Plan(to, found)
+            left = [(norm, "unsupported" if norm.status == "unsupported" else "kept") for norm in found]
+            made = Plan(to, tuple(LayerRow(norm.name, norm.label, None, status, norm.reason) for norm, status in left))
         assert len(made.layers) == len(found), "a layer is unaccounted for"
         row |= made.counts
         statuses = Counter(edit.status for edit in made.edits if edit.kind == "activation")

@@ -20,7 +20,7 @@ from retrofit.finetune.recipe import FREE, Recipe
 from retrofit.utils.text import printable
 
 if TYPE_CHECKING:
-    from retrofit.finetune.callbacks import Result
+    from retrofit.finetune.run_callback import Result
     from retrofit.networks.models import Network
 
 HELP = """Train MODEL, a converted network, while its strength goes from 0, the source, to 1, the target.
@@ -141,8 +141,8 @@ def _started(
         network=network_name,
     )
     _introduce(network)
-    with _watcher() as watcher:
-        return folder, finetune(network, recipe, folder, watcher=watcher, stop=lambda: stop() is not None)
+    with _callback() as callback:
+        return folder, finetune(network, recipe, folder, callback=callback, stop=lambda: stop() is not None)
 
 
 def _resumed(
@@ -153,8 +153,10 @@ def _resumed(
 
     network = resume_network(folder, network_name)
     recipe = load_recipe(folder / "recipe.yaml", given)
-    with _watcher() as watcher:
-        return folder, finetune(network, recipe, folder, resume=True, watcher=watcher, stop=lambda: stop() is not None)
+    with _callback() as callback:
+        return folder, finetune(
+            network, recipe, folder, resume=True, callback=callback, stop=lambda: stop() is not None
+        )
 
 
 def _first_process() -> bool:
@@ -230,9 +232,9 @@ def _conclude(folder: Path, result: Result, network: str | None, as_json: bool) 
 
 
 @contextmanager
-def _watcher() -> Iterator[Any]:
+def _callback() -> Iterator[Any]:
     """Give what writes down a run's progress: a bar on a terminal, a line an epoch otherwise, and now and then."""
-    from retrofit.cli.progress import watching
+    from retrofit.cli.progress import run_callback
 
-    with watching() as watcher:
-        yield watcher
+    with run_callback() as callback:
+        yield callback

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from retrofit.options import OPTIONS, Option, flag
+from retrofit.conversion_options import OPTIONS, Option, flag
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from retrofit.cli.console import say
-from retrofit.finetune.callbacks import Step, Watcher
+from retrofit.finetune.run_callback import RunCallback, Step
 
 _EVERY = 30.0  # seconds between lines within an epoch, where there is no terminal
 
 
-class Lines(Watcher):
+class Lines(RunCallback):
     """Writes a line for each epoch, and within long ones now and then."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ def _figures(step: Step) -> str:
 
 
 @contextmanager
-def watching() -> Iterator[Watcher]:
-    """Give the watcher that suits stderr."""
+def run_callback() -> Iterator[RunCallback]:
+    """Give the callback that suits stderr."""
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         yield Lines()

@@ -29,9 +29,9 @@ def command(context: click.Context) -> None:
 @command.command("list")
 def list_recipes() -> None:
     """List the recipes."""
-    from retrofit.finetune.catalogue import shipped
+    from retrofit.finetune.catalogue import recipe_summaries
 
-    for name, summary in shipped().items():
+    for name, summary in recipe_summaries().items():
         click.echo(f"{name:30}{summary}")
 
 
@@ -39,9 +39,9 @@ def list_recipes() -> None:
 @click.argument("name", metavar="NAME")
 def show(name: str) -> None:
     """Write a recipe to stdout."""
-    from retrofit.finetune.catalogue import read_shipped
+    from retrofit.finetune.catalogue import recipe_text
 
-    click.echo(read_shipped(name), nl=False)
+    click.echo(recipe_text(name), nl=False)
 
 
 @command.command("copy")
@@ -50,10 +50,10 @@ def show(name: str) -> None:
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def copy(name: str, file: Path, force: bool) -> None:
     """Write a recipe to FILE."""
-    from retrofit.finetune.catalogue import read_shipped
+    from retrofit.finetune.catalogue import recipe_text
     from retrofit.utils.files import atomic_write
 
-    text = read_shipped(name)
+    text = recipe_text(name)
     with atomic_write(file, force) as temporary:
         temporary.write_text(text)
     say(f"wrote {file}", style="bold")

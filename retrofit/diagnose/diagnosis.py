@@ -229,7 +229,7 @@ class _Observer:
         self._power, self._linearity = PowerMeter(), LinearityMeter()
         self._plots: list[gaussianity.QQ] = []
         self._before: list[float] = []
-        self._pairs: list[gaussianity.Values] = []
+        self._pairs: list[gaussianity.FloatArray] = []
 
     def attach(self) -> Any:
         """Watch the layer's input."""
@@ -280,7 +280,7 @@ class _Observer:
         )
 
     def _quantiles(self, lmbda: Tensor) -> tuple[float, ...]:
-        used = 1 + float(self.probe.layer.degree) * (lmbda.double() - 1)  # type: ignore[arg-type]
+        used = 1 + float(self.probe.layer.effective_alpha) * (lmbda.double() - 1)  # type: ignore[arg-type]
         return tuple(np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist())
 
 

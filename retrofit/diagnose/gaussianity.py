@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Values = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 _CURVE = 64  # points kept of a Q-Q plot
 
@@ -29,11 +29,11 @@ class QQ:
     """
 
     r2: float
-    theoretical: Values
-    ordered: Values
+    theoretical: FloatArray
+    ordered: FloatArray
 
 
-def qq(sample: Values) -> QQ | None:
+def qq(sample: FloatArray) -> QQ | None:
     """Compare a sample with the normal distribution.
 
     Returns:
@@ -49,15 +49,15 @@ def qq(sample: Values) -> QQ | None:
 
 
 @cache
-def _normal_quantiles(values: int) -> Values:
+def _normal_quantiles(values: int) -> FloatArray:
     """Return what scipy plots that many ordered values against."""
     from scipy.stats import probplot
 
-    quantiles: Values = probplot(np.zeros(values), fit=False)[0]
+    quantiles: FloatArray = probplot(np.zeros(values), fit=False)[0]
     return quantiles
 
 
-def henze_zirkler(pair: Values) -> float:
+def henze_zirkler(pair: FloatArray) -> float:
     """Return the Henze-Zirkler statistic of (n, 2) values: the larger, the further from jointly normal.
 
     It is n times a weighted squared distance between the characteristic function of the standardised values and that
@@ -77,7 +77,7 @@ def henze_zirkler(pair: Values) -> float:
     return float(n * (empirical - 2 * mixed + (1 + 2 * beta2) ** (-d / 2)))
 
 
-def dependence(pair: Values, bins: int = 10) -> float:
+def dependence(pair: FloatArray, bins: int = 10) -> float:
     """Return the adjusted mutual information of (n, 2) values, each cut into equally filled bins; 0 if independent."""
     from sklearn.metrics import adjusted_mutual_info_score
 
@@ -90,7 +90,7 @@ def choose(channels: int, wanted: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(channels, generator=generator, device="cpu")[:wanted].sort().values
 
 
-def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator) -> Values:
+def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator) -> FloatArray:
     """Return at most `values` values of each of some channels, at the same images and positions.
 
     Args:
@@ -105,5 +105,5 @@ def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator)
     total = y.shape[0] * y.shape[2]
     places = torch.randperm(total, generator=generator, device="cpu")[:values]
     flat = y[:, channels].movedim(1, 2).reshape(total, len(channels))
-    chosen: Values = flat[places].double().cpu().numpy()
+    chosen: FloatArray = flat[places].double().cpu().numpy()
     return chosen

@@ -7,24 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrofit.finetune.batch_statistics import local_norms, sync_norms
-    from retrofit.finetune.callbacks import Result, Watcher
     from retrofit.finetune.distillation import Distillation
     from retrofit.finetune.loop import finetune
     from retrofit.finetune.recipe import Recipe
+    from retrofit.finetune.run_callback import Result, RunCallback
     from retrofit.finetune.strength_schedule import StrengthSchedule
 
 _HOME = {
     "Distillation": "distillation",
     "Recipe": "recipe",
-    "Result": "callbacks",
+    "Result": "run_callback",
     "StrengthSchedule": "strength_schedule",
-    "Watcher": "callbacks",
+    "RunCallback": "run_callback",
     "finetune": "loop",
     "local_norms": "batch_statistics",
     "sync_norms": "batch_statistics",
 }
 
-__all__ = ["Distillation", "Recipe", "Result", "StrengthSchedule", "Watcher", "finetune", "local_norms", "sync_norms"]
+__all__ = [
+    "Distillation",
+    "Recipe",
+    "Result",
+    "RunCallback",
+    "StrengthSchedule",
+    "finetune",
+    "local_norms",
+    "sync_norms",
+]
 
 
 def __getattr__(name: str) -> Any:

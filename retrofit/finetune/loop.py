@@ -20,7 +20,6 @@ from retrofit.evaluation.accuracy import evaluate
 from retrofit.evaluation.strengths import odd_strengths
 from retrofit.finetune import run_report
 from retrofit.finetune.batch_statistics import local_norms, sync_norms
-from retrofit.finetune.callbacks import Result, Step, Watcher
 from retrofit.finetune.chance import all_alike, at_chance, explanation
 from retrofit.finetune.classifier import outputs_of
 from retrofit.finetune.distillation import Distillation, check_untrained, source_network
@@ -29,6 +28,7 @@ from retrofit.finetune.loaders import Batches, Part, open_data, training_transfo
 from retrofit.finetune.objective import Objective
 from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_callback import Result, RunCallback, Step
 from retrofit.finetune.run_state import load_state, random_state, save_state, seed_everything, set_random_state
 from retrofit.finetune.setup import check_unused, fit_network, make_accelerator, make_folder, validation_share
 from retrofit.finetune.strength_schedule import StrengthSchedule
@@ -82,7 +82,7 @@ def finetune(
     folder: Path,
     *,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    callback: RunCallback | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Train a network as a recipe says, and leave a run folder behind.
@@ -92,27 +92,27 @@ def finetune(
         recipe: The run's settings.
         folder: Where the run goes, empty or not there yet. It is made once data, recipe and network are known to fit.
         resume: Whether to go on from the state in `folder`.
-        watcher: Hears of the progress.
+        callback: Hears of the progress.
         stop: Asked after every step; a true answer saves the state and ends the run.
 
     Raises:
         UsageError: If a setting does not fit the network or the data.
         RetrofitError: If the data or state cannot be read, the disk is full, or the loss is not finite.
     """
-    run = _Run(network, recipe, folder, resume, watcher or Watcher())
+    run = _Run(network, recipe, folder, resume, callback or RunCallback())
     return run.to_end(stop)
 
 
 class _Run:
     """A run in progress."""
 
-    def __init__(self, network: Network, recipe: Recipe, folder: Path, resume: bool, watcher: Watcher) -> None:
+    def __init__(self, network: Network, recipe: Recipe, folder: Path, resume: bool, callback: RunCallback) -> None:
         self.recipe, self.folder = recipe, folder
         self.accelerator = make_accelerator(recipe, folder)
         self.main = self.accelerator.is_main_process
         if self.main and not resume:
             check_unused(folder)
-        self.watcher = watcher if self.main else Watcher()
+        self.callback = callback if self.main else RunCallback()
         self.position = _Position()
         self.overflows = 0
         self.at_chance, self.warned_of_chance = 0, False
@@ -120,12 +120,12 @@ class _Run:
         seed_everything(recipe.seed)
         images = open_data(recipe, network.labels, network.preprocess.input_size[0])
         for note in images.notes:
-            self.watcher.note(note)
+            self.callback.note(note)
         state = load_state(folder / "state") if resume else None
         if state is None:
             if recipe.teacher == "source":
                 check_untrained(network)
-            self.network, self.fresh = fit_network(network, images, recipe, self.watcher.note)
+            self.network, self.fresh = fit_network(network, images, recipe, self.callback.note)
             self.origin = network.weights.get("from") or network.source.name
         else:
             self.network, self.fresh, self.origin = network, tuple(state["fresh"]), state["origin"]
@@ -169,7 +169,7 @@ class _Run:
             make_folder(self.folder / "state")
             self.recipe.save(self.folder / "recipe.yaml")
             self._write_artifact(self.plain, self.folder / "state" / "start.safetensors", self.network.weights)
-        self.watcher.started(self.folder)
+        self.callback.started(self.folder)
         seed_everything(self.recipe.seed + self.accelerator.process_index)
         self._checkpoint()
 
@@ -183,13 +183,13 @@ class _Run:
         running = [m.momentum for m in model.modules() if isinstance(m, RunningNormality) and m.momentum is not None]
         batches = self.steps * recipe.grad_accum_steps
         if running and (old := (1 - min(running)) ** batches) > _OLD:
-            self.watcher.note(
+            self.callback.note(
                 f"warning: running statistics move by {min(running):g} a batch, so after {batches} batches {old:.0%} "
                 "of them are those from before; raise --bn-momentum"
             )
         if recipe.freeze == "all-but-norm":
             trained = freeze_all_but_norm(model, self.fresh)
-            self.watcher.note(f"training {trained:,} parameters, those of the converted normalization layers")
+            self.callback.note(f"training {trained:,} parameters, those of the converted normalization layers")
         self.ema: Any = None
         if recipe.model_ema:
             self.ema = ModelEmaV3(model, recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup)
@@ -211,9 +211,9 @@ class _Run:
                 noise_ramp=recipe.noise_ramp,
             )
         else:
-            self.watcher.note("no layer of the network has a strength: this is plain training")
+            self.callback.note("no layer of the network has a strength: this is plain training")
         if recipe.strength_sched == "off" and (odd := odd_strengths(model)):
-            self.watcher.note(f"warning: {odd}")
+            self.callback.note(f"warning: {odd}")
         if recipe.sync_norm and not sync_norms(model, self.accelerator.device):
             raise RetrofitError("--sync-norm finds no batch normalization to synchronize; drop it")
         self.model, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, recipe))
@@ -332,7 +332,7 @@ class _Run:
         for name in dict.fromkeys(names):
             if name not in self.position.unreadable:
                 self.position.unreadable.append(name)
-                self.watcher.note(f"warning: cannot read {name}; {then}")
+                self.callback.note(f"warning: cannot read {name}; {then}")
 
     def _tell(self, number: int) -> None:
         position = self.position
@@ -346,7 +346,7 @@ class _Run:
             strength=self._strength,
             images_per_second=position.images * self.accelerator.num_processes / max(position.seconds, 1e-9),
         )
-        self.watcher.step(step)
+        self.callback.step(step)
         if self.recipe.log_with:
             figures = {"train_loss": step.loss, "lr": step.lr, "strength": step.strength or 0.0}
             self.accelerator.log(figures, step=step.step)
@@ -406,7 +406,7 @@ class _Run:
         if self.recipe.log_with:
             figures = {name: value for name, value in row.items() if name.startswith("val_") and value is not None}
             self.accelerator.log(figures, step=position.step)
-        self.watcher.epoch(row)
+        self.callback.epoch(row)
         if self.main:
             self._warn_of_chance(row)
         self._checkpoint()
@@ -459,7 +459,7 @@ class _Run:
         images = self._few_images()
         collapsed = images is not None and all_alike(self._answering, images)
         untrained = self.network.weights["kind"] == "random"
-        self.watcher.note(
+        self.callback.note(
             f"warning: after epoch {epoch} the network does no better than guessing (top-1 {row['val_top1']:.1f}% of "
             f"{classes} classes, loss {loss:.2f}): {explanation(self.plain, self.recipe, collapsed, untrained)}"
         )
@@ -511,7 +511,9 @@ class _Run:
         except Exception as error:  # of matplotlib, the disk, an image, the network: none is worth the run
             if not self.undrawn:
                 self.undrawn = True
-                self.watcher.note(f"warning: a picture cannot be drawn ({one_line(error)}); the run goes on without it")
+                self.callback.note(
+                    f"warning: a picture cannot be drawn ({one_line(error)}); the run goes on without it"
+                )
         self.drawn = time.monotonic()
 
     def _lambdas(self) -> dict[str, Tensor]:
@@ -566,4 +568,4 @@ class _Run:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.position = _Position(**state["position"])
         set_random_state(state["generators"][self.accelerator.process_index])
-        self.watcher.note(f"resumed at step {self.position.step} of {self.steps}")
+        self.callback.note(f"resumed at step {self.position.step} of {self.steps}")

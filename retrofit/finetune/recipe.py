@@ -14,8 +14,8 @@ from timm.optim import list_optimizers
 
 from retrofit.errors import UsageError
 from retrofit.finetune import flat_yaml
-from retrofit.finetune.catalogue import read_shipped
-from retrofit.layers.normality import NoiseKind
+from retrofit.finetune.catalogue import recipe_text
+from retrofit.layers.normality_norm import NoiseKind
 from retrofit.utils.files import atomic_write
 from retrofit.utils.text import plural, printable, shown
 
@@ -254,7 +254,7 @@ def _some(sentences: list[str]) -> str:
 def _read(name: str | Path) -> dict[str, Any]:
     path = Path(name)
     a_file = path.suffix in (".yaml", ".yml") or os.path.exists(path)
-    text = flat_yaml.read_text(path, "recipe") if a_file else read_shipped(str(name))
+    text = flat_yaml.read_text(path, "recipe") if a_file else recipe_text(str(name))
     return flat_yaml.parse(text, f"recipe {printable(name, 100)}")
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, get_args
 import torch
 from torch import Tensor
 
-from retrofit.layers.normality import NoiseKind, NormalityOptions
+from retrofit.layers.normality_norm import NoiseKind, NormalityOptions
 from retrofit.layers.settings import SettingsMixin, hold_settings
 from retrofit.layers.transforms import transformed
 
@@ -142,8 +142,8 @@ class NormalityMixin(StrengthMixin):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
-    def degree(self) -> Tensor:
-        """Strength times alpha: the layer uses lambda = 1 + degree * (estimate - 1)."""
+    def effective_alpha(self) -> Tensor:
+        """Strength times alpha: the layer uses lambda = 1 + effective_alpha * (estimate - 1)."""
         return self.strength if self.alpha == 1 else self.strength * self.alpha
 
     @property

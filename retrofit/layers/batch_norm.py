@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.functional import batch_normal_norm
-from retrofit.layers.normality import NoiseKind
+from retrofit.layers.normality_norm import NoiseKind
 
 
 class RunningNormality(NormalityMixin, _NormBase):
@@ -21,7 +21,7 @@ class RunningNormality(NormalityMixin, _NormBase):
 
     Attributes:
         running_lambda: Running average of the lambda estimates, (C,), whatever the strength; the layer uses
-            1 + `degree` * (running_lambda - 1).
+            1 + `effective_alpha` * (running_lambda - 1).
     """
 
     running_lambda: Tensor | None

@@ -31,7 +31,7 @@ from retrofit.layers.inverse_square_root import (
     newton_schulz,
 )
 from retrofit.layers.kernels.formulas import affine
-from retrofit.layers.normality import Statistics, compute_dtype, gaussianize
+from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize
 from retrofit.layers.settings import hold_settings
 from retrofit.layers.transforms import transformed
 from retrofit.layers.yeo_johnson import yeo_johnson
@@ -249,7 +249,7 @@ class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
 
     def _transform_by_running_lambda(self, h: Tensor) -> Tensor:
         assert self.running_lambda is not None
-        lmbda = 1 + self.degree * (self.running_lambda.to(h.dtype) - 1)
+        lmbda = 1 + self.effective_alpha * (self.running_lambda.to(h.dtype) - 1)
         return yeo_johnson(h, lmbda.view(-1, self.group_size, 1))
 
 

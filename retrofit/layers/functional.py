@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from retrofit.layers import kernels
-from retrofit.layers.normality import NormalityOptions, Statistics, apply_statistics, normality_norm
+from retrofit.layers.normality_norm import NormalityOptions, Statistics, apply_statistics, normality_norm
 from retrofit.layers.transforms import transformed
 
 _STRETCH = 32  # neighbouring elements of a set, below which vectors stay half empty

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.functional import group_normal_norm
-from retrofit.layers.normality import NoiseKind
+from retrofit.layers.normality_norm import NoiseKind
 
 
 class GroupNormalNorm(NormalityMixin, nn.GroupNorm):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.functional import instance_normal_norm
-from retrofit.layers.normality import NoiseKind
+from retrofit.layers.normality_norm import NoiseKind
 
 
 class _InstanceNormalNorm(RunningNormality):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.functional import channel_layer_normal_norm, layer_normal_norm
-from retrofit.layers.normality import NoiseKind
+from retrofit.layers.normality_norm import NoiseKind
 
 
 class LayerNormalNorm(NormalityMixin, nn.LayerNorm):

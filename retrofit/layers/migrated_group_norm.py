@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from retrofit.layers.base import StrengthMixin, shown
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.norm_act import _ThenActivate
-from retrofit.layers.normality import compute_dtype
+from retrofit.layers.normality_norm import compute_dtype
 from retrofit.layers.settings import check_groups, hold_settings
 from retrofit.layers.transforms import differentiable_once, transformed
 
@@ -38,7 +38,7 @@ def migrated_group_norm(
     source_eps: Tensor | float | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    """Standardise by constant running statistics, then group-normalize to the degree t = `strength`.
+    """Standardise by constant running statistics, then group-normalize as far as t = `strength` says.
 
         x' = (x - running_mean) / sqrt(running_var + source_eps) * gain       per channel
         y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight / gain + bias

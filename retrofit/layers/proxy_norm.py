@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrofit.layers.base import StrengthMixin, shown
 from retrofit.layers.kernels import channelwise
-from retrofit.layers.normality import compute_dtype
+from retrofit.layers.normality_norm import compute_dtype
 from retrofit.layers.settings import hold_settings
 
 

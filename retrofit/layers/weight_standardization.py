@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.layers.base import StrengthMixin
-from retrofit.layers.normality import compute_dtype
+from retrofit.layers.normality_norm import compute_dtype
 
 
 class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):

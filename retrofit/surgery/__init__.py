@@ -3,9 +3,9 @@
 from retrofit.surgery import targets
 from retrofit.surgery.converter import TARGETS, converter_for
 from retrofit.surgery.execute import apply, convert, set_strength, strength_layers, strength_of
-from retrofit.surgery.families import FAMILIES, census
+from retrofit.surgery.families import FAMILIES
+from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
 from retrofit.surgery.planning import plan
-from retrofit.surgery.records import LayerRow, Plan, Report
 
 __all__ = [
     "FAMILIES",
@@ -14,7 +14,6 @@ __all__ = [
     "Plan",
     "Report",
     "apply",
-    "census",
     "convert",
     "converter_for",
     "plan",

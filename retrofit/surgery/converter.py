@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
 from retrofit.graph.site import Sites
 from retrofit.layers.base import StrengthMixin
 from retrofit.layers.settings import move_settings
-from retrofit.options import ConversionOptions
 from retrofit.surgery.families import THAWED, NormLayer
-from retrofit.surgery.records import EditRow, LayerRow, Plan, Status
+from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan, Status
 from retrofit.utils.text import plural
 
 

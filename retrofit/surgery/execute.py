@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import StrengthMixin
-from retrofit.options import takes_options
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.identity_check import IdentityCheck
+from retrofit.surgery.plan_and_report import Plan, Report
 from retrofit.surgery.planning import Patterns, plan
-from retrofit.surgery.records import Plan, Report
 from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.placement import device_of
 from retrofit.utils.text import plural

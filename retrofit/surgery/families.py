@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.layers import StrengthMixin
-from retrofit.surgery.records import LayerRow
 
 FAMILIES = {
     "bn": "BatchNorm",
@@ -139,16 +138,6 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     if _NAMED_NORM.search(cls.__name__) and _holds_own_tensors(module):
         return NormLayer(name, module, kind, None, "unsupported", f"no converter knows the class {kind}")
     return None
-
-
-def census(model: nn.Module) -> tuple[LayerRow, ...]:
-    """Return one row for each name of each normalization layer of `model`; nothing is decided, nothing changed."""
-    return tuple(
-        LayerRow(
-            found.name, found.label, None, "unsupported" if found.status == "unsupported" else "kept", found.reason
-        )
-        for found in find_norms(model)
-    )
 
 
 def _holds_own_tensors(module: nn.Module) -> bool:

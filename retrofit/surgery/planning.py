@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from retrofit.conversion_options import OPTIONS, ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.options import OPTIONS, ConversionOptions, takes_options
 from retrofit.surgery.converter import Converter, Decision, converter_for
 from retrofit.surgery.families import FAMILIES, NormLayer, find_norms
-from retrofit.surgery.records import LayerRow, Plan
+from retrofit.surgery.plan_and_report import LayerRow, Plan
 from retrofit.utils.text import one_line, plural
 
 Patterns = str | Iterable[str] | None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from retrofit.utils.text import ROOT, printable
 
 if TYPE_CHECKING:
-    from retrofit.surgery.records import EditRow, Plan, Report
+    from retrofit.surgery.plan_and_report import EditRow, Plan, Report
 
 _FATE = {"kept": "(kept)", "unsupported": "(not supported)", "left": "(left)"}
 _EDITED = {"activation": "proxy-normalized", "convolution": "weight-standardized"}

@@ -20,7 +20,7 @@ import retrofit
 from retrofit import surgery
 from retrofit.cli.convert import command
 from retrofit.cli.network import file_stem
-from retrofit.layers.normality import NoiseKind
+from retrofit.layers.normality_norm import NoiseKind
 from retrofit.surgery.identity_check import IdentityCheck
 from tests.cli.conftest import Run, complaint
 from tests.pictures import write_folder

@@ -25,7 +25,7 @@ def test_r2_by_distribution(law: str, low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize("values", [np.zeros(50), np.full(50, 1e6), np.array([0.0, np.inf] * 5)])
-def test_what_has_no_line(values: gaussianity.Values) -> None:
+def test_what_has_no_line(values: gaussianity.FloatArray) -> None:
     with np.errstate(invalid="ignore"):
         assert gaussianity.qq(values) is None
 

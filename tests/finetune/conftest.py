@@ -10,9 +10,9 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 import retrofit
-from retrofit.finetune.callbacks import Result, Watcher
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_callback import Result, RunCallback
 from retrofit.networks.models import Network, open_model
 from tests.pictures import write_folder
 
@@ -53,13 +53,13 @@ def train(pictures: Path, tmp_path: Path) -> Train:
         network: Network | None = None,
         *,
         resume: bool = False,
-        watcher: Watcher | None = None,
+        callback: RunCallback | None = None,
         stop: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> Result:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         recipe = Recipe(**{"data_dir": str(pictures), **SMALL, **settings})
-        return finetune(network or small_network(), recipe, folder, resume=resume, watcher=watcher, stop=stop)
+        return finetune(network or small_network(), recipe, folder, resume=resume, callback=callback, stop=stop)
 
     return run

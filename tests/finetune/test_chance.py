@@ -66,7 +66,7 @@ def test_the_cause(to: str, settings: dict[str, Any], collapsed: bool, untrained
 @pytest.mark.parametrize(("opt", "lr", "warned"), [("sgd", 100.0, True), ("adamw", 3e-3, False)])
 def test_a_run_at_chance_is_warned_of_once(train: Train, opt: str, lr: float, warned: bool) -> None:
     listener = Listener()
-    result = train("run", small_network("gn"), epochs=4, lr=lr, opt=opt, warmup_epochs=0, watcher=listener)
+    result = train("run", small_network("gn"), epochs=4, lr=lr, opt=opt, warmup_epochs=0, callback=listener)
     notes = [note for note in listener.notes if "no better than guessing" in note]
     assert len(notes) == warned
     assert not warned or "have collapsed" in notes[0]

@@ -16,8 +16,8 @@ from torch import Tensor
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune import loop, run_report
-from retrofit.finetune.callbacks import Step, Watcher
 from retrofit.finetune.loop import resume_network
+from retrofit.finetune.run_callback import RunCallback, Step
 from retrofit.finetune.run_state import load_state
 from retrofit.layers import NormalityMixin
 from retrofit.layers.base import strength_code
@@ -26,7 +26,7 @@ from retrofit.surgery import strength_of
 from tests.finetune.conftest import Train, small_network
 
 
-class Listener(Watcher):
+class Listener(RunCallback):
     def __init__(self, fail_at: int | None = None) -> None:
         self.steps: list[Step] = []
         self.notes: list[str] = []
@@ -60,7 +60,7 @@ def test_the_best_is_of_full_strength(train: Train, tmp_path: Path) -> None:
 
 def test_a_run_walks_to_full_strength_and_learns(train: Train, tmp_path: Path) -> None:
     listener = Listener()
-    result = train("run", epochs=6, watcher=listener, lr=3e-3)
+    result = train("run", epochs=6, callback=listener, lr=3e-3)
     assert result.finished
     assert result.best is not None
     assert result.best > 60  # three classes, one colour each
@@ -100,7 +100,7 @@ def test_lambda_is_drawn_of_every_kind_of_layer(
     monkeypatch.setattr(run_report, "plot_lambdas", lambda path, values: drawn.update(values))
     listener = Listener()
     network = small_network(to, name)
-    train("run", network, epochs=1, val_split=val_split, watcher=listener)
+    train("run", network, epochs=1, val_split=val_split, callback=listener)
     assert drawn.keys() == {key for key, one in network.model.named_modules() if isinstance(one, NormalityMixin)}
     assert all(found.isfinite().all() and found.ne(1).any() for found in drawn.values())
     assert not [note for note in listener.notes if note.startswith("warning: a picture")]
@@ -118,7 +118,7 @@ def test_a_picture_that_fails_is_a_warning_after_the_state_is_saved(
     monkeypatch.setattr(run_report, "plot_curves", fail)
     monkeypatch.setattr(loop, "_REDRAW", 0.0)
     listener = Listener()
-    assert train("run", watcher=listener).finished
+    assert train("run", callback=listener).finished
     assert saved == [4, 8, 8]
     assert [note for note in listener.notes if "ink" in note] == [
         "warning: a picture cannot be drawn (no ink left); the run goes on without it"
@@ -150,7 +150,7 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path, fail_at: 
     same.model.load_state_dict(network.model.state_dict())
     whole = train("whole", network, **EVERYTHING)
     with pytest.raises(RuntimeError, match="the power went"):
-        train("broken", same, watcher=Listener(fail_at), **EVERYTHING)
+        train("broken", same, callback=Listener(fail_at), **EVERYTHING)
     assert load_state(tmp_path / "broken" / "state")["position"]["step"] == fail_at - 1
     torch.rand(7)  # what happens in between does not matter, nor how many processes decode
     again = train("broken", resume_network(tmp_path / "broken"), resume=True, **{**EVERYTHING, "workers": 1})
@@ -193,7 +193,7 @@ def test_stopped_anywhere_it_goes_on_from_there(
         assert (result.finished, result.step) == (stood == 8, stood)
         assert (tmp_path / "broken" / "last.safetensors").exists()
         same = resume_network(tmp_path / "broken")
-    result = train("broken", same, resume=resume, stop=lambda: at_once, watcher=listener, **settings)
+    result = train("broken", same, resume=resume, stop=lambda: at_once, callback=listener, **settings)
     assert not [note for note in listener.notes if "picture" in note]
     assert result.step == (min(stood + 1, 8) if at_once else 8)
     assert len(result.rows) == result.step // 4
@@ -204,7 +204,7 @@ def test_stopped_anywhere_it_goes_on_from_there(
 
 
 def test_a_loss_that_is_not_finite_names_the_layer_and_keeps_the_last_good_state(train: Train, tmp_path: Path) -> None:
-    class Poison(Watcher):
+    class Poison(RunCallback):
         def __init__(self, layer: torch.nn.Module) -> None:
             self.layer = layer
 
@@ -215,12 +215,12 @@ def test_a_loss_that_is_not_finite_names_the_layer_and_keeps_the_last_good_state
     network = small_network()
     message = r"loss is not finite at step 7 of 8: layer2\.0\.bn\d .* went first; .* step 4; lower --lr"
     with pytest.raises(RetrofitError, match=message):
-        train("run", network, watcher=Poison(network.model.layer2[0].conv1))
+        train("run", network, callback=Poison(network.model.layer2[0].conv1))
     assert load_state(tmp_path / "run" / "state")["position"]["step"] == 4
 
 
 def test_a_parameter_that_is_not_finite_is_never_saved(train: Train, tmp_path: Path) -> None:
-    class Poison(Watcher):
+    class Poison(RunCallback):
         def __init__(self, layer: torch.nn.Module) -> None:
             self.layer = layer
 
@@ -230,7 +230,7 @@ def test_a_parameter_that_is_not_finite_is_never_saved(train: Train, tmp_path: P
 
     network = small_network()
     with pytest.raises(RetrofitError, match=r"fc\.bias is not finite at step 4 of 8: fc \(Linear\) went first"):
-        train("run", network, watcher=Poison(network.model.fc))
+        train("run", network, callback=Poison(network.model.fc))
     assert load_state(tmp_path / "run" / "state")["position"]["step"] == 0
 
 
@@ -238,7 +238,7 @@ def test_unreadable_images_are_counted_and_listed(train: Train, pictures: Path) 
     for name in ("ant/0.png", "bee/3.png"):
         (pictures / name).write_bytes(b"no picture")
     listener = Listener()
-    result = train("run", watcher=listener, epochs=3, val_split=0.0)
+    result = train("run", callback=listener, epochs=3, val_split=0.0)
     assert result.finished
     assert sorted(result.unreadable) == ["ant/0.png", "bee/3.png"]
     assert sum(note.startswith("warning: cannot read") for note in listener.notes) == 2
@@ -255,7 +255,7 @@ def test_the_head_is_replaced_where_classes_differ(train: Train, tmp_path: Path)
     network = open_model("test_resnet", img_size=16)
     network.model, _ = retrofit.convert(network.model, "bnn", check=False)
     listener = Listener()
-    train("run", network, epochs=1, watcher=listener)
+    train("run", network, epochs=1, callback=listener)
     assert "new classifier: 3 outputs in place of 1000, zero" in listener.notes
     assert retrofit.load(tmp_path / "run" / "last.safetensors").fc.out_features == 3
     start = weights(tmp_path / "run" / "state", "start")
@@ -363,7 +363,7 @@ def test_an_average_of_the_weights_keeps_what_is_constant(
 
 def test_an_unconverted_network_is_trained_plainly(train: Train) -> None:
     listener = Listener()
-    assert train("run", small_network(None), epochs=1, watcher=listener).finished
+    assert train("run", small_network(None), epochs=1, callback=listener).finished
     assert listener.steps[-1].strength is None
     assert any("plain training" in note for note in listener.notes)
 
@@ -371,5 +371,5 @@ def test_an_unconverted_network_is_trained_plainly(train: Train) -> None:
 @pytest.mark.parametrize(("momentum", "warned"), [(0.01, True), (0.9, False)])
 def test_running_statistics_that_will_not_catch_up(train: Train, momentum: float, warned: bool) -> None:
     listener = Listener()
-    train("run", epochs=1, bn_momentum=momentum, watcher=listener)
+    train("run", epochs=1, bn_momentum=momentum, callback=listener)
     assert any("raise --bn-momentum" in note for note in listener.notes) is warned

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.catalogue import read_shipped, shipped
+from retrofit.finetune.catalogue import recipe_summaries, recipe_text
 from retrofit.finetune.recipe import Recipe, load_recipe
 
 NAMES = [
@@ -26,15 +26,15 @@ NAMES = [
 
 
 def test_what_is_shipped() -> None:
-    assert list(shipped()) == NAMES
-    assert all(summary for summary in shipped().values())
+    assert list(recipe_summaries()) == NAMES
+    assert all(summary for summary in recipe_summaries().values())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_recipe_is_valid_and_says_what_it_follows(name: str) -> None:
     recipe = load_recipe(name, {"data_dir": "somewhere"})
     assert recipe.epochs > 0
-    assert "ollow" in read_shipped(name) or "table" in read_shipped(name)
+    assert "ollow" in recipe_text(name) or "table" in recipe_text(name)
 
 
 def test_flags_win_and_come_as_text() -> None:

@@ -16,7 +16,7 @@ from retrofit.layers.lambda_estimate import (
     step_bounds,
     step_derivative,
 )
-from retrofit.layers.normality import normality_norm
+from retrofit.layers.normality_norm import normality_norm
 from tests.oracles import normality as oracle
 
 SETS = {

@@ -16,7 +16,7 @@ import timm
 import torch
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune.catalogue import read_shipped, shipped
+from retrofit.finetune.catalogue import recipe_summaries, recipe_text
 from retrofit.finetune.recipe import load_recipe
 from retrofit.networks.checkpoint import read_checkpoint
 from retrofit.networks.load_weights import load_into
@@ -182,11 +182,11 @@ def test_mutated_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mutated_recipes(tmp_path: Path) -> None:
-    path, names = tmp_path / "a.yaml", list(shipped())
+    path, names = tmp_path / "a.yaml", list(recipe_summaries())
     taken = 0
     for number in range(200):
         rng = random.Random(number)
-        path.write_bytes(_recipe(rng, read_shipped(rng.choice(names))))
+        path.write_bytes(_recipe(rng, recipe_text(rng.choice(names))))
 
         def read() -> None:
             recipe = load_recipe(path, {"data_dir": "x"})

@@ -13,7 +13,8 @@ from torch import nn
 
 import retrofit
 from retrofit import RetrofitError, UsageError
-from retrofit.surgery import TARGETS, Plan, apply, census, plan, set_strength, strength_of
+from retrofit.surgery import TARGETS, Plan, apply, plan, set_strength, strength_of
+from retrofit.surgery.families import find_norms
 
 
 def mixed() -> nn.Module:
@@ -245,11 +246,8 @@ def test_conversions_follow_one_another() -> None:
         retrofit.convert(model, "normal")
 
 
-def test_census_lists_every_name_and_decides_nothing() -> None:
-    model = mixed()
-    rows = census(model)
-    assert [row.name for row in rows] == ["1", "3.0", "3.1", "5"]
-    assert all(row.target is None for row in rows)
+def test_every_norm_is_found_under_its_name() -> None:
+    assert [norm.name for norm in find_norms(mixed())] == ["1", "3.0", "3.1", "5"]
 
 
 def test_report_json_has_the_settled_fields() -> None:

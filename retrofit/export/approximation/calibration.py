@@ -23,7 +23,7 @@ _IMAGINED = 10_000  # in place of so many values
 
 
 @dataclass(frozen=True)
-class Values:
+class WeightedSample:
     """Values of each channel.
 
     Attributes:
@@ -36,12 +36,12 @@ class Values:
     weight: Tensor
     seen: int
 
-    def affine(self, scale: Tensor, shift: Tensor) -> Values:
+    def affine(self, scale: Tensor, shift: Tensor) -> WeightedSample:
         """Return scale * h + shift, (C,) each."""
-        return Values(self.h * scale[:, None] + shift[:, None], self.weight, self.seen)
+        return WeightedSample(self.h * scale[:, None] + shift[:, None], self.weight, self.seen)
 
 
-def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> Values:
+def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSample:
     """Add what may lie beyond values.
 
     Args:
@@ -59,7 +59,7 @@ def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> Values:
         last = largest[:, :1]
         tails.append(sign * (last + (largest.mean(1, keepdim=True) - largest[:, -1:]) * excess))
     guessed = torch.full((2 * _TAIL,), 1 / (total * _TAIL), dtype=weight.dtype, device=weight.device)
-    return Values(torch.cat([h, *tails], 1), torch.cat([weight, guessed]), h.shape[1])
+    return WeightedSample(torch.cat([h, *tails], 1), torch.cat([weight, guessed]), h.shape[1])
 
 
 class Observer:
@@ -76,14 +76,14 @@ class Observer:
         self._found: dict[nn.Module, list[tuple[Tensor, Tensor, int]]] = {}
 
     @contextmanager
-    def watch(self, layers: Iterable[nn.Module]) -> Iterator[None]:
+    def observing(self, layers: Iterable[nn.Module]) -> Iterator[None]:
         """Collect the inputs of layers for a while."""
         with ExitStack() as stack:
             for layer in layers:
                 stack.callback(layer.register_forward_pre_hook(self._take).remove)
             yield
 
-    def values(self) -> dict[nn.Module, Values]:
+    def samples(self) -> dict[nn.Module, WeightedSample]:
         """Return what was seen of each layer, as the layer saw it, with what may lie beyond."""
         return {layer: self._merged(parts) for layer, parts in self._found.items()}
 
@@ -96,7 +96,7 @@ class Observer:
         extremes = [values.topk(few, 1, largest).values for largest in (True, False)]
         self._found.setdefault(layer, []).append((values[:, chosen], torch.cat(extremes, 1), count))
 
-    def _merged(self, parts: Sequence[tuple[Tensor, Tensor, int]]) -> Values:
+    def _merged(self, parts: Sequence[tuple[Tensor, Tensor, int]]) -> WeightedSample:
         samples, extremes, counts = zip(*parts, strict=True)
         total, few = sum(counts), extremes[0].shape[1] // 2
         h = torch.cat([*samples, *extremes], 1).double()
@@ -106,7 +106,7 @@ class Observer:
         return with_tails(h, weight, total, few)
 
 
-def gaussian(channels: int, device: torch.device | None = None) -> Values:
+def gaussian(channels: int, device: torch.device | None = None) -> WeightedSample:
     """Return what running statistics alone say of standardised values: the quantiles of a standard normal."""
     ranks = (torch.arange(_GAUSSIAN, dtype=torch.float64, device=device or "cpu") + 0.5) / _GAUSSIAN
     h = torch.special.ndtri(ranks).expand(channels, -1)

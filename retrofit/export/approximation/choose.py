@@ -136,7 +136,7 @@ def mean_lambdas(net: nn.Module, images: Sequence[Tensor]) -> dict[nn.Module, fl
         for name, values in lambda_values(net, batch.to(place)).items():
             found.setdefault(net.get_submodule(name), []).append(values.double().mean())
     return {
-        layer: 1 + float(layer.degree) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
+        layer: 1 + float(layer.effective_alpha) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
         for layer, means in found.items()
         if channel_map.estimates(layer)
     }
@@ -164,9 +164,9 @@ def _difference(net: nn.Module, batches: Sequence[Tensor], expected: Sequence[Se
 def _targets(net: nn.Module, transforms: Transforms, images: Sequence[Tensor]) -> dict[nn.Module, LayerFunction]:
     """Return what is to be approximated, on the values that the images bring about."""
     observer = Observer(sum(map(len, images)))
-    with observer.watch(transforms):
+    with observer.observing(transforms):
         answers(net, images)
-    seen, targets = observer.values(), {}
+    seen, targets = observer.samples(), {}
     for layer, one in transforms.items():
         scale, shift = one.map.scale, one.map.shift
         data = seen[layer].affine(scale, shift) if layer in seen else gaussian(len(scale), scale.device)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from retrofit.export.approximation.calibration import Values
+from retrofit.export.approximation.calibration import WeightedSample
 from retrofit.export.forms.channel_map import ChannelMap
 from retrofit.layers.yeo_johnson import yeo_johnson
 
@@ -64,11 +64,11 @@ class LayerFunction:
 
     Args:
         found: The layer, upright.
-        data: Values that it sees, standardised.
+        data: What it sees, standardised.
         high: Upper limit of a ReLU (inf) or ReLU6 behind it; None if there is none.
     """
 
-    def __init__(self, found: ChannelMap, data: Values, high: float | None) -> None:
+    def __init__(self, found: ChannelMap, data: WeightedSample, high: float | None) -> None:
         """Evaluate the function."""
         self.found, self.data, self.high = found, data, high
         self.h, self.weight = data.h, data.weight / data.weight.sum()

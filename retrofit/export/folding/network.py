@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.choose import Approximation, Transform, choose, mean_lambdas
 from retrofit.export.approximation.fit import Fit
-from retrofit.export.folding.decorrelated import fold_whitening
 from retrofit.export.folding.linear import fold_after, fold_before, in_channels, out_channels, takes_shift
+from retrofit.export.folding.whitening import fold_whitening
 from retrofit.export.forms import channel_map
 from retrofit.export.forms.channel_map import ChannelMap
 from retrofit.export.forms.operations import (

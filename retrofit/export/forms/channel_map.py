@@ -77,7 +77,7 @@ def channel_map(layer: Any) -> ChannelMap | None:
         lmbda = torch.ones_like(scale)
         if isinstance(layer, RunningNormality):
             assert layer.running_lambda is not None
-            lmbda = 1 + layer.degree.double() * (layer.running_lambda.double() - 1)
+            lmbda = 1 + layer.effective_alpha.double() * (layer.running_lambda.double() - 1)
     gamma = torch.ones_like(scale) if layer.weight is None else layer.weight.detach().double()
     if isinstance(layer, MigratedGroupNorm):
         gamma = gamma / layer.gain.double()

@@ -123,7 +123,7 @@ class Clamp(nn.Module):
 
 
 class EstimatedTransform(nn.Module):
-    """A layer that estimates lambda from its input, in evaluation and at a fixed degree, in plain operations.
+    """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain operations.
 
     Args:
         layer: LayerNormalNorm, LayerNormalNorm2d, GroupNormalNorm, or InstanceNormalNorm or BatchNormalNorm without
@@ -141,7 +141,7 @@ class EstimatedTransform(nn.Module):
         super().__init__()
         self.kind = kind
         self.eps = float(layer.eps)
-        self.degree = float(layer.degree)
+        self.effective_alpha = float(layer.effective_alpha)
         self.steps = int(layer.steps)
         self.groups = int(getattr(layer, "num_groups", 1))
         self.trailing = len(getattr(layer, "normalized_shape", ()))
@@ -172,7 +172,7 @@ class EstimatedTransform(nn.Module):
         a = h.abs()
         log = torch.log(a + 1.0)
         if self.frozen is None:
-            kappa = self.degree * self._estimate(h, a, log, sign, var * rstd * rstd, dims)
+            kappa = self.effective_alpha * self._estimate(h, a, log, sign, var * rstd * rstd, dims)
             p = sign * kappa + 1.0
             p = torch.where(p.abs() < SMALLEST_POWER, SMALLEST_POWER, p)
             y = (torch.exp(log * p) - 1.0) * (sign / p)
@@ -207,7 +207,7 @@ class EstimatedTransform(nn.Module):
 
 
 class MigratedForm(nn.Module):
-    """Group normalization of x', standardised already, to the degree t > 0: see `migrated_group_norm`."""
+    """Group normalization of x', standardised already, at a strength t > 0: see `migrated_group_norm`."""
 
     weight: Tensor
     bias: Tensor

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import check_call, replace_call, replace_module
 from retrofit.graph.site import Site, Sites
 from retrofit.layers.inverse_square_root import largest_divisor
 from retrofit.layers.settings import check_groups, hold_settings
-from retrofit.options import ConversionOptions
 from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, left_activations, register
 from retrofit.surgery.families import FAMILIES, NormLayer, classify
-from retrofit.surgery.records import EditRow, LayerRow, Plan
+from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 
 _GROUPS = 32  # EvoNorm's own
 _MAPS = ("BatchNorm2d", "SyncBatchNorm", "BatchNormAct2d", "SyncBatchNormAct")

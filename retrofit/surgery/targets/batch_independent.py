@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import check_call, replace_call, replace_module
@@ -19,7 +20,6 @@ from retrofit.graph.site import Site, Sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm, weight_standardization
 from retrofit.layers.inverse_square_root import largest_divisor
 from retrofit.layers.migrated_group_norm import group_gain
-from retrofit.options import ConversionOptions
 from retrofit.surgery.converter import (
     Converter,
     Decision,
@@ -33,7 +33,7 @@ from retrofit.surgery.converter import (
 )
 from retrofit.surgery.families import FAMILIES, NormLayer, classify
 from retrofit.surgery.group_count import most_groups
-from retrofit.surgery.records import EditRow, LayerRow, Plan
+from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 
 _FUSED = ("BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d", "FrozenBatchNormAct")
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from retrofit import layers
+from retrofit.conversion_options import ConversionOptions
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.inverse_square_root import GROUP_SIZE, largest_divisor
-from retrofit.options import ConversionOptions
 from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, seed
 from retrofit.surgery.families import FAMILIES, NormLayer
-from retrofit.surgery.records import LayerRow
+from retrofit.surgery.plan_and_report import LayerRow
 from retrofit.surgery.targets.normality import affine_arguments, arguments, layer_options
 
 _PLAIN: dict[str, type[DecorrelatedNorm]] = {

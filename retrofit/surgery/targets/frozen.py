@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrofit.conversion_options import ConversionOptions
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.options import ConversionOptions
 from retrofit.surgery.converter import (
     Converter,
     Decision,
@@ -25,7 +25,7 @@ from retrofit.surgery.converter import (
     thawed_note,
 )
 from retrofit.surgery.families import FAMILIES, NormLayer
-from retrofit.surgery.records import LayerRow, Plan
+from retrofit.surgery.plan_and_report import LayerRow, Plan
 
 
 class FrozenConverter(Converter):

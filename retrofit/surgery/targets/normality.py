@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from retrofit import layers
-from retrofit.options import ConversionOptions
+from retrofit.conversion_options import ConversionOptions
 from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, seed
 from retrofit.surgery.families import FAMILIES, KNOWN, NormLayer
-from retrofit.surgery.records import LayerRow
+from retrofit.surgery.plan_and_report import LayerRow
 
 _COUNTERPARTS: dict[str, type[nn.Module]] = {
     "BatchNorm1d": layers.BatchNormalNorm1d,

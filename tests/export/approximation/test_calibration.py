@@ -7,17 +7,17 @@ import torch
 from scipy.stats import norm
 from torch import Tensor, nn
 
-from retrofit.export.approximation.calibration import Observer, Values, gaussian, with_tails
+from retrofit.export.approximation.calibration import Observer, WeightedSample, gaussian, with_tails
 
 
-def observed(batches: list[Tensor]) -> Values:
+def observed(batches: list[Tensor]) -> WeightedSample:
     layer = nn.Identity()
     observer = Observer(sum(map(len, batches)))
-    with observer.watch([layer]):
+    with observer.observing([layer]):
         for batch in batches:
             layer(batch)
     layer(1e6 * batches[0])  # nobody watches any more
-    return observer.values()[layer]
+    return observer.samples()[layer]
 
 
 @pytest.mark.parametrize("shape", [(32, 3, 20, 20), (32, 3, 2, 2), (64, 3)])

@@ -14,7 +14,7 @@ import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation import choose as choosing
 from retrofit.export.approximation import polynomial
-from retrofit.export.approximation.calibration import Values, gaussian
+from retrofit.export.approximation.calibration import WeightedSample, gaussian
 from retrofit.export.approximation.choose import Approximation
 from retrofit.export.approximation.fit import Fit, LayerFunction
 from retrofit.export.approximation.polynomial import PolynomialFitter
@@ -31,12 +31,12 @@ def channels(lmbda: Tensor = LMBDA, gamma: float = 1.0, beta: float = 0.1) -> Ch
     return ChannelMap(ones, 0 * ones, lmbda.double(), gamma * ones, beta * ones)
 
 
-def plain(h: Tensor) -> Values:
+def plain(h: Tensor) -> WeightedSample:
     """Values that all count the same, and nothing beyond them."""
-    return Values(h, torch.full((h.shape[1],), 1 / h.shape[1], dtype=h.dtype), h.shape[1])
+    return WeightedSample(h, torch.full((h.shape[1],), 1 / h.shape[1], dtype=h.dtype), h.shape[1])
 
 
-def rms(error: Tensor, data: Values) -> float:
+def rms(error: Tensor, data: WeightedSample) -> float:
     return float((error.square() @ data.weight / data.weight.sum()).mean().sqrt())
 
 
@@ -220,7 +220,7 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
     folded = fold(model, images, runtime=None, freeze_lambda=True)
     assert [layer.form for layer in folded.layers] == ["frozen"]
     h = model[0](torch.cat(images)).detach().unflatten(1, (2, 4)).flatten(2)
-    lmbda = retrofit.layers.normality.normality_norm(h, None, None, dim=(2,), eps=1e-5)[1].lmbda
+    lmbda = retrofit.layers.normality_norm.normality_norm(h, None, None, dim=(2,), eps=1e-5)[1].lmbda
     h = (h - h.mean(2, keepdim=True)) / (h.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
     expected = torch.from_numpy(yeojohnson(h.double().numpy().ravel(), float(lmbda.mean()))).view(len(h), 8, 7, 7)
     with torch.no_grad():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retrofit.layers.kernels import VARIABLE, cpp
-from retrofit.layers.normality import Statistics, apply_statistics, normality_norm
+from retrofit.layers.normality_norm import Statistics, apply_statistics, normality_norm
 from tests.oracles import normality as oracle
 
 EPS = 1e-5

@@ -19,7 +19,8 @@ from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.lambdas import lambda_values
 from retrofit.networks.artifact import read_manifest
-from retrofit.surgery import Plan, apply, census, plan
+from retrofit.surgery import Plan, apply, plan
+from retrofit.surgery.families import find_norms
 from retrofit.surgery.identity_check import IdentityCheck
 from tests.surgery.test_contract import reference, trained
 
@@ -158,10 +159,10 @@ def filter_decorrelated(net: nn.Module) -> list[Any]:
 
 
 @TARGET
-def test_strength_schedule_census_and_lambdas(to: str) -> None:
+def test_strength_schedule_norms_and_lambdas(to: str) -> None:
     model, _ = retrofit.convert(timm.create_model("test_resnet"), to)
-    assert {row.status for row in census(model)} == {"kept"}
-    assert {row.reason for row in census(model)} == {"already converted"}
+    assert {row.status for row in find_norms(model)} == {"kept"}
+    assert {row.reason for row in find_norms(model)} == {"already converted"}
     schedule = StrengthSchedule(model, 4, ramp=1.0)
     schedule.step()
     assert {float(layer.strength) for layer in filter_decorrelated(model)} == {0.25}

@@ -144,9 +144,9 @@ def normality_norm(
     if factor is not None and noise_kind != "scaled":
         y, found = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
         return affine(perturb(y.to(t.dtype), factor, noise_kind, dim), weight, bias).to(x.dtype), found
-    degree = t if alpha == 1 else t * alpha
+    effective_alpha = t if alpha == 1 else t * alpha
     weight, bias = (None if p is None else p.view((1,) * (x.ndim - p.ndim) + p.shape) for p in (weight, bias))
-    out, (mean, var, _, step) = _NormalityNorm.apply(x, weight, bias, degree, factor, dim, eps, group)
+    out, (mean, var, _, step) = _NormalityNorm.apply(x, weight, bias, effective_alpha, factor, dim, eps, group)
     return out, Statistics(mean, var, 1 + step, distributed.set_size(x, dim, group))
 
 
@@ -254,12 +254,12 @@ def gaussianize(
     Returns:
         The transformed values, noise added, and lambda as estimated (strength does not enter it).
     """
-    degree = torch.as_tensor(strength * alpha, dtype=h.dtype, device=h.device)
+    effective_alpha = torch.as_tensor(strength * alpha, dtype=h.dtype, device=h.device)
     if steps == 1 and not transformed():
-        y, lmbda = _OneStep.apply(h, degree, dim)
+        y, lmbda = _OneStep.apply(h, effective_alpha, dim)
     else:
         lmbda = newton_lmbda(h, dim, steps)
-        y = yeo_johnson(h, 1 + degree * (lmbda - 1))
+        y = yeo_johnson(h, 1 + effective_alpha * (lmbda - 1))
     return perturb(y, noise * strength, noise_kind, dim) if noise else y, lmbda
 
 

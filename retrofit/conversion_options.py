@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from retrofit.layers.inverse_square_root import Whitening
-    from retrofit.layers.normality import NoiseKind
+    from retrofit.layers.normality_norm import NoiseKind
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

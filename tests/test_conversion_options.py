@@ -11,9 +11,9 @@ from torch import nn
 import retrofit
 from retrofit import UsageError
 from retrofit.cli.convert import command
+from retrofit.conversion_options import OPTIONS, ConversionOptions, flag
 from retrofit.layers.inverse_square_root import Whitening
-from retrofit.layers.normality import NoiseKind
-from retrofit.options import OPTIONS, ConversionOptions, flag
+from retrofit.layers.normality_norm import NoiseKind
 from retrofit.surgery import TARGETS
 
 VALUES: dict[str, Any] = {

@@ -32,7 +32,7 @@ class Step:
     images_per_second: float
 
 
-class Watcher:
+class RunCallback:
     """What hears of a run's progress, in the main process only; the command line has one that writes it down."""
 
     def note(self, text: str) -> None:
