@@ -180,7 +180,7 @@ class _Folding:
             return "group", [*self._before(layer, *layer.input_affine()), MigratedForm(layer)]
         if not channel_map.estimates(layer):
             return "normalization", None
-        if layer.degree == 0:
+        if layer.effective_alpha == 0:
             return "normalization", [channel_map.source_layer(layer)]
         return "frozen" if layer in self.frozen else "estimated", self._estimated(layer)
 
