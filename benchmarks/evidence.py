@@ -81,8 +81,9 @@ class Runs:
         self.data = self.data or (digits() if args.data == "digits" else cifar(args.train, args.test, args.val_each))
         made = run(args, self.data, key)
         args.out.parent.mkdir(parents=True, exist_ok=True)
+        known = [{name: line[name] for name in key} for line in lines(args.out)]
         with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in made)
+            file.writelines(json.dumps(line) + "\n" for line in made if {name: line[name] for name in key} not in known)
         for line in made:
             print({name: value for name, value in line.items() if name not in ("correct", "machine")}, flush=True)
         return next(line for line in made if line["arm"] == arm)

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import retrofit
 from retrofit.finetune import StrengthSchedule
+from retrofit.finetune.strength_schedule import Shape
 from retrofit.layers import MigratedGroupNorm
 
 
@@ -25,6 +26,8 @@ class Arm:
         to: Target of the conversion; None leaves BatchNorm.
         options: Arguments of the conversion.
         end: Strength at the end of the ramp.
+        back: Whether the strength goes to 1 and returns to `end`.
+        baked: Whether layers are baked after the training, on the training pictures.
         noise: xi from the first step on; None where the layers have no noise.
         frozen: Whether BatchNorm keeps its running statistics in training too.
         trained: "all"; "not the norms", the rest; "head", the classifier.
@@ -39,6 +42,8 @@ class Arm:
     to: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     end: float = 1.0
+    back: bool = False
+    baked: bool = False
     noise: float | None = None
     frozen: bool = False
     trained: str = "all"
@@ -65,7 +70,11 @@ ARMS = {
     "ln-0.75": Arm("ln, t to 0.75", ours=True, to="ln", end=0.75),
     "ln-0.5": Arm("ln, t to 0.5", ours=True, to="ln", end=0.5),
     "ln-0.25": Arm("ln, t to 0.25", ours=True, to="ln", end=0.25),
+    "ln-back": Arm("ln, t to 1 and back to 0", ours=True, to="ln", end=0.0, back=True),
+    "ln-baked": Arm("ln, t to 1, then baked", ours=True, to="ln", baked=True),
     "ln-pn": Arm("ln-pn, t to 1", ours=True, to="ln-pn"),
+    "ln-pn-back": Arm("ln-pn, t to 1 and back to 0", ours=True, to="ln-pn", end=0.0, back=True),
+    "ln-pn-baked": Arm("ln-pn, t to 1, then baked", ours=True, to="ln-pn", baked=True),
     "ln-pn-0.5": Arm("ln-pn, t to 0.5", ours=True, to="ln-pn", end=0.5),
     "gn-pn": Arm("gn-pn (8 groups), t to 1", ours=True, to="gn-pn"),
     "ln-recal-0.5": Arm(
@@ -125,4 +134,7 @@ def strength_schedule(model: nn.Module, arm: Arm, steps: int) -> StrengthSchedul
     """Return the arm's course of strength and noise: t rises over the first half of the training."""
     if arm.to is None or arm.swap:
         return None
-    return StrengthSchedule(model, steps, ramp=0.5, end=arm.end, noise=arm.noise, noise_start=0.0, noise_ramp=0.0)
+    shape: Shape = "there-and-back" if arm.back else "linear"
+    return StrengthSchedule(
+        model, steps, shape=shape, ramp=0.5, end=arm.end, noise=arm.noise, noise_start=0.0, noise_ramp=0.0
+    )

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import update_bn
 
+import retrofit
+
 BINS = 15  # of the calibration error
+PAIRS = [("bn", "bn-precise"), ("ln", "ln-baked"), ("ln-pn", "ln-pn-baked")]  # two measurements of one training
+BAKED = 256  # pictures, half of them to fit on
 
 
 def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, Any]]:
@@ -31,7 +35,8 @@ def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, 
         key: What tells the run from the others: arm, batch, images, lr, seed, ...
 
     Returns:
-        A line; with BatchNorm in training mode a second one, of the same weights after PreciseBN.
+        A line; a second one of the same weights after PreciseBN with BatchNorm in training mode, and after baking
+        with ln and ln-pn.
     """
     began, worked = time.monotonic(), time.process_time()
     arm = ARMS[key["arm"]]
@@ -45,9 +50,12 @@ def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, 
     loss = train(model, epochs, args, key)
     seconds, worked = time.monotonic() - began, time.process_time() - worked
     lines = []
-    for name in ("bn", "bn-precise") if key["arm"] in ("bn", "bn-precise") else (key["arm"],):
+    pairs = {arm: pair for pair in PAIRS for arm in pair}
+    for name in pairs.get(key["arm"], (key["arm"],)):
         if ARMS[name].precise:
             take_statistics(model, still(pictures, args.img_size)[0])
+        if ARMS[name].baked:
+            retrofit.bake(model, [still(pictures, args.img_size)[0][:BAKED]], tolerance=math.inf)
         val, test = (measure(model, *still_once(data, part, args.img_size)) for part in ("val", "test"))
         lines.append(
             {
@@ -105,6 +113,8 @@ def train(model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any]
             scheduler.step_update(done)
             if strength is not None:
                 strength.step()
+                if strength.turning:
+                    retrofit.recentre(still(epochs.pictures, args.img_size)[0].split(50), model)
     return round(total / key["images"], 4)
 
 

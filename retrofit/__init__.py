@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from retrofit import callbacks, layers
     from retrofit.errors import RetrofitError, UsageError
     from retrofit.export import export_onnx, fold
+    from retrofit.export.bake import bake
     from retrofit.export.plain import plain
     from retrofit.finetune.batch_statistics import sync_norms
-    from retrofit.finetune.running_statistics import freeze_norms, update_bn
+    from retrofit.finetune.running_statistics import freeze_norms, recentre, update_bn
     from retrofit.networks.artifact import load, save
     from retrofit.surgery import convert, plan, set_strength, strength_of
 
@@ -27,7 +28,9 @@ _HOME = {
     "export_onnx": "retrofit.export",
     "fold": "retrofit.export",
     "plain": "retrofit.export.plain",
+    "bake": "retrofit.export.bake",
     "freeze_norms": "retrofit.finetune.running_statistics",
+    "recentre": "retrofit.finetune.running_statistics",
     "sync_norms": "retrofit.finetune.batch_statistics",
     "update_bn": "retrofit.finetune.running_statistics",
     "RetrofitError": "retrofit.errors",
@@ -38,6 +41,7 @@ __all__ = [
     "RetrofitError",
     "UsageError",
     "__version__",
+    "bake",
     "callbacks",
     "convert",
     "export_onnx",
@@ -47,6 +51,7 @@ __all__ = [
     "load",
     "plain",
     "plan",
+    "recentre",
     "save",
     "set_strength",
     "strength_of",

@@ -25,6 +25,7 @@ COMMANDS = {
     "convert": "Turn a network into its normality-normalized or batch-independent counterpart.",
     "inspect": "List a network's normalization layers and what a conversion would do to them.",
     "evaluate": "Measure top-1 and top-5 accuracy on a folder or tar of images.",
+    "bake": "Turn what a converted network estimates from each image into constants.",
     "export": "Write a network as ONNX, folded and checked against PyTorch.",
     "finetune": "Train a converted network while its strength goes from 0 to 1.",
     "recipes": "List, show or copy the recipes for finetune.",

@@ -30,6 +30,7 @@ from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback, Step
 from retrofit.finetune.run_state import load_state, random_state, save_state, seed_everything, set_random_state
+from retrofit.finetune.running_statistics import group_moments, move_standardisation
 from retrofit.finetune.setup import check_unused, fit_network, make_accelerator, make_folder, validation_share
 from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.layers import NormalityMixin, StrengthMixin
@@ -44,6 +45,7 @@ _REDRAW = 60.0  # seconds between pictures of a run in progress
 _OLD = 0.05  # of running statistics, at the end of a run
 _HALVINGS = 30  # of float16's scale of the loss in a row, which then is no longer the reason
 _SHOWN = 8  # images that lambda is estimated on for a picture
+_RECENTRED = 128  # images that moments are measured on before the way back
 
 
 @dataclass
@@ -138,8 +140,9 @@ class _Run:
         self.objective = Objective(recipe, outputs_of(self.plain), distillation)
         self.val = validation_share(images.val, self.network, None if recipe.labelled else teacher, self.accelerator)
         self.classes = images.train.classes if recipe.labelled else outputs_of(self.plain)
-        self.shown = Part((self.val or images.train).images)
-        self.shown.transform = create_transform(**self.network.preprocess.to_dict())
+        self.shown, self.learned = (Part(part.images) for part in (self.val or images.train, images.train))
+        for part in (self.shown, self.learned):
+            part.transform = create_transform(**self.network.preprocess.to_dict())
         self.batches = Batches(
             images.train.images,
             training_transform(recipe, self.network.preprocess),
@@ -261,6 +264,8 @@ class _Run:
                 self.ema.update(self.plain, position.step)
             if self.schedule is not None:
                 self.schedule.step()
+                if self.schedule.turning:
+                    self._recentre()
             position.seconds += time.monotonic() - began
             self._tell(number)
             stopping = self._all_agree(stop())
@@ -392,8 +397,10 @@ class _Run:
         }
         position.rows.append(row)
         position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
-        top1, strength = row["val_top1"], self._strength or 0.0
         # Of two epochs the one that is further on the way to the target counts, whatever the way costs.
+        top1, strength = row["val_top1"], self._strength or 0.0
+        if self.recipe.strength_sched == "there-and-back" and self.schedule is not None:
+            strength = float(self.schedule.returned)
         better = top1 is not None and (
             position.best is None or (strength, top1) > (position.best_strength, position.best)
         )
@@ -456,7 +463,7 @@ class _Run:
         if self.at_chance < (2 if epoch < self.recipe.epochs else 1):  # the walk may stumble for an epoch
             return
         self.warned_of_chance = True
-        images = self._few_images()
+        images = self._few_images(self.shown)
         collapsed = images is not None and all_alike(self._answering, images)
         untrained = self.network.weights["kind"] == "random"
         self.callback.note(
@@ -519,13 +526,22 @@ class _Run:
     def _lambdas(self) -> dict[str, Tensor]:
         """Return each layer's estimates of lambda; those of single samples on a few of the run's images."""
         with evaluating(self._answering):
-            return lambda_values(self._answering, self._few_images())
+            return lambda_values(self._answering, self._few_images(self.shown))
 
-    def _few_images(self) -> Tensor | None:
-        """Return a few of the run's images, spread over its classes; None if they cannot be read."""
-        count = len(self.shown)
-        shown = [self.shown[number * count // _SHOWN] for number in range(_SHOWN)]
-        readable = [image for image, target in shown if target >= 0]
+    def _recentre(self) -> None:
+        """Before the way back, let constants say what the network estimates by now; the same on all processes."""
+        images = self._few_images(self.learned, _RECENTRED)
+        if images is None:
+            return
+        moments = group_moments(images.split(_SHOWN), self.plain)
+        for model in (self.plain,) if self.ema is None else (self.plain, self.ema.module):
+            for name, (mean, deviation) in moments.items():
+                move_standardisation(model.get_submodule(name), mean, deviation)
+
+    def _few_images(self, part: Part, number: int = _SHOWN) -> Tensor | None:
+        """Return a few of a part's images, spread over its classes; None if they cannot be read."""
+        found = [part[place * len(part) // number] for place in range(number)]
+        readable = [image for image, target in found if target >= 0]
         return torch.stack(readable).to(self.accelerator.device) if readable else None
 
     def _checkpoint(self) -> None:

@@ -97,8 +97,10 @@ class Recipe(BaseModel):
     )
     decay_rate: Positive = Field(0.1, description="Factor of a step schedule.")
 
-    strength_sched: Literal["linear", "cosine", "off"] = Field("linear", description="Course of the strength t.")
-    strength_ramp: Fraction = Field(0.5, description="Fraction of the training in which t rises.")
+    strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = Field(
+        "linear", description="Course of the strength t; there-and-back goes to 1 and returns to strength_end."
+    )
+    strength_ramp: Fraction = Field(0.5, description="Fraction of the training in which t moves.")
     strength_start: Fraction = Field(0.0, description="t at the start.")
     strength_end: Fraction = Field(1.0, description="t at the end.")
     noise: NotNegative | None = Field(0.0, description="Noise factor xi at the end; null leaves the layers' own.")
@@ -172,6 +174,8 @@ class Recipe(BaseModel):
             wrong.append("one of distill_loss_weight and task_loss_weight must be above 0")
         if self.teacher == "source" and self.task_loss_weight == 0 and (self.mixup or self.cutmix or self.bce_loss):
             wrong.append("mixup, cutmix and bce_loss act on labels; set task_loss_weight above 0 or drop them")
+        if self.strength_sched == "there-and-back" and self.strength_end == 1:
+            wrong.append("there-and-back returns to a strength below 1; set strength_end, 0 for the source's cost")
         if self.amp_dtype and not self.amp:
             wrong.append("amp_dtype chooses the data type of mixed precision; set amp: true too")
         if (self.mixup or self.cutmix) and self.batch_size % 2:

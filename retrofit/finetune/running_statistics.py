@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit.errors import RetrofitError
-from retrofit.layers import StrengthMixin
+from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.layers.batch_norm import _BatchNormalNorm
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.surgery import convert
+from retrofit.utils.evaluating import evaluating
 
 _OF_BATCHES = (_BatchNorm, _BatchNormalNorm, DecorrelatedNorm)
 
@@ -58,6 +61,90 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     if empty:
         raise RetrofitError("the loader held no batch to estimate statistics from: they are reset; give it data")
     return len(found)
+
+
+@torch.no_grad()
+def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
+    """Bring the constants of migrated norms up to date with the network, before its strength falls from 1 to 0.
+
+    A migrated norm standardises by constants, then by the moments of each image and group. While it was trained, the
+    mean of those moments may have moved; at strength 0 only the constants are left. The standardisation of each group
+    is moved and scaled so that the moments are 0 and 1 on average. At strength 1 the function stays the same, since
+    group normalization undoes a shift and a scale of its groups (with several groups, to their eps).
+
+    Args:
+        loader: Batches as the network is trained on: tensors, or lists and tuples whose first entry is the input.
+        model: The network, changed in place; its mode is restored.
+        device: Where to move inputs, if anywhere.
+
+    Returns:
+        How many layers were brought up to date.
+
+    Raises:
+        RetrofitError: If the loader is empty.
+    """
+    moments = group_moments(loader, model, device)
+    for name, (mean, scale) in moments.items():
+        move_standardisation(model.get_submodule(name), mean, scale)
+    return len(moments)
+
+
+@torch.no_grad()
+def group_moments(
+    loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Measure mean and standard deviation of what each migrated norm group-normalizes.
+
+    Args:
+        loader: As for `recentre`.
+        model: The network; its mode is restored.
+        device: Where to move inputs, if anywhere.
+
+    Returns:
+        By layer: (G,) each, in float64. With k = 1 / sqrt(v + eps) the mean is E[m k] / E[k], the deviation 1 / E[k].
+
+    Raises:
+        RetrofitError: If the loader is empty.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MigratedGroupNorm)}
+    if not layers:
+        return {}
+    sums: dict[str, list[Tensor]] = {}
+
+    def measure(name: str, layer: MigratedGroupNorm, x: Tensor) -> None:
+        scale, shift = (values.view(-1, *(1,) * (x.ndim - 2)) for values in layer.input_affine())
+        grouped = (x.double() * scale + shift).reshape(len(x), layer.num_groups, -1)
+        var, mean = torch.var_mean(grouped, 2, correction=0)
+        k = torch.rsqrt(var + layer.eps)
+        found = [(mean * k).sum(0), k.sum(0), torch.full_like(k[0], len(x))]
+        sums[name] = [a + b for a, b in zip(sums[name], found, strict=True)] if name in sums else found
+
+    with evaluating(model), ExitStack() as stack:
+        for name, layer in layers.items():
+            hook = partial(_before, partial(measure, name, layer))
+            stack.callback(layer.register_forward_pre_hook(hook).remove)
+        for batch in loader:
+            images = batch[0] if isinstance(batch, list | tuple) else batch
+            model(images if device is None else images.to(device))
+    if not sums:
+        raise RetrofitError("the loader held no batch to measure moments on; give it data")
+    return {name: (mk / k, count / k) for name, (mk, k, count) in sums.items()}
+
+
+def _before(measure: Callable[[Tensor], None], _layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    measure(args[0])
+
+
+@torch.no_grad()
+def move_standardisation(layer: Any, mean: Tensor, scale: Tensor) -> None:
+    """Let a migrated norm standardise to (x' - mean) / scale, (G,) each, where it standardised to x'."""
+    each = layer.num_channels // layer.num_groups
+    slope, _ = layer.input_affine()
+    layer.running_mean.copy_(layer.running_mean.double() + mean.repeat_interleave(each) / slope)
+    var = (layer.running_var.double() + layer.source_eps) * scale.square().repeat_interleave(each)
+    layer.running_var.copy_(var)
+    layer.source_eps.zero_()
+    layer.eps.div_(scale.square().mean())
 
 
 def freeze_norms(model: nn.Module) -> int:

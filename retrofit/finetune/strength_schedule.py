@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import NormalityMixin, StrengthMixin
 from retrofit.layers.base import check_noise, check_strength
 
-Shape = Literal["linear", "cosine", "off"]
+Shape = Literal["linear", "cosine", "there-and-back", "off"]
 NOISE_STAGES = 4  # noise is a plain number, on which a compiled network specializes: few values, few compilations
 
 
@@ -28,8 +28,11 @@ class StrengthSchedule:
     Args:
         model: A network with converted layers; wrap several in an `nn.ModuleList` to move them together.
         total_steps: Optimizer steps of the whole training.
-        shape: "linear" or "cosine" in t; "off" leaves the strength as it is.
-        ramp: Fraction of the training over which t rises; 0 starts at `end` at once.
+        shape: "linear" or "cosine" in t; "there-and-back" rises to 1, turns in the middle of the training and returns
+            to `end`, where the network costs what its source costs (see `retrofit.recentre`); "off" leaves the
+            strength as it is.
+        ramp: Fraction of the training over which t moves: half of it each way, there and back; 0 starts at `end` at
+            once.
         start: t at the first step, of the layers that stand lowest.
         end: t from the end of the ramp on.
         noise: xi at the end, for all layers; None leaves each layer's own.
@@ -54,8 +57,8 @@ class StrengthSchedule:
         noise_start: float = 0.5,
         noise_ramp: float = 0.1,
     ) -> None:
-        if shape not in ("linear", "cosine", "off"):
-            raise UsageError(f"shape must be linear, cosine or off, not {shape!r}")
+        if shape not in get_args(Shape):
+            raise UsageError(f"shape must be one of {', '.join(get_args(Shape))}, not {shape!r}")
         for name, value in (("ramp", ramp), ("noise_start", noise_start), ("noise_ramp", noise_ramp)):
             if not 0 <= value <= 1:
                 raise UsageError(f"{name} is a fraction of the training, from 0 to 1, not {value}")
@@ -66,6 +69,8 @@ class StrengthSchedule:
             self._noise = None if noise is None else check_noise(noise)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        if shape == "there-and-back" and self._end == 1:
+            raise UsageError("there-and-back returns to a strength below 1; set the end, 0 for the source's cost")
         self._layers = [module for module in model.modules() if isinstance(module, StrengthMixin)]
         if not self._layers:
             raise RetrofitError("the model holds no converted layer; convert it first")
@@ -89,6 +94,16 @@ class StrengthSchedule:
     def strength(self) -> float | None:
         """The strength that the schedule has set (of several, the lowest); None if it leaves the strength alone."""
         return None if self._current[0] is None else min(self._current[0])
+
+    @property
+    def turning(self) -> bool:
+        """Whether the way back begins with the next step: the time for `retrofit.recentre`."""
+        return self._shape == "there-and-back" and self._steps == self._turn
+
+    @property
+    def returned(self) -> bool:
+        """Whether there is no way back any more, or never was one."""
+        return self._shape != "there-and-back" or self._steps >= self._turn + self._ramp / 2 * self._total
 
     @property
     def noise(self) -> float | None:
@@ -118,7 +133,19 @@ class StrengthSchedule:
                 noisy.noise = noise
         self._current = (strengths, noise)
 
+    @property
+    def _turn(self) -> int:
+        return self._total // 2
+
     def _strengths_at(self, done: float) -> list[float]:
+        if self._shape == "there-and-back":
+            way = self._ramp / 2
+            turn = self._turn / self._total
+            if done > turn:
+                fallen = 1.0 if done >= turn + way else (done - turn) / way
+                return [1 + (self._end - 1) * fallen for _ in self._starts]
+            risen = 1.0 if done >= way else done / way
+            return [start + (1 - start) * risen for start in self._starts]
         risen = 1.0 if done >= self._ramp else done / self._ramp
         if self._shape == "cosine":
             risen = (1 - math.cos(math.pi * risen)) / 2

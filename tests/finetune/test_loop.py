@@ -58,6 +58,32 @@ def test_the_best_is_of_full_strength(train: Train, tmp_path: Path) -> None:
     assert result.best == max(row["val_top1"] for row in result.rows if row["strength"] == 1.0)
 
 
+@pytest.mark.parametrize("fail_at", [4, 6])  # before and after the turn
+def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(
+    train: Train, tmp_path: Path, fail_at: int
+) -> None:
+    torch.manual_seed(1)
+    network, same = small_network("ln-pn"), small_network("ln-pn")
+    same.model.load_state_dict(network.model.state_dict())
+    before = network.model.state_dict()["bn1.running_mean"].clone()
+    settings = {"strength_sched": "there-and-back", "strength_end": 0.0, "epochs": 3, "checkpoint_every": 1}
+    settings |= {"model_ema": True, "model_ema_decay": 0.5}
+    listener = Listener()
+    result = train("whole", network, callback=listener, **settings)
+    assert max(step.strength or 0.0 for step in listener.steps) == 1.0
+    assert result.rows[-1]["strength"] == 0.0
+    returned = [row["val_top1"] for row in result.rows if row["strength"] == 0.0]
+    assert result.best == max(returned)
+    for name in ("last", "best"):
+        found = weights(tmp_path / "whole", name)
+        assert torch.equal(found["bn1.strength"], strength_code(0.0))
+        assert not torch.allclose(found["bn1.running_mean"], before)
+    with pytest.raises(RuntimeError, match="the power went"):
+        train("broken", same, callback=Listener(fail_at), **settings)
+    train("broken", resume_network(tmp_path / "broken"), resume=True, **settings)
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
+
+
 def test_a_run_walks_to_full_strength_and_learns(train: Train, tmp_path: Path) -> None:
     listener = Listener()
     result = train("run", epochs=6, callback=listener, lr=3e-3)

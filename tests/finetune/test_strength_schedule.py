@@ -40,6 +40,32 @@ def test_cosine_between_two_values() -> None:
     assert strength_of(model) == pytest.approx(0.8)
 
 
+def test_there_and_back() -> None:
+    model = network()
+    schedule = StrengthSchedule(model, 16, shape="there-and-back", end=0.0)
+    turned = []
+    seen = []
+    for step in range(17):
+        seen.append(strength_of(model))
+        turned += [step] if schedule.turning else []
+        assert schedule.returned == (step >= 12)
+        schedule.step()
+    assert seen == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0]
+    assert turned == [8]
+
+
+def test_a_layer_that_was_further_along_returns_with_the_others() -> None:
+    model = network()
+    model[0].set_strength(0.5)
+    model[2].set_strength(0.0)
+    schedule = StrengthSchedule(model, 16, shape="there-and-back", end=0.0)
+    seen = []
+    for _ in range(13):
+        seen.append((float(model[0].strength), float(model[2].strength)))
+        schedule.step()
+    assert seen[::4] == [(0.5, 0), (1, 1), (1, 1), (0, 0)]
+
+
 def test_no_ramp_is_full_strength_at_once_and_off_leaves_it_alone() -> None:
     model = network()
     StrengthSchedule(model, 10, ramp=0.0)
@@ -118,7 +144,8 @@ def test_several_networks_and_layers_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        ({"shape": "square"}, "linear, cosine or off"),
+        ({"shape": "square"}, "linear, cosine, there-and-back, off"),
+        ({"shape": "there-and-back"}, "returns to a strength below 1"),
         ({"ramp": 1.5}, "ramp is a fraction"),
         ({"noise_start": -0.1}, "noise_start is a fraction"),
         ({"end": 2.0}, "strength must lie"),

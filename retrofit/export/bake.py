@@ -1,0 +1,371 @@
+"""`retrofit.bake`: the way back to strength 0, with constants that are the network's own.
+
+At strength 0 a converted layer costs what its source costs: a BatchNorm in evaluation, which folds into the convolution
+before it. A layer that was trained at strength 1 is another function there. Baking moves it to strength 0 and gives it
+the weight and bias that come nearest, per channel and in the mean square over images, to what it computed at its own
+strength. All layers are fitted in one pass through the network, in its order: the images go through twice at once, by
+the layers as they are and by the layers baked so far, so that each layer makes up for the ones before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.export.forms.channel_map import split_fused
+from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
+from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
+from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.utils.placement import device_of
+from retrofit.utils.text import one_line, plural
+
+TOLERANCE = 0.1
+IMAGES = 128
+"""As many images as are used at once, half of them to fit on."""
+_BATCH = 32
+_TRIALS = 5  # of thresholds between all layers and none
+_WORST = 0.01  # share of the images that count as the worst
+
+
+@dataclass(frozen=True)
+class BakedLayer:
+    """What became of one layer.
+
+    Attributes:
+        name: Its name.
+        error: Root mean square of what constants leave of its output, as a share of the output's standard deviation;
+            None for a layer that was not looked at.
+        baked: Whether it is at strength 0 now.
+        reason: Why not; empty if it is.
+    """
+
+    name: str
+    error: float | None
+    baked: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One choice of layers, and what it does on images that were not fitted on.
+
+    Attributes:
+        threshold: Largest error of a layer that is baked.
+        layers: How many are.
+        error: Root mean square of the change of the network's output, as a share of its standard deviation.
+        worst: The same of the worst 1% of the images, the worst one at least.
+        top1_agreement: Share of the images with the same highest output; None for outputs that are no scores.
+    """
+
+    threshold: float
+    layers: int
+    error: float
+    worst: float
+    top1_agreement: float | None
+
+
+@dataclass(frozen=True)
+class BakeReport:
+    """What was baked, and what it changes.
+
+    Attributes:
+        layers: Every layer with a strength, in the order of the network.
+        stages: The choices that were tried, in the order of their thresholds.
+        chosen: The one that was taken.
+        tolerance: Largest error of the output that passes.
+        images: How many were fitted on, and how many judged on.
+    """
+
+    layers: tuple[BakedLayer, ...]
+    stages: tuple[Stage, ...]
+    chosen: Stage
+    tolerance: float
+    images: tuple[int, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {"schema": 1, **asdict(self)}
+
+
+@torch.no_grad()
+def bake(
+    model: nn.Module, images: Sequence[Tensor], *, tolerance: float = TOLERANCE, threshold: float | None = None
+) -> tuple[nn.Module, BakeReport]:
+    """Turn what layers estimate from each image, and their power transforms, into constants, where little is lost.
+
+    Layers that are baked stand at strength 0 afterwards, with constants of their own: they export as their source does,
+    and can be trained on. Proxy activations stay, since what they are depends on no image.
+
+    Args:
+        model: A converted network; its layers change in place, or not at all.
+        images: Batches (N, C, H, W), preprocessed; every second image is fitted on and the others are judged on.
+        tolerance: Largest change of the output, root mean square on the images judged on as a share of the output's
+            standard deviation. Of the choices tried the one with most layers within it is taken.
+        threshold: Bake the layers of which constants leave no larger an error than this, without a choice.
+
+    Returns:
+        The network, and the report.
+
+    Raises:
+        UsageError: If an argument is out of range.
+        RetrofitError: If there is nothing to bake, too few images, or nothing can be baked within the tolerance.
+    """
+    for name, value in (("tolerance", tolerance), ("threshold", threshold)):
+        if value is not None and not value > 0:
+            raise UsageError(f"{name} must be more than 0, not {value}; leave it out for the usual one")
+    together = torch.cat(list(images)) if len(images) else torch.empty(0)
+    if len(together) < 4:
+        raise RetrofitError(
+            f"{plural(len(together), 'image')} cannot be fitted and judged on; give 4 or more, 64 if you can"
+        )
+    place = device_of(model)
+    fit, check = together[::2].to(place), together[1::2].to(place)
+    trial = _Trial(model, fit, check)
+    thresholds = [math.inf] if threshold is None else [threshold]
+    stages = {thresholds[0]: trial.run(thresholds[0])}
+    if threshold is None and stages[math.inf][0].error > tolerance:
+        low, high = _range(trial)
+        for _ in range(_TRIALS):
+            middle = math.sqrt(low * high)
+            stages[middle] = trial.run(middle)
+            low, high = (middle, high) if stages[middle][0].error <= tolerance else (low, middle)
+    within = [one for one in stages.values() if one[0].error <= tolerance and one[0].layers]
+    if not within:
+        least = min(
+            (stage for stage, _ in stages.values() if stage.layers), key=lambda stage: stage.error, default=None
+        )
+        raise RetrofitError(
+            "no layer can be baked"
+            if least is None
+            else f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g} of its standard "
+            f"deviation, more than {tolerance:g}; raise --tolerance, or train there and back (finetune "
+            "--strength-sched there-and-back)"
+        )
+    chosen, fits = max(within, key=lambda one: one[0].layers)
+    for name, (weight, bias) in fits.items():
+        _settle(model.get_submodule(name), weight, bias)
+    rows = tuple(
+        BakedLayer(
+            name,
+            trial.errors.get(name),
+            name in fits,
+            trial.reasons.get(name, "" if name in fits else "costs too much"),
+        )
+        for name in trial.names
+    )
+    order = sorted((stage for stage, _ in stages.values()), key=lambda stage: stage.threshold)
+    return model, BakeReport(rows, tuple(order), chosen, tolerance, (len(fit), len(check)))
+
+
+class _Trial:
+    """A copy of a network on which choices of layers are tried.
+
+    Attributes:
+        names: Its layers with a strength.
+        reasons: Why some of them cannot be baked.
+        errors: What constants leave of each layer's output, as the last choice found.
+    """
+
+    def __init__(self, model: nn.Module, fit: Tensor, check: Tensor) -> None:
+        """Find what can be baked, and let the network answer as it is."""
+        net = copy.deepcopy(model).eval()
+        if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in net.parameters()):
+            net = net.float()
+        found = {name: layer for name, layer in net.named_modules() if isinstance(layer, StrengthMixin)}
+        if not found:
+            raise RetrofitError("the model holds no converted layer that has a strength; convert it first")
+        self.names = list(found)
+        self._net = split_fused(net, ())
+        self._fit, self._check = fit, check
+        self._expected = _answers(self._net, check[:1])  # refuses other inputs before anything else
+        self.reasons = _reasons(found, self._calls(found.values()))
+        self._layers = {name: layer for name, layer in found.items() if name not in self.reasons}
+        self._plain = {name: _plain(layer) for name, layer in self._layers.items()}
+        if not self._layers:
+            name, why = next(iter(self.reasons.items()))
+            raise RetrofitError(f"no layer can be baked: {name or 'the model'} {why}")
+        self._expected = _answers(self._net, check)
+        self.errors: dict[str, float] = {}
+
+    def run(self, threshold: float) -> tuple[Stage, dict[str, tuple[Tensor, Tensor]]]:
+        """Bake the layers that constants serve well enough; return what that does, and their weights and biases."""
+        fits: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def fit(name: str, plain: Any, x: Tensor, out: Tensor) -> Tensor:
+            base, wanted = plain(x[len(x) // 2 :]), out[: len(x) // 2]
+            dims, shape = _per_channel(plain, base)
+            weight, bias, self.errors[name] = _regress(base, wanted, dims)
+            if self.errors[name] > threshold:
+                return out
+            fits[name] = weight, bias = _representable(self._layers[name], weight, bias)
+            return torch.cat([wanted, base * weight.view(shape) + bias.view(shape)])
+
+        def baked(name: str, plain: Any, x: Tensor, out: Tensor) -> Tensor:
+            if name not in fits:
+                return out
+            _, shape = _per_channel(plain, out)
+            weight, bias = fits[name]
+            return plain(x) * weight.view(shape) + bias.view(shape)
+
+        for hook, inputs in ((fit, self._fit.repeat(2, *(1,) * (self._fit.ndim - 1))), (baked, self._check)):
+            with ExitStack() as stack:
+                for name, layer in self._layers.items():
+                    answering = _hook(hook, name, self._plain[name])
+                    stack.callback(layer.register_forward_hook(answering).remove)
+                if hook is fit:
+                    self._net(inputs)
+                else:
+                    got = _answers(self._net, inputs)
+        shapes: dict[str, Any] = {name: self._layers[name].weight.shape for name in fits}
+        return self._judge(threshold, got, len(fits)), {
+            name: (weight.view(shapes[name]), bias.view(shapes[name])) for name, (weight, bias) in fits.items()
+        }
+
+    def _judge(self, threshold: float, got: Sequence[Tensor], layers: int) -> Stage:
+        """Compare answers with those of the network as it is."""
+        per_image = []
+        for ours, theirs in zip(self._expected, got, strict=True):
+            spread = float((ours - ours.mean(0)).square().mean())
+            if spread > 0:
+                per_image.append((ours - theirs).square().flatten(1).mean(1) / spread)
+        if not per_image:
+            raise RetrofitError(
+                "the network answers all images alike, which shows nothing; check its weights and the images"
+            )
+        squares = torch.stack(per_image).mean(0)
+        worst = squares.sort(descending=True).values[: max(1, round(_WORST * len(squares)))]
+        first = self._expected[0]
+        same = None if first.ndim != 2 else float((first.argmax(1) == got[0].argmax(1)).float().mean())
+        return Stage(threshold, layers, float(squares.mean().sqrt()), float(worst.mean().sqrt()), same)
+
+    def _calls(self, layers: Any) -> dict[nn.Module, int]:
+        """Count how often each layer is called."""
+        calls: dict[nn.Module, int] = {}
+
+        def count(layer: nn.Module, *_: Any) -> None:
+            calls[layer] = calls.get(layer, 0) + 1
+
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.callback(layer.register_forward_hook(count).remove)
+            self._net(self._check[:1])
+        return calls
+
+
+def _reasons(found: dict[str, Any], calls: dict[nn.Module, int]) -> dict[str, str]:
+    """Say of each layer that cannot be baked why."""
+    reasons = {}
+    owners: dict[int, int] = {}
+    for layer in found.values():
+        owners[id(getattr(layer, "weight", None))] = owners.get(id(getattr(layer, "weight", None)), 0) + 1
+    for name, layer in found.items():
+        if isinstance(layer, ProxyNorm | WeightStandardization):
+            reasons[name] = "is constant at inference already"
+        elif layer.strength == 0:
+            reasons[name] = "is at strength 0 already"
+        elif layer.weight is None or layer.bias is None:
+            reasons[name] = "has no weight and bias of its own"
+        elif owners[id(layer.weight)] > 1:
+            reasons[name] = "shares its parameters with another layer"
+        elif calls.get(layer, 0) != 1:
+            reasons[name] = f"is called {calls.get(layer, 0)} times"
+    return reasons
+
+
+def _plain(layer: Any) -> nn.Module:
+    """Return a layer's normalization at strength 0 alone, weight and bias apart."""
+    plain = copy.deepcopy(layer)
+    plain.set_strength(0.0)
+    plain.weight.fill_(1.0)
+    plain.bias.zero_()
+    return plain.eval()
+
+
+def _representable(layer: Any, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the constants that a layer can have at strength 0: see `_settle`."""
+    if not isinstance(layer, MigratedGroupNorm):
+        return weight, bias
+    able = weight * layer.weight > 1e-3 * layer.weight.square()  # a channel of no weight is its bias, either way
+    return torch.where(able, weight, layer.weight), torch.where(able, bias, layer.bias)
+
+
+def _settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
+    """Set a layer to strength 0, where it is `weight` times its normalization there, plus `bias`.
+
+    A migrated norm holds that in its running statistics: a proxy activation behind it goes by its weight and bias.
+    """
+    layer.set_strength(0.0)
+    if not isinstance(layer, MigratedGroupNorm):
+        layer.weight.copy_(weight)
+        layer.bias.copy_(bias)
+        return
+    own_weight, own_bias, wanted, offset = (
+        values.double() for values in (layer.weight, layer.bias, weight.flatten(), bias.flatten())
+    )
+    off = own_weight == 0
+    rstd = torch.rsqrt(layer.running_var.double() + layer.source_eps) * torch.where(off, 1.0, wanted / own_weight)
+    shift = torch.where(off, 0.0, (offset - own_bias) / (own_weight * rstd))
+    layer.running_mean.copy_(layer.running_mean.double() - shift)
+    layer.running_var.copy_(rstd.square().reciprocal())
+    layer.source_eps.zero_()
+
+
+def _per_channel(layer: nn.Module, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dimensions that a channel spans, and the shape in which its constants broadcast."""
+    if isinstance(layer, LayerNormalNorm) and not isinstance(layer, LayerNormalNorm2d):
+        own = x.shape[x.ndim - len(layer.normalized_shape) :]
+        return tuple(range(x.ndim - len(own))), tuple(own)
+    return (0, *range(2, x.ndim)), (-1, *(1,) * (x.ndim - 2))
+
+
+def _regress(base: Tensor, wanted: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
+    """Fit wanted = weight * base + bias by least squares; return them and the root mean square of what is left.
+
+    The last is a share of the standard deviation of what is wanted, over all channels together.
+    """
+    mean_base, mean = base.mean(dims, keepdim=True), wanted.mean(dims, keepdim=True)
+    centred, target = base - mean_base, wanted - mean
+    power = centred.square().mean(dims, keepdim=True)
+    weight = (centred * target).mean(dims, keepdim=True) / power.clamp_min(1e-12)
+    left = (target - weight * centred).square().mean()
+    bias = mean - weight * mean_base
+    share = float((left / target.square().mean().clamp_min(1e-30)).sqrt())
+    return weight.flatten(), bias.flatten(), share
+
+
+def _hook(answer: Any, name: str, plain: nn.Module) -> Any:
+    return lambda _layer, args, out: answer(name, plain, args[0], out)
+
+
+def _answers(net: nn.Module, images: Tensor) -> list[Tensor]:
+    """Return the tensors that a network gives, of all images together, each image apart in the first dimension.
+
+    Raises:
+        RetrofitError: If it does not take such images, or answers otherwise.
+    """
+    try:
+        batches = [[leaf.float() for leaf in tree_leaves(net(batch))] for batch in images.split(_BATCH)]
+        together = [torch.cat(leaves) for leaves in zip(*batches, strict=True)]
+    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+        raise RetrofitError(
+            "baking compares tensors of one row an image, which the network does not give for such images "
+            f"({one_line(error)}); bake the part of it that does"
+        ) from error
+    if not together or any(len(leaf) != len(images) for leaf in together):
+        raise RetrofitError("baking compares outputs of one row an image, the network gives others; bake a part of it")
+    return together
+
+
+def _range(trial: _Trial) -> tuple[float, float]:
+    """Return thresholds between which the choice lies: below the best layer, above the worst."""
+    errors = [max(error, 1e-6) for error in trial.errors.values()]
+    return 0.9 * min(errors), 1.1 * max(errors)

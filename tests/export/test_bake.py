@@ -1,0 +1,135 @@
+"""Baking: least squares against numpy's own, the whole network against itself, and what stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import retrofit
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.export.bake import bake
+from retrofit.layers import MigratedGroupNorm, StrengthMixin
+from retrofit.surgery import strength_of
+
+TARGETS = {
+    "bnn": "test_resnet",
+    "gn": "test_resnet",
+    "ln": "test_resnet",
+    "ln-pn": "test_resnet",
+    "dbnn": "test_resnet",
+    "lnn": "test_vit",
+    "gnn": "test_efficientnet_gn",
+}
+
+
+def images(number: int = 16, size: int = 32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    levels = 1 + 0.2 * torch.randn(number, 1, 1, 1, generator=generator)
+    return list((levels * torch.randn(number, 3, size, size, generator=generator)).split(8))
+
+
+def converted(to: str) -> nn.Module:
+    torch.manual_seed(0)
+    size = {"img_size": 32} if to == "lnn" else {}
+    model = timm.create_model(TARGETS[to], num_classes=5, **size).train()
+    with torch.no_grad():
+        for batch in images():
+            model(batch)  # running statistics of these images
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.uniform_(0.5, 1.5)
+                module.bias.normal_(0, 0.2)
+    model, _ = retrofit.convert(model.eval(), to, check=False)
+    generator = torch.Generator().manual_seed(2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_lambda"):
+            buffer.copy_(0.8 + 0.4 * torch.rand(buffer.shape, generator=generator))
+    retrofit.set_strength(model, 1.0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("to", list(TARGETS))
+def test_baked_layers_stand_at_strength_0_and_the_report_says_what_changed(to: str) -> None:
+    model = converted(to)
+    before = copy.deepcopy(model)
+    found, report = bake(model, images(), tolerance=10.0)
+    assert found is model
+    baked = {layer.name for layer in report.layers if layer.baked}
+    assert baked
+    for name, layer in model.named_modules():
+        if isinstance(layer, StrengthMixin):
+            assert float(layer.strength) == (0 if name in baked else float(before.get_submodule(name).strength)), name
+    judged = torch.cat(images())[1::2]
+    with torch.no_grad():
+        wanted, got = before(judged), model(judged)
+    error = ((got - wanted).square().mean() / (wanted - wanted.mean(0)).square().mean()).sqrt()
+    assert report.chosen.error == pytest.approx(float(error), rel=1e-3)
+    assert report.chosen.top1_agreement == pytest.approx(float((got.argmax(1) == wanted.argmax(1)).float().mean()))
+    assert report.images == (8, 8)
+
+
+def test_constants_of_a_single_layer_are_the_least_squares() -> None:
+    torch.manual_seed(0)
+    norm = MigratedGroupNorm(2, 4, strength=1.0).requires_grad_(False)
+    model = nn.Sequential(norm, nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
+    data = torch.cat(images(16, 6))[:, [0, 1, 2, 0]] * torch.tensor([1.0, 2.0, 0.5, 1.5]).view(4, 1, 1)
+    with torch.no_grad():
+        wanted = norm(data[::2])
+    bake(model, [data], tolerance=10.0)
+    with torch.no_grad():
+        got = norm(data[::2])
+    for channel in range(4):
+        x, y, z = (values[:, channel].double().flatten().numpy() for values in (data[::2], wanted, got))
+        np.testing.assert_allclose(z, np.polyval(np.polyfit(x, y, 1), x), rtol=0, atol=1e-5)
+
+
+def test_within_the_tolerance_as_many_layers_as_were_found() -> None:
+    model = converted("ln")
+    everything = bake(copy.deepcopy(model), images(), tolerance=10.0)[1].chosen
+    _, report = bake(model, images(), tolerance=0.5 * everything.error)
+    assert 0 < report.chosen.layers < everything.layers
+    assert report.chosen.error <= 0.5 * everything.error
+    assert report.chosen.layers == max(one.layers for one in report.stages if one.error <= report.tolerance)
+    assert {layer.reason for layer in report.layers if not layer.baked} == {"costs too much"}
+    assert [one.threshold for one in report.stages] == sorted(one.threshold for one in report.stages)
+
+
+def test_refused_and_left_as_it_was() -> None:
+    model = converted("ln")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RetrofitError, match=r"changes the output by .* more than 1e-06; raise --tolerance"):
+        bake(model, images(), tolerance=1e-6)
+    with pytest.raises(UsageError, match="tolerance must be more than 0"):
+        bake(model, images(), tolerance=0)
+    with pytest.raises(RetrofitError, match="3 images cannot be fitted and judged on"):
+        bake(model, [torch.cat(images())[:3]])
+    with pytest.raises(RetrofitError, match="the network answers all images alike"):
+        bake(model, [torch.zeros(8, 3, 32, 32)])
+    with pytest.raises(RetrofitError, match="baking compares tensors of one row an image"):
+        bake(model, [torch.zeros(8, 5, 32, 32)])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(RetrofitError, match="holds no converted layer"):
+        bake(nn.Linear(2, 2), images())
+    retrofit.set_strength(model, 0.0)
+    with pytest.raises(RetrofitError, match=r"no layer can be baked: .* is at strength 0 already"):
+        bake(model, images())
+
+
+def test_saved_loaded_and_exported_without_a_normalization(tmp_path: Path) -> None:
+    model = converted("ln")
+    bake(model, images(), tolerance=10.0)
+    retrofit.save(model, tmp_path / "a.safetensors")
+    again = retrofit.load(tmp_path / "a.safetensors").eval()
+    x = torch.cat(images())
+    with torch.no_grad():
+        assert torch.equal(model(x), again(x))
+    assert strength_of(again) == 0
+    report = retrofit.export_onnx(again, tmp_path / "a.onnx", input_size=(3, 32, 32))
+    assert not {kind for kind in report.nodes if "Norm" in kind}
+    assert {layer.form for layer in report.layers} == {"folded"}
