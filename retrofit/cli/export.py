@@ -10,10 +10,12 @@ import click
 
 from retrofit.cli.console import emit, names, say, show_table, waiting
 from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
+from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
     from retrofit.export import ExportReport
     from retrofit.export.folding.network import FoldedLayer
+    from retrofit.export.onnx.precision import Precision
 
 
 _IMAGES = 256  # to fit on, and to check on: half each
@@ -50,7 +52,8 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     "--tolerance",
     type=float,
     metavar="F",
-    help="Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly).",
+    help="Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with "
+    "--half, 0.3 with --int8).",
 )
 @click.option("--opset", type=int, default=18, metavar="N", help="18 to 22 (default: 18).")
 @click.option(
@@ -60,6 +63,8 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     help=f"Folder or .tar of images; {_IMAGES} of them to fit and check on.",
 )
 @click.option("--freeze-lambda", is_flag=True, help="Use the images' mean lambda where a layer estimates it.")
+@click.option("--half", is_flag=True, help="Write float16: half the size.")
+@click.option("--int8", is_flag=True, help="Quantize to INT8, with ranges from the --calibrate images.")
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @weights_options
 @architecture_options
@@ -75,6 +80,8 @@ def command(
     opset: int,
     calibrate: str | None,
     freeze_lambda: bool,
+    half: bool,
+    int8: bool,
     dynamic_size: bool,
     force: bool,
     as_json: bool,
@@ -88,6 +95,9 @@ def command(
     from retrofit.images.dataset import sample_batches
     from retrofit.utils import files
 
+    if half and int8:
+        raise UsageError("--half and --int8 are two precisions; choose one")
+    precision: Precision = "float16" if half else "int8" if int8 else "float32"
     output = output or Path(f"{file_stem(model)}.onnx")
     check_opset(opset)
     files.ensure_writable(output, force)
@@ -106,12 +116,14 @@ def command(
                 calibrate=batches,
                 freeze_lambda=freeze_lambda,
                 dynamic_size=dynamic_size,
+                precision=precision,
                 force=force,
             )
     except ParityError as failed:
         if as_json:
-            emit({"schema": 1, "model": network.source.name, **network.conversion, "fold": fold, "opset": opset,
-                  "output": None, "bytes": 0, "parity": failed.parity.to_dict(), "nodes": {}})  # fmt: skip
+            emit({"schema": 1, "model": network.source.name, **network.conversion, "fold": fold,
+                  "precision": precision, "opset": opset, "output": None, "bytes": 0,
+                  "parity": failed.parity.to_dict(), "nodes": {}})  # fmt: skip
         raise
     _show(report)
     if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from retrofit.export.approximation.choose import RUNTIMES, Approximation, Runtim
 from retrofit.export.approximation.fit import MAX_SIZE
 from retrofit.export.folding.network import Folded, FoldedLayer, fold_network
 from retrofit.export.onnx.model import check_opset, node_counts, to_onnx
+from retrofit.export.onnx.precision import Precision, to_float16, to_int8
 from retrofit.export.onnx.write import write
 from retrofit.export.parity import BATCHES, Check, Parity, ParityError, answer, compare, reference, sample_inputs
 from retrofit.networks.library import Preprocess
@@ -29,6 +30,10 @@ from retrofit.utils.files import ensure_writable
 SCHEMA = 1
 EXACT_TOLERANCE = 1e-4
 APPROXIMATE_TOLERANCE = 0.05
+NARROW = {  # what passes, and what to do about what does not
+    "float16": (0.02, "use --fold exact, keep float32, or raise --tolerance if you can accept that"),
+    "int8": (0.3, "bake the network first, give other images, or raise --tolerance if you can accept that"),
+}
 BATCH = 32  # images at a time
 Fold = Literal["exact", "poly"]
 
@@ -40,16 +45,18 @@ class ExportReport:
     Attributes:
         model: The network's name, if known.
         fold: "exact" or "poly".
+        precision: "float32", "float16" or "int8".
         opset: ONNX operator set.
         output: The file.
         bytes: Its size, external data included.
-        parity: ONNX Runtime against the given network in PyTorch.
+        parity: ONNX Runtime against the given network in PyTorch, in its own precision.
         nodes: Number of nodes of each operator.
         layers: What became of each normalization layer.
     """
 
     model: str | None
     fold: str
+    precision: Precision
     opset: int
     output: str | None
     bytes: int
@@ -63,6 +70,7 @@ class ExportReport:
             "schema": SCHEMA,
             "model": self.model,
             "fold": self.fold,
+            "precision": self.precision,
             "opset": self.opset,
             "output": self.output,
             "bytes": self.bytes,
@@ -125,6 +133,7 @@ def export_onnx(
     calibrate: Sequence[Tensor] | None = None,
     freeze_lambda: bool = False,
     dynamic_size: bool = False,
+    precision: Precision = "float32",
     force: bool = False,
 ) -> ExportReport:
     """Write a network as ONNX, folded, and checked against PyTorch; a model that fails the check is not written.
@@ -143,13 +152,17 @@ def export_onnx(
             piecewise-linear functions and polynomials, for runtimes that fuse elementwise operations.
         degree: Of all polynomials, or the number of lines, 2 to 8; if None, each layer gets one by what its error does
             to the output, as low as the tolerance allows.
-        tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, and
-            0.05 for approximate exports.
+        tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, 0.05 for
+            approximate exports, 0.02 in float16 and 0.3 in INT8. With those two it judges the file, and folding is
+            judged by its own.
         calibrate: Batches of preprocessed images to check on. Where something is approximated, every second image is
             fitted on and the others are checked on.
         freeze_lambda: Give layers that estimate lambda from their input (layer, group and instance normality
             normalization) its mean over the images instead.
         dynamic_size: Whether height and width may vary, besides the batch.
+        precision: "float16" halves the file. "int8" quantizes convolutions and matrix products, per channel, with the
+            ranges that every second image of `calibrate` shows. Either is compared with the network in its own
+            precision, on the other images.
         force: Whether an existing file may be replaced.
 
     Returns:
@@ -161,12 +174,19 @@ def export_onnx(
     """
     check_opset(opset)
     size = _size(model, input_size)
-    approximation, inputs, tolerance = _approximation(fold, runtime, degree, tolerance, calibrate, freeze_lambda, size)
+    fitted, judged = _narrow_images(precision, calibrate, size)
+    own = tolerance if precision == "float32" else None
+    wanted = _approximation(fold, runtime, degree, own, calibrate, freeze_lambda, size)
+    approximation = wanted[0]
     target = ensure_writable(path, force)
-    folded, check = _checked_fold(model, size, approximation, inputs, tolerance)
-    proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, size))
+    folded, check = _checked_fold(model, size, *wanted)
+    proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, precision, size))
     checks = [check]
-    if approximation is not None:
+    if precision != "float32":
+        proto = to_int8(proto, fitted) if precision == "int8" else to_float16(proto)
+        allowed, advice = NARROW[precision]
+        checks = [Check(judged, reference(model, judged), tolerance or allowed, advice)]
+    elif approximation is not None:
         seeded = sample_inputs(size)
         checks.insert(0, Check(seeded, reference(folded.model, seeded), EXACT_TOLERANCE))
     parity, length = write(proto, target, force, checks)
@@ -174,6 +194,7 @@ def export_onnx(
     return ExportReport(
         None if source is None else source.name,
         fold,
+        precision,
         opset,
         str(path),
         length,
@@ -242,6 +263,18 @@ def _approximation(
     return wanted, check, tolerance
 
 
+def _narrow_images(
+    precision: Precision, calibrate: Sequence[Tensor] | None, size: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the images to take ranges from, and those to judge a narrow file on."""
+    if precision not in get_args(Precision):
+        raise UsageError(f"there is no precision {precision!r}; use {', '.join(get_args(Precision))}")
+    images = list(torch.cat(list(calibrate))) if calibrate else []
+    if precision == "int8" and len(images) < 2:
+        raise UsageError("INT8 takes its ranges from images and is judged on others; give --calibrate images")
+    return _batches(images[::2]), _batches(images[1::2]) if len(images) > 1 else sample_inputs(size)
+
+
 def _batches(images: Sequence[Tensor]) -> list[Tensor]:
     """Return images as a batch of 1, one of 3 and larger ones, as far as they go."""
     ends = [0, *BATCHES, *range(sum(BATCHES) + BATCH, len(images) + BATCH, BATCH)]
@@ -255,7 +288,7 @@ def _known(model: nn.Module, name: str, attribute: str | None = None) -> Any:
     return found if attribute is None or found is None else getattr(found, attribute)
 
 
-def _metadata(model: nn.Module, fold: str, size: Sequence[int]) -> Mapping[str, str]:
+def _metadata(model: nn.Module, fold: str, precision: str, size: Sequence[int]) -> Mapping[str, str]:
     """Return what a user of the file may need to know, each value a string or JSON."""
     plans = getattr(model, "_retrofit_plans", [])
     source, labels = _known(model, "source"), _known(model, "labels")
@@ -271,6 +304,7 @@ def _metadata(model: nn.Module, fold: str, size: Sequence[int]) -> Mapping[str, 
         "target": plans[-1].to if plans else None,
         "strength": strength,
         "fold": fold,
+        "precision": precision,
         "input_size": list(size),
         "labels": labels,
     }

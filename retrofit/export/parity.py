@@ -16,6 +16,7 @@ from retrofit.utils.evaluating import evaluating
 from retrofit.utils.placement import device_of, placement_of
 
 BATCHES = (1, 3)
+ADVICE = "please report it, or raise the tolerance if you can accept that"
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,10 @@ class ParityError(RetrofitError):
     Args:
         parity: By how much.
         what: What was compared with what, "A differs from B".
+        advice: What to do.
     """
 
-    def __init__(self, parity: Parity, what: str) -> None:
+    def __init__(self, parity: Parity, what: str, advice: str = ADVICE) -> None:
         self.parity = parity
         if not parity.scale:
             super().__init__(
@@ -75,18 +77,21 @@ class ParityError(RetrofitError):
             )
             return
         super().__init__(
-            f"{what} by {parity.share:.2g} of the output's scale, more than {parity.tolerance:g}; "
-            "please report it, or raise the tolerance if you can accept that"
+            f"{what} by {parity.share:.2g} of the output's scale, more than {parity.tolerance:g}; {advice}"
         )
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a network has to answer: batches, the answers for each, and how far off they may be for their scale."""
+    """What a network has to answer: batches, the answers for each, and how far off they may be for their scale.
+
+    `advice` says what to do about one that is further off.
+    """
 
     inputs: Sequence[Tensor]
     expected: Sequence[Sequence[Tensor]]
     tolerance: float
+    advice: str = ADVICE
 
 
 def sample_inputs(size: Sequence[int]) -> list[Tensor]:

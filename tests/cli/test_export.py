@@ -14,6 +14,7 @@ from PIL import Image
 import retrofit
 from retrofit.export import api
 from tests.cli.conftest import Run, complaint
+from tests.pictures import write_folder
 
 MODEL = ["test_resnet", "--num-classes", "7"]
 
@@ -45,6 +46,17 @@ def test_export(run: Run, artifact: Path) -> None:
     assert metadata["target"] == "bnn"
     assert metadata["strength"] == "1.0"
     assert len(json.loads(metadata["mean"])) == 3
+
+
+def test_less_than_32_bits(run: Run, artifact: Path) -> None:
+    folder = write_folder(Path("pictures"), wrong=0, each=4)
+    assert "choose one" in complaint(run("export", artifact.name, "--half", "--int8"))
+    assert "give --calibrate images" in complaint(run("export", artifact.name, "--int8"))
+    result = run("export", artifact.name, "--int8", "--calibrate", folder, "--tolerance", "5", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["precision"] == "int8"
+    assert found["nodes"]["QuantizeLinear"] > 0
 
 
 def test_existing_file(run: Run, artifact: Path) -> None:

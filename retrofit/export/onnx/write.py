@@ -74,5 +74,5 @@ def _checked(run: Callable[[Tensor], list[Tensor]], checks: Sequence[Check]) -> 
     for check in checks:
         found = compare(run, check)
         if not found.passed:
-            raise ParityError(found, "ONNX Runtime differs from PyTorch")
+            raise ParityError(found, "ONNX Runtime differs from PyTorch", check.advice)
     return found

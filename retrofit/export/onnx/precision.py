@@ -1,0 +1,128 @@
+"""An exported model in less than 32 bits: INT8 by ONNX Runtime's static quantization, or float16.
+
+What quantizers do by default destroys a converted network without a word: they put the power transform, whose channels
+differ in range a thousandfold, and group normalization on one 8-bit grid as well. Here convolutions, matrix products
+and what runtimes fuse with them are quantized, and elementwise operations with constants stay in float32.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+import onnx_ir
+from torch import Tensor
+
+from retrofit.errors import RetrofitError
+from retrofit.export.onnx.model import INPUT, silence
+from retrofit.utils.text import one_line
+
+Precision = Literal["float32", "float16", "int8"]
+
+_QUANTIZED = [
+    *("Conv", "Gemm", "MatMul"),
+    *("Relu", "Clip", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean", "Concat"),
+]
+
+
+def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProto:
+    """Quantize weights per channel and activations by their range over images, as QuantizeLinear and DequantizeLinear.
+
+    Weights take 7 bits of the 8: processors without VNNI add products of 8 and 8 bits in 16, and saturate.
+
+    Args:
+        model: The exported model.
+        batches: Images to take ranges from.
+
+    Raises:
+        RetrofitError: If ONNX Runtime cannot quantize the model.
+    """
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+
+    with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
+        written, target = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
+        onnx.save_model(model, written)
+        try:
+            with silence():
+                quantize_static(
+                    written,
+                    target,
+                    _Images(batches),
+                    quant_format=QuantFormat.QDQ,
+                    op_types_to_quantize=_QUANTIZED,
+                    nodes_to_exclude=_in_float(model),
+                    per_channel=True,
+                    reduce_range=True,
+                    activation_type=QuantType.QUInt8,
+                    weight_type=QuantType.QInt8,
+                )
+                return _tidied(onnx.load(target), model)
+        except Exception as error:  # its exceptions have no common class
+            raise RetrofitError(
+                f"ONNX Runtime cannot quantize the model ({one_line(error)}); please report it"
+            ) from error
+
+
+def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Convert weights and arithmetic to float16; input and output stay float32.
+
+    Raises:
+        RetrofitError: If ONNX Runtime's converter cannot.
+    """
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    try:
+        with silence():
+            found = onnx_ir.from_proto(convert_float_to_float16(model, keep_io_types=True))
+            found.graph.sort()  # the converter appends the cast of the input
+            return _tidied(onnx_ir.to_proto(found), model)
+    except Exception as error:
+        raise RetrofitError(
+            f"the model cannot be converted to float16 ({one_line(error)}); please report it"
+        ) from error
+
+
+class _Images:
+    """What ONNX Runtime's calibration reads."""
+
+    def __init__(self, batches: Sequence[Tensor]) -> None:
+        self._left: Iterator[Tensor] = iter(batches)
+
+    def get_next(self) -> dict[str, Any] | None:
+        """Return the next batch; None after the last."""
+        batch = next(self._left, None)
+        return None if batch is None else {INPUT: batch.float().numpy()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while (batch := self.get_next()) is not None:
+            yield batch
+
+
+def _in_float(model: onnx.ModelProto) -> list[str]:
+    """Name the nodes that stay in float32: additions of constants, and means that belong to a normalization."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    constants |= {name for node in model.graph.node if node.op_type == "Constant" for name in node.output}
+    users: dict[str, list[str]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            users.setdefault(name, []).append(node.op_type)
+    found = []
+    for node in model.graph.node:
+        adds_constant = node.op_type == "Add" and any(name in constants for name in node.input)
+        centres = node.op_type == "ReduceMean" and any(
+            kind in ("Sub", "Add", "Mul") for name in node.output for kind in users.get(name, [])
+        )
+        if adds_constant or centres:
+            found.append(node.name)
+    return found
+
+
+def _tidied(model: onnx.ModelProto, original: onnx.ModelProto) -> onnx.ModelProto:
+    """Take the metadata over, and leave out who made the model."""
+    del model.metadata_props[:]
+    model.metadata_props.extend(original.metadata_props)
+    model.producer_name, model.producer_version = original.producer_name, original.producer_version
+    return model

@@ -1,0 +1,131 @@
+"""Files in float16 and INT8: what is quantized, what stays, and how they are judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+from onnx import TensorProto, numpy_helper
+from torch import Tensor, nn
+
+import retrofit
+from retrofit.errors import RetrofitError, UsageError
+
+SIZE = (3, 32, 32)
+
+
+def images() -> list[Tensor]:
+    return list(torch.randn(24, *SIZE, generator=torch.Generator().manual_seed(1)).split(8))
+
+
+def network(to: str | None, strength: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=5).train()
+    with torch.no_grad():
+        for batch in images():
+            model(batch)
+    model.eval()
+    if to is None:
+        return model
+    model, _ = retrofit.convert(model, to, check=False)
+    if to != "frozen":
+        retrofit.set_strength(model, strength)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_lambda"):
+            buffer.copy_(torch.linspace(0.7, 1.3, len(buffer)))
+    return model.eval()
+
+
+def export(model: nn.Module, path: Path, **options: object) -> tuple[retrofit.export.ExportReport, onnx.ModelProto]:
+    report = retrofit.export_onnx(model, path, input_size=SIZE, calibrate=images(), **options)  # type: ignore[arg-type]
+    return report, onnx.load(path)
+
+
+def sources(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
+    return {name: node for node in model.graph.node for name in node.output}
+
+
+@pytest.mark.parametrize(("to", "strength"), [(None, 0.0), ("ln", 1.0), ("bnn", 1.0)])
+def test_every_convolution_is_quantized_and_judged_on_other_images(
+    tmp_path: Path, to: str | None, strength: float
+) -> None:
+    model = network(to, strength)
+    report, proto = export(model, tmp_path / "a.onnx", precision="int8")
+    made = sources(proto)
+    convolutions = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm")]
+    assert convolutions
+    for node in convolutions:
+        assert {made[name].op_type for name in node.input} == {"DequantizeLinear"}
+    weights = [made[node.input[1]].input[0] for node in convolutions]
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    assert all(stored[name].dtype == np.int8 for name in weights)
+    assert all(abs(stored[name].astype(int)).max() <= 64 for name in weights)  # 7 bits: no saturation without VNNI
+    assert report.precision == "int8"
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
+    judged = torch.cat(images())[1::2]
+    with torch.no_grad():
+        wanted = model(judged)
+    got = np.concatenate([session.run(None, {"input": image[None].numpy()})[0] for image in judged])
+    gap = float((torch.from_numpy(got) - wanted).abs().max())
+    assert report.parity.max_abs_diff == pytest.approx(gap, rel=0.1)
+    assert report.parity.tolerance == 0.3
+    assert report.bytes < 0.6 * export(model, tmp_path / "wide.onnx")[0].bytes
+
+
+def test_a_network_that_costs_what_its_source_costs_keeps_no_float_operation_between_convolutions(
+    tmp_path: Path,
+) -> None:
+    model = network("ln")
+    retrofit.bake(model, images(), tolerance=10.0)
+    report, proto = export(model, tmp_path / "a.onnx", precision="int8")
+    assert not [kind for kind in report.nodes if "Norm" in kind or kind in ("Mul", "Sub", "Sqrt", "Div", "Pow")]
+    made = sources(proto)
+    for node in proto.graph.node:
+        if node.op_type in ("Add", "Relu", "Clip", "MaxPool"):
+            assert {made[name].op_type for name in node.input} == {"DequantizeLinear"}, node.name
+
+
+def test_constants_stay_in_float(tmp_path: Path) -> None:
+    _, proto = export(network("bnn"), tmp_path / "a.onnx", precision="int8")
+    made = sources(proto)
+    transforms = [node for node in proto.graph.node if node.op_type in ("Log", "Exp", "Mul")]
+    assert transforms
+    for node in transforms:
+        assert "QuantizeLinear" not in {made[name].op_type for name in node.input if name in made}
+
+
+def test_float16_keeps_input_and_output(tmp_path: Path) -> None:
+    report, proto = export(network("ln"), tmp_path / "a.onnx", precision="float16")
+    for value in (*proto.graph.input, *proto.graph.output):
+        assert value.type.tensor_type.elem_type == TensorProto.FLOAT
+    assert TensorProto.FLOAT not in {tensor.data_type for tensor in proto.graph.initializer if tensor.dims}
+    assert report.parity.share < 0.02
+    assert report.bytes < 0.7 * export(network("ln"), tmp_path / "wide.onnx")[0].bytes
+    metadata = {entry.key: entry.value for entry in proto.metadata_props}
+    assert metadata["precision"] == "float16"
+    assert metadata["target"] == "ln"
+
+
+def test_the_same_bytes_every_time(tmp_path: Path) -> None:
+    for precision in ("float16", "int8"):
+        one, other = (tmp_path / f"{precision}-{number}.onnx" for number in range(2))
+        export(network("frozen"), one, precision=precision)
+        export(network("frozen"), other, precision=precision)
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model, path = network("ln"), tmp_path / "a.onnx"
+    with pytest.raises(UsageError, match="give --calibrate images"):
+        retrofit.export_onnx(model, path, input_size=SIZE, precision="int8")
+    with pytest.raises(UsageError, match="no precision 'int4'; use float32, float16, int8"):
+        retrofit.export_onnx(model, path, input_size=SIZE, precision="int4")  # type: ignore[arg-type]
+    for precision in ("float16", "int8"):
+        with pytest.raises(RetrofitError, match=r"differs from PyTorch by .* more than 1e-06; .*raise --tolerance"):
+            export(model, path, precision=precision, tolerance=1e-6)
+    assert list(tmp_path.iterdir()) == []
