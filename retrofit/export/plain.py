@@ -23,6 +23,7 @@ from retrofit.graph.rewrite import replace_module
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, NormalityMixin, ProxyNorm
 from retrofit.layers.constant_affine import ConstantAffine
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
+from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.weight_standardization import WeightStandardization
 
 _Migrated = MigratedGroupNorm | FrozenBatchNorm
@@ -153,7 +154,7 @@ def _affine(layer: Any, feeder: nn.Module | None) -> nn.Module:
     return _behind((scale, shift), feeder, layer.running_mean, parts)
 
 
-class Pointwise(nn.Conv1d):
+class Pointwise(LeafMixin, nn.Conv1d):
     """weight * x + bias per channel of (N, C, *), as a convolution: per-sample gradients know those."""
 
     def __init__(self, channels: int, bias: bool) -> None:

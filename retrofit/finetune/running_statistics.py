@@ -13,20 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
-from retrofit.layers.batch_norm import _BatchNormalNorm
-from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.surgery import convert
 from retrofit.utils.evaluating import evaluating
-
-_OF_BATCHES = (_BatchNorm, _BatchNormalNorm, DecorrelatedNorm)
 
 
 @torch.no_grad()
 def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
-    """Estimate the running statistics of batch normalizations anew, as `torch.optim.swa_utils.update_bn` does.
+    """Estimate the running statistics of batch normalizations anew, with lambda and whitening of converted layers.
 
-    That one knows torch's layers alone; this one the converted ones too, with their lambda and whitening. Migrated and
-    frozen statistics are constants, and stay.
+    `torch.optim.swa_utils.update_bn` does so too. This one reads no data where there is nothing to estimate, refuses an
+    empty loader and restores every mode. Migrated and frozen statistics are constants, and stay.
 
     Args:
         loader: Batches: tensors, or lists and tuples whose first entry is the input.
@@ -39,7 +35,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     Raises:
         RetrofitError: If the loader is empty.
     """
-    found: list[Any] = _tracking(model)
+    found: list[Any] = [layer for layer in _tracking(model) if not getattr(layer, "frozen", False)]
     if not found:
         return 0
     momenta = {layer: layer.momentum for layer in found}
@@ -164,11 +160,11 @@ def freeze_norms(model: nn.Module) -> int:
         if isinstance(layer, StrengthMixin):
             layer.frozen = True
             layer.eval()
-    if any(isinstance(layer, _BatchNorm) for layer in found):
+    if any(not isinstance(layer, StrengthMixin) for layer in found):
         convert(model, "frozen", source="bn", check=False)
     return len(found)
 
 
 def _tracking(model: nn.Module) -> list[nn.Module]:
     """Layers that normalize by the batch in training and by running statistics after it."""
-    return [m for m in model.modules() if isinstance(m, _OF_BATCHES) and getattr(m, "running_mean", None) is not None]
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and getattr(m, "running_mean", None) is not None]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, get_args
 import torch
 from torch import Tensor
 
+from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.normality_norm import NoiseKind, NormalityOptions
 from retrofit.layers.settings import SettingsMixin, hold_settings
 from retrofit.layers.transforms import transformed
@@ -20,7 +21,7 @@ _UNIT = 2.0**-40
 _SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of 0.01
 
 
-class StrengthMixin(SettingsMixin):
+class StrengthMixin(LeafMixin, SettingsMixin):
     """A layer that lies on the path from its source layer (strength 0) to the paper's (strength 1).
 
     The buffer `strength` is a code: t and its square, (2,), in units of 2^-40. A tensor, so that changing t triggers no

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.layers.base import NormalityMixin
+from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
 from retrofit.layers.functional import batch_normal_norm
 from retrofit.layers.normality_norm import NoiseKind
 
 
 class RunningNormality(NormalityMixin, _NormBase):
     """torch's running statistics, with a running lambda beside them.
-
-    It is no `_BatchNorm`: what fuses, freezes or synchronizes BatchNorm would drop the transform without a word.
 
     Attributes:
         running_lambda: Running average of the lambda estimates, (C,), whatever the strength; the layer uses
@@ -53,7 +52,9 @@ class RunningNormality(NormalityMixin, _NormBase):
         self._register_options(noise, strength, steps, noise_kind, alpha, device)
 
     def reset_running_stats(self) -> None:
-        """Return the running statistics to mean 0, variance 1, lambda 1."""
+        """Return the running statistics to mean 0, variance 1, lambda 1, unless the layer is frozen."""
+        if self.frozen:
+            return
         super().reset_running_stats()
         if getattr(self, "running_lambda", None) is not None:
             self.running_lambda.fill_(1)  # type: ignore[union-attr]
@@ -74,7 +75,7 @@ class RunningNormality(NormalityMixin, _NormBase):
         return (self.running_mean, self.running_var, self.running_lambda) if used else (None, None, None)
 
 
-class _BatchNormalNorm(RunningNormality):
+class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
     """Batch normality normalization: a set is a channel over (N, *)."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from retrofit.layers.leaf import LeafMixin
 
 
-class ConstantAffine(nn.Module):
+class ConstantAffine(LeafMixin):
     """x * scale + shift per channel.
 
     It has no parameters: it is what is left of statistics that were migrated, where no layer beside it takes them in.

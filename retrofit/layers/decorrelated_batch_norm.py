@@ -17,6 +17,7 @@ from retrofit.layers.batch_norm import (
     RunningNormality,
     _BatchNormalNorm,
 )
+from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
 from retrofit.layers.functional import _empty, _update_running
 from retrofit.layers.inverse_square_root import (
     GROUP_SIZE,
@@ -37,7 +38,7 @@ from retrofit.layers.transforms import transformed
 from retrofit.layers.yeo_johnson import yeo_johnson
 
 
-class DecorrelatedNorm(StrengthMixin, _NormBase):
+class DecorrelatedNorm(BatchStatisticsMixin):
     """Mixin: groups of channels are whitened where BatchNorm divides each by its standard deviation.
 
     With S the covariance of a group over (N, *), the matrix that multiplies the centred values is
@@ -82,7 +83,9 @@ class DecorrelatedNorm(StrengthMixin, _NormBase):
         self.reset_running_whitening()
 
     def reset_running_stats(self) -> None:
-        """Return the running statistics to mean 0, variance 1 and no correlation."""
+        """Return the running statistics to mean 0, variance 1 and no correlation, unless the layer is frozen."""
+        if self.frozen:
+            return
         super().reset_running_stats()
         if "running_whitening" in self._buffers:
             self.reset_running_whitening()

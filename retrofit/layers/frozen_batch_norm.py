@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.norm_act import _ThenActivate
 
 
-class FrozenBatchNorm(nn.Module):
+class FrozenBatchNorm(LeafMixin):
     """(x - running_mean) / sqrt(running_var + eps) * weight + bias per channel, in training and evaluation alike.
 
     It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the

@@ -1,0 +1,43 @@
+"""What the functions of torch and timm that walk through a network do with our layers of batch statistics."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from retrofit.errors import RetrofitError
+from retrofit.layers.base import StrengthMixin
+
+_INSTEAD = {
+    "convert_sync_batchnorm": "call retrofit.sync_norms(model) in its place",
+    "convert_splitbn_model": "leave it out",
+}
+
+
+class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
+    """A layer that normalizes by the batch in training and keeps running statistics: to torch, a `_BatchNorm`.
+
+    That is what `torch.optim.swa_utils.update_bn`, Lightning's weight averaging and others look for in order to
+    estimate the statistics anew. Those that put a BatchNorm of their own in a layer's place would drop what ours adds
+    to one. All of them ask each layer for its children, and nothing else tells a layer that they came by.
+    """
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Return the children. Timm's `freeze_batch_norm_2d` and its opposite, when they ask, do to this layer as said.
+
+        Raises:
+            RetrofitError: If a function asks that replaces every BatchNorm by one of its own.
+        """
+        asking = sys._getframe(1).f_code.co_name
+        if asking in _INSTEAD:
+            raise RetrofitError(
+                f"{asking} would put a plain BatchNorm in the place of {type(self).__name__}, without its transform; "
+                f"{_INSTEAD[asking]}"
+            )
+        if asking in ("freeze_batch_norm_2d", "unfreeze_batch_norm_2d"):
+            self.frozen = asking == "freeze_batch_norm_2d"
+            self.training = not self.frozen
+        return super().named_children()

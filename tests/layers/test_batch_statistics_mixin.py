@@ -1,0 +1,98 @@
+"""What torch's and timm's functions that walk through networks do with layers of batch statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from timm.layers import (
+    convert_splitbn_model,
+    convert_sync_batchnorm,
+    freeze_batch_norm_2d,
+    unfreeze_batch_norm_2d,
+)
+from timm.utils import freeze
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+import retrofit
+from retrofit.layers import BatchNormalNorm2d, BatchNormalNormAct2d, DecorrelatedBatchNormalNorm2d, SyncBatchNormalNorm
+
+LAYERS = {
+    "bnn": lambda: BatchNormalNorm2d(8, noise=0.0),
+    "act": lambda: BatchNormalNormAct2d(8, noise=0.0),
+    "sync": lambda: SyncBatchNormalNorm(8, noise=0.0),
+    "dbnn": lambda: DecorrelatedBatchNormalNorm2d(8, group_size=4, noise=0.0),
+}
+BATCHES = [torch.randn(16, 8, 4, 4).exp() for _ in range(3)]
+
+
+def model(name: str) -> nn.Sequential:
+    return nn.Sequential(LAYERS[name](), nn.BatchNorm2d(8)).train()
+
+
+def statistics(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in layer.named_buffers() if "running" in name}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_torchs_update_bn_does_what_ours_does(name: str) -> None:
+    one, other = model(name), model(name)
+    other.load_state_dict(one.state_dict())
+    update_bn(BATCHES, one)
+    retrofit.update_bn(BATCHES, other)
+    assert not torch.equal(one[0].running_lambda, torch.ones(8))
+    torch.testing.assert_close(statistics(one), statistics(other))
+    assert one[0].momentum == 0.1
+
+
+@pytest.mark.parametrize("estimate", [update_bn, retrofit.update_bn])
+def test_frozen_statistics_are_not_estimated_anew(estimate: Callable[..., object]) -> None:
+    network = nn.Sequential(model("bnn")[0], nn.Linear(4, 4))
+    network(BATCHES[0])
+    retrofit.freeze_norms(network)
+    before = statistics(network)
+    estimate(BATCHES, network)
+    torch.testing.assert_close(statistics(network), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "replace", [nn.SyncBatchNorm.convert_sync_batchnorm, convert_sync_batchnorm, convert_splitbn_model]
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_would_replace_a_layer_is_refused(name: str, replace: Callable[[nn.Module], nn.Module]) -> None:
+    network = model(name)
+    with pytest.raises(retrofit.RetrofitError, match=f"in the place of {type(network[0]).__name__}, without its tr"):
+        replace(network)
+    assert type(network[0]) is type(LAYERS[name]())
+
+
+def test_layers_without_batch_statistics_may_be_walked_through() -> None:
+    network, _ = retrofit.convert(timm.create_model("test_resnet").eval(), "ln-pn")
+    types = [type(module) for module in network.modules()]
+    assert [type(module) for module in convert_sync_batchnorm(network).modules()] == types
+    assert [type(module) for module in freeze_batch_norm_2d(network).modules()] == types
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_timm_freezes_and_thaws(name: str) -> None:
+    network = model(name)
+    network(BATCHES[0])
+    frozen = freeze_batch_norm_2d(network)
+    assert frozen[0] is network[0]
+    before = statistics(frozen)
+    frozen.train()(BATCHES[1])
+    torch.testing.assert_close(statistics(frozen), before, rtol=0, atol=0)
+    unfreeze_batch_norm_2d(frozen).train()(BATCHES[1])
+    assert not torch.equal(frozen[0].running_lambda, before["0.running_lambda"])
+
+
+@pytest.mark.parametrize("submodules", [[], ["0"]])
+def test_timm_freezes_with_the_parameters(submodules: list[str]) -> None:
+    network = model("bnn")
+    freeze(network, submodules)
+    assert network[0].frozen
+    assert not network[0].training
+    assert not network[0].weight.requires_grad
