@@ -138,13 +138,8 @@ def compare(run: Callable[[Tensor], Sequence[Tensor]], check: Check) -> Parity:
             worst[-1] = float("inf"), 1.0
             continue
         for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            finite = a[a.isfinite()]
-            gap = (a.double() - b.double())[(a != b) & ~(a.isnan() & b.isnan())].abs()
             difference, scale = worst.get(number, (0.0, 0.0))
-            worst[number] = (
-                max(difference, float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0),
-                max(scale, float(finite.abs().max()) if finite.numel() else 0.0),
-            )
+            worst[number] = max(difference, largest_gap(a, b)), max(scale, scale_of(a))
         if ours and ours[0].ndim == 2:
             same += int((ours[0].argmax(1) == theirs[0].argmax(1)).sum())
             scored += len(batch)
@@ -154,3 +149,15 @@ def compare(run: Callable[[Tensor], Sequence[Tensor]], check: Check) -> Parity:
     return max(
         found, key=lambda one: (one.share, one.scale), default=Parity(sizes, 0.0, 0.0, agreement, check.tolerance)
     )
+
+
+def largest_gap(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference: inf where NaN or infinity is on one side only."""
+    gap = (one.double() - other.double())[(one != other) & ~(one.isnan() & other.isnan())].abs()
+    return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0
+
+
+def scale_of(output: Tensor) -> float:
+    """Return the largest absolute value that is finite; 0 if none is."""
+    finite = output[output.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

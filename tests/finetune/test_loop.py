@@ -399,3 +399,13 @@ def test_running_statistics_that_will_not_catch_up(train: Train, momentum: float
     listener = Listener()
     train("run", epochs=1, bn_momentum=momentum, callback=listener)
     assert any("raise --bn-momentum" in note for note in listener.notes) is warned
+
+
+@pytest.mark.parametrize("schedule", ["off", "linear"])
+def test_a_strength_that_nobody_set_is_warned_of(train: Train, schedule: str) -> None:
+    """As an average of weights leaves it: the run would train other layers than those of the averaged network."""
+    network, listener = small_network(), Listener()
+    retrofit.set_strength(network.model, 0.02531)
+    train("run", network, watcher=listener, epochs=1, strength_sched=schedule)
+    warned = [note for note in listener.notes if "layers stand at strength 0.0253" in note]
+    assert len(warned) == (schedule == "off")  # a schedule sets it

@@ -1,4 +1,4 @@
-"""Every target through the quick commands, at three strengths: each cell is right, or refused as listed.
+"""Every target through every command, at three strengths: each cell is right, or refused as listed.
 
 A cell starts from a network with random weights, affines and statistics, converted by the command line, its running
 lambdas random too. What a cell must answer is computed apart from the command: from the plain network, or from the
@@ -7,25 +7,31 @@ converted one in PyTorch. No cell skips: what cannot be answered stands in `REFU
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from timm.data import create_transform
 from torch import Tensor, nn
 
 import retrofit
 from retrofit.cli import main
+from retrofit.finetune import loop
+from retrofit.finetune.recipe import load_recipe
 from retrofit.layers import StrengthMixin
 from retrofit.networks.models import open_model
 from retrofit.surgery import TARGETS
+from tests.grid.networks import build
 from tests.pictures import COLOURS, write_folder
 
 SIZE = 32
@@ -33,10 +39,13 @@ STRENGTHS = (0.0, 0.5, 1.0)
 
 # A network that holds the target's source, and another target that still finds something in it afterwards.
 COATNET = "test_coatnet"  # BatchNorm and LayerNorm
+OWN = "py:tests.grid.networks:build"  # GroupNorm and InstanceNorm
 NETWORKS: dict[str, tuple[str, str]] = {
     "bnn": (COATNET, "lnn"),
     "lnn": (COATNET, "bnn"),
     "gnn": ("test_efficientnet_gn", "normal"),
+    "gnn, own": (OWN, "inn"),
+    "inn, own": (OWN, "gnn"),
     "normal": (COATNET, "bnn"),
     "gn": (COATNET, "lnn"),
     "ln": (COATNET, "lnn"),
@@ -51,15 +60,15 @@ NETWORKS: dict[str, tuple[str, str]] = {
 WITHOUT_STRENGTH = {"frozen", "evonorm-s0", "frn-tlu"}
 NOT_IDENTICAL = {"evonorm-s0", "frn-tlu"}
 
-# (command, target): what the one line of the refusal says.
+# (command, row of `NETWORKS`): what the one line of the refusal says.
 REFUSED: dict[tuple[str, str], str] = {
     ("again", "normal"): "nothing to convert to bnn",
     ("again", "gnn"): "nothing to convert to normal",
 }
-BY_HAND = {"inn"}  # no classifier of timm or torchvision holds InstanceNorm: see tests/export/test_grid.py
 
 Cell = Callable[["Network"], None]
 COMMANDS: dict[str, Cell] = {}
+SLOW: set[str] = set()
 
 
 def command(function: Cell) -> Cell:
@@ -68,12 +77,19 @@ def command(function: Cell) -> Cell:
     return function
 
 
+def slow_command(function: Cell) -> Cell:
+    """Make a function a row of the grid that is run with the slow tests."""
+    SLOW.add(function.__name__)
+    return command(function)
+
+
 class Network:
     """A converted network in a folder of its own: `artifact`, and `source`, the plain network that it came from."""
 
-    def __init__(self, target: str, strength: float, folder: Path) -> None:
-        self.target, self.strength, self.folder = target, strength, folder
-        self.name, self.other = NETWORKS[target]
+    def __init__(self, row: str, strength: float, folder: Path) -> None:
+        self.target, self.strength, self.folder = row.partition(",")[0], strength, folder
+        self.name, self.other = NETWORKS[row]
+        self.own = ["--network", OWN] if self.name == OWN else []  # what builds it is said anew each time
         self.source = open_model(self.name, num_classes=3, img_size=SIZE).model.eval()
         randomize(self.source)
         save_file(self.source.state_dict(), folder / "weights.safetensors")
@@ -109,13 +125,34 @@ class Network:
 
     def load(self, path: Path | None = None) -> nn.Module:
         """Load an artifact in Python, in evaluation mode."""
-        return retrofit.load(path or self.artifact).eval()
+        return retrofit.load(path or self.artifact, into=build(img_size=SIZE) if self.own else None).eval()
 
-    @property
+    @cached_property
     def pictures(self) -> Path:
-        """Pictures of three classes."""
-        root = self.folder / "pictures"
-        return root if root.is_dir() else write_folder(root, wrong=0, each=8)
+        """Pictures of three classes, eight each."""
+        root = write_folder(self.folder / "pictures", wrong=0, each=8)
+        noise = np.random.default_rng(0)
+        for file in sorted(root.rglob("*.png")):  # of one colour, they leave channels without variance
+            colours = np.asarray(Image.open(file)) + noise.normal(0, 40, (30, 40, 3))
+            Image.fromarray(colours.clip(0, 255).astype(np.uint8)).save(file)
+        return root
+
+    def prepared(self) -> tuple[Tensor, Tensor]:
+        """The pictures as timm prepares them, and their classes."""
+        preprocess = vars(self.load())["_retrofit_preprocess"].to_dict()
+        transform = create_transform(
+            **{key: preprocess[key] for key in ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")}
+        )
+        files = sorted(self.pictures.rglob("*.png"))
+        labels = torch.tensor([sorted(COLOURS).index(file.parent.name) for file in files])
+        return torch.stack([transform(Image.open(file)) for file in files]), labels
+
+    @cached_property
+    def trained(self) -> Path:
+        """The folder of a run to its end."""
+        words = ["--epochs", 2, "-b", 4, "-j", 0, "--val-split", 0.25, "--lr", 1e-3, "--device", "cpu", "-o", "whole"]
+        self.run("finetune", self.artifact, *self.own, "--data-dir", self.pictures, *words)
+        return self.folder / "whole"
 
 
 def randomize(model: nn.Module) -> None:
@@ -175,7 +212,7 @@ def convert(network: Network) -> None:
 @command
 def again(network: Network) -> None:
     """A second target converts what the first left, and leaves the first's layers as they are."""
-    words = [network.artifact.name, "--to", network.other, "-o", "again.safetensors"]
+    words = [network.artifact.name, *network.own, "--to", network.other, "-o", "again.safetensors"]
     network.run("convert", *words)
     first, second = network.load(), network.load(network.folder / "again.safetensors")
     assert gap(first, second) < 1e-4
@@ -200,19 +237,15 @@ def save(network: Network) -> None:
 @command
 def evaluate(network: Network) -> None:
     """The accuracy is that of the network in PyTorch, on pictures prepared by timm."""
-    found = network.run("evaluate", network.artifact, "--data-dir", network.pictures, "--json", "-j0")
-    model = network.load()
-    preprocess = vars(model)["_retrofit_preprocess"].to_dict()
-    transform = create_transform(
-        **{key: preprocess[key] for key in ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")}
-    )
-    right = 0
-    for label, name in enumerate(sorted(COLOURS)):
-        for file in sorted((network.pictures / name).iterdir()):
-            with torch.no_grad():
-                right += int(model(transform(Image.open(file))[None]).argmax()) == label
+    found = network.run("evaluate", network.artifact, *network.own, "--data-dir", network.pictures, "--json", "-j0")
     assert found["images"] == 24
-    assert found["top1"] == pytest.approx(100 * right / 24, abs=100 / 24)  # one picture may be a tie
+    assert found["top1"] == pytest.approx(top1(network), abs=100 / 24)  # one picture may be a tie
+
+
+@torch.no_grad()
+def top1(network: Network) -> float:
+    images, labels = network.prepared()
+    return float(100 * (network.load()(images).argmax(1) == labels).float().mean())
 
 
 @command
@@ -222,39 +255,163 @@ def fold(network: Network) -> None:
     assert gap(model, retrofit.fold(model)) < 1e-4
 
 
+def epochs(folder: Path) -> list[dict[str, str]]:
+    """What a run wrote of each epoch, but for its speed."""
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        del row["images_per_second"]
+    return rows
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors that a run ended with."""
+    return {f"{name} {key}": value for name in ("last", "best")
+            for key, value in load_file(folder / f"{name}.safetensors").items()}  # fmt: skip
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@slow_command
+def finetune(network: Network) -> None:
+    """Fine-tuned to the end, it stands at full strength, its weights are others and as good as their figures say."""
+    rows = epochs(network.trained)
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    model = network.load(network.trained / "last.safetensors")
+    assert set(strengths(model)) == (set() if network.target in WITHOUT_STRENGTH else {1.0})
+    before = dict(network.load().named_parameters())
+    moved = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
+    assert len(moved) > len(before) / 2
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
+@slow_command
+def resume(network: Network) -> None:
+    """A run that is stopped after its first epoch, and resumed, ends as the one that was not."""
+    recipe, folder = load_recipe(network.trained / "recipe.yaml", {}), network.folder / "stopped"
+    own = network.own[-1] if network.own else None
+    begun = open_model(str(network.artifact), network=own)
+    epoch = int(epochs(network.trained)[0]["step"])
+    asked = iter([*[False] * (epoch - 1), True])
+    stopped = loop.finetune(begun, recipe, folder, stop=lambda: next(asked))
+    assert (stopped.step, stopped.finished) == (epoch, False)
+    network.run("finetune", *network.own, "--resume", folder)
+    assert_same(tensors(folder), tensors(network.trained))
+    assert epochs(folder) == epochs(network.trained)
+
+
+@slow_command
+def finished(network: Network) -> None:
+    """A run that is finished has nothing left to do, and nothing of it changes."""
+    before, rows = tensors(network.trained), epochs(network.trained)
+    network.run("finetune", *network.own, "--resume", network.trained)
+    assert_same(tensors(network.trained), before)
+    assert epochs(network.trained) == rows
+
+
+def answers(path: Path) -> Callable[[Tensor], Tensor]:
+    """What ONNX Runtime computes with a file."""
+    session = onnxruntime.InferenceSession(str(path))
+    return lambda images: torch.from_numpy(session.run(None, {"input": images.numpy()})[0])
+
+
+@slow_command
+def exact(network: Network) -> None:
+    """ONNX Runtime answers as the network does in PyTorch."""
+    found = network.run("export", network.artifact, *network.own, "-o", "exact.onnx", "--json")
+    assert found["parity"]["passed"]
+    assert gap(network.load(), answers(network.folder / "exact.onnx")) < 1e-4
+
+
+@slow_command
+def poly(network: Network) -> None:
+    """On the pictures, an approximation is as near as it has to be."""
+    words = ["--fold", "poly", "--calibrate", network.pictures, "-o", "poly.onnx", "--json"]
+    found = network.run("export", network.artifact, *network.own, *words)
+    assert found["parity"]["passed"]
+    images, _ = network.prepared()
+    with torch.no_grad():
+        expected = network.load()(images)
+    difference = (answers(network.folder / "poly.onnx")(images) - expected).abs().max()
+    assert difference < 0.05 * expected.abs().max()  # those that it was fitted on too
+
+
+@slow_command
+def diagnose(network: Network) -> None:
+    """Every converted layer is measured, and the accuracy on clean pictures is the network's."""
+    words = ["--images", 24, "-b", 6, "--channels", 2, "-o", "diagnosis", "--json"]
+    found = network.run("diagnose", network.artifact, *network.own, "--data-dir", network.pictures, *words)
+    (measured,) = found["networks"].values()
+    layers = {row["name"] for row in network.converted["layers"] if row["status"] == "converted"}
+    assert layers <= {layer["name"] for layer in measured["layers"]}
+    assert measured["input_noise"][0]["top1"] == pytest.approx(top1(network), abs=100 / 24)
+    assert (network.folder / "diagnosis" / "index.html").stat().st_size > 10_000
+
+
+@slow_command
+def bench(network: Network) -> None:
+    """It is measured against its source, in evaluation and in training."""
+    found = network.run("bench", network.artifact, *network.own, "-b", 2, "--rounds", 3, "--json")
+    assert [(cost["mode"], cost["time_ratio"] is None) for cost in found["costs"]] == [
+        (mode, reference) for mode in ("eval", "train") for reference in (False, True)
+    ]
+    assert all(cost["seconds"]["median"] > 0 for cost in found["costs"])
+    converted, source = found["networks"].values()
+    assert (converted["target"], source["target"]) == (network.target, None)
+    assert converted["strength"] == (None if network.target in WITHOUT_STRENGTH else network.strength)
+
+
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float], Network]:
     """Convert each network once a process."""
     made: dict[tuple[str, float], Network] = {}
 
-    def get(target: str, strength: float) -> Network:
-        if (target, strength) not in made:
-            made[target, strength] = Network(target, strength, tmp_path_factory.mktemp("grid"))
-        return made[target, strength]
+    def get(row: str, strength: float) -> Network:
+        if (row, strength) not in made:
+            made.clear()  # the cells of a network follow one another
+            made[row, strength] = Network(row, strength, tmp_path_factory.mktemp("grid"))
+        return made[row, strength]
 
     return get
 
 
+def strengths_of(row: str) -> tuple[float, ...]:
+    """The strengths that a row of `NETWORKS` is tried at."""
+    return (0.0,) if row in WITHOUT_STRENGTH else STRENGTHS
+
+
 def cells() -> Iterator[Any]:
-    """Every command of every target at every strength that it has."""
-    for name in COMMANDS:
-        for target in NETWORKS:
-            for strength in (0.0,) if target in WITHOUT_STRENGTH else STRENGTHS:
-                yield pytest.param(name, target, strength, id=f"{name}-{target}-{strength:g}")
+    """Every command of every target at every strength that it has; those of one network follow one another."""
+    for row in NETWORKS:
+        for strength in strengths_of(row):
+            for name in COMMANDS:
+                marks = [pytest.mark.slow] if name in SLOW else []
+                yield pytest.param(name, row, strength, id=f"{name}-{row}-{strength:g}", marks=marks)
 
 
 def test_the_grid_holds_every_target() -> None:
-    assert set(NETWORKS) | BY_HAND == set(TARGETS)
+    assert {row.partition(",")[0] for row in NETWORKS} == set(TARGETS)
 
 
-@pytest.mark.parametrize(("name", "target", "strength"), list(cells()))
-def test_cell(name: str, target: str, strength: float, networks: Callable[[str, float], Network]) -> None:
-    check = partial(COMMANDS[name], networks(target, strength))
-    if (expected := REFUSED.get((name, target))) is None:
-        check()
+def test_the_documentation_counts_the_cells() -> None:
+    total = len(list(cells()))
+    refused = sum(len(strengths_of(row)) for _, row in REFUSED)
+    page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text()
+    assert f"{total - refused} cells pass, {refused} refuse" in " ".join(page.split())
+
+
+@pytest.mark.parametrize(("name", "row", "strength"), list(cells()))
+def test_cell(name: str, row: str, strength: float, networks: Callable[[str, float], Network]) -> None:
+    network = networks(row, strength)
+    if (expected := REFUSED.get((name, row))) is None:
+        COMMANDS[name](network)
         return
     with pytest.raises(AssertionError) as refusal:  # the command's own error line, which `Network.run` found
-        check()
+        COMMANDS[name](network)
     lines = [line for line in str(refusal.value).splitlines() if line.startswith("error: ")]
     assert len(lines) <= 1
     assert expected in str(refusal.value)

@@ -21,6 +21,7 @@ from retrofit.export.approximation.polynomial import PolynomialFitter
 from retrofit.export.forms import channel_map
 from retrofit.export.forms.channel_map import ChannelMap
 from retrofit.export.forms.operations import constant_norm
+from retrofit.export.parity import largest_gap, scale_of
 from retrofit.layers.lambdas import lambda_values
 from retrofit.utils.placement import device_of
 
@@ -81,7 +82,7 @@ class Approximation:
         runtime: What constant transforms are approximated for; None leaves them exact.
         degree: Of all polynomials, or the number of lines; None for as few as meet the tolerance.
         freeze_lambda: Whether layers that estimate lambda take its mean over the images instead.
-        tolerance: Largest difference of the output, as a share of the largest output.
+        tolerance: Largest difference of an output, as a share of its scale.
         fit: Batches of images to fit on; without any, the running statistics have to do.
         check: Batches to judge on.
     """
@@ -150,12 +151,16 @@ def answers(net: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _difference(net: nn.Module, batches: Sequence[Tensor], expected: Sequence[Sequence[Tensor]], limit: float) -> float:
-    """Return the largest difference as a share of the largest output; of batches up to the first beyond a limit."""
-    scale = max(float(leaf.abs().max()) for leaves in expected for leaf in leaves)
+    """Return how far off the output is that is furthest off for its scale; of batches up to the first beyond a limit.
+
+    As `parity.compare` will judge the folded network: each output by its own scale, over all batches.
+    """
+    scales = [max(map(scale_of, leaves)) for leaves in zip(*expected, strict=True)]
     largest = 0.0
     for batch, leaves in zip(batches, expected, strict=True):
-        gap = max(float((a - b).abs().max()) for a, b in zip(leaves, answers(net, [batch]), strict=True))
-        largest = max(largest, gap / scale if scale and math.isfinite(gap) else math.inf)
+        gaps = map(largest_gap, leaves, answers(net, [batch]))
+        for gap, scale in zip(gaps, scales, strict=True):
+            largest = max(largest, gap / scale if scale else math.inf if gap else 0.0)
         if largest > limit:
             break
     return largest
@@ -198,7 +203,7 @@ def _candidates(
                 fits.append(fitter.fit(size))
                 costs.append(family.base + size * family.each)
         with _approximated(transforms, {layer: fits[1]}):
-            gaps = [a.double() - b for a, b in zip(expected, answers(net, [few]), strict=True)]
+            gaps = [(a.double() - b) / (scale_of(a) or 1.0) for a, b in zip(expected, answers(net, [few]), strict=True)]
         change = sum(float(gap.square().sum()) for gap in gaps)
         harm = change / max(fits[1].rms_error ** 2, 1e-30)
         found.append(Candidate(layer, fits, costs, harm, math.prod(transforms[layer].shape)))

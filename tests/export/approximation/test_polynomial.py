@@ -195,6 +195,25 @@ def test_a_layer_gets_what_its_errors_cost_the_network(images: list[Tensor]) -> 
     assert (loud.degree or 9) > (quiet.degree or 9)
 
 
+class TwoOutputs(nn.Module):
+    """A large output of an almost linear branch, and a small one of a bent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = network(0.999, 1.001, nn.ReLU()), network(-0.5, 2.5, nn.ReLU())
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"large": 1000 * self.large(x), "small": self.small(x)}
+
+
+def test_each_output_is_met_by_its_own_scale(images: list[Tensor]) -> None:
+    model, x = TwoOutputs().eval(), torch.cat(images)
+    folded = retrofit.fold(model, "poly", input_size=(4, 9, 9), calibrate=images, tolerance=0.02)
+    with torch.no_grad():
+        found, expected = folded(x[1::2])["small"], model(x[1::2])["small"]
+    assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
 def test_nearly_affine_layer_folds_away(images: list[Tensor]) -> None:
     folded = fold(network(0.9999, 1.0001, nn.ReLU()), images)
     assert folded.layers[0].form == "folded"
