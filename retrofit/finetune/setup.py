@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import ImageData
 from retrofit.networks.models import Network
 from retrofit.utils.evaluating import evaluating
+from retrofit.utils.files import termination_unwinds
 from retrofit.utils.text import one_line
 
 
@@ -74,6 +77,20 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another with -o") from error
+
+
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove a folder that was not there, or empty one that was empty, if the body fails or is interrupted."""
+    there = folder.exists()
+    with termination_unwinds():
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            if there:
+                folder.mkdir(exist_ok=True)
+            raise
 
 
 def fit_network(

@@ -229,6 +229,13 @@ class ProxyNorm(StrengthMixin):
                     state_dict[f"{prefix}activation.{name}"] = state_dict.pop(prefix + name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse tensors for the activation under its old names, as functional_call with a state dict sets them."""
+        activation = vars(self).get("_modules", {}).get("activation")
+        if isinstance(value, Tensor) and activation is not None and isinstance(getattr(activation, name, None), Tensor):
+            raise AttributeError(f"ProxyNorm holds no {name}; name it activation.{name}, as named_parameters() does")
+        super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
         """Return the arguments that differ between layers."""
         parts = [f"{self.num_features}, eps={self.eps}", f"params={self.proxy_bias is not None}", f"scale={self.scale}"]

@@ -28,6 +28,7 @@ from retrofit.utils.text import with_class
 TOLERANCE = 1e-4
 BATCHES = (1, 2)
 _SAMPLE = 4096  # elements kept of each layer's output: all of it would be gigabytes for a large network
+_ROUNDING = 8 * torch.finfo(torch.float32).eps  # of the layers' largest value: what float32 leaves of zero
 _FRAMES = 16  # of a video clip; torchvision's S3D and MViT take no fewer
 
 
@@ -127,11 +128,12 @@ class IdentityCheck:
 
         Returns:
             The network's output where that differs most; if the outputs pass, the first layer that does not; if every
-            output is zero, the layer that differs most.
+            output is zero but for rounding (the mean of what is normalized over it), the layer that differs most.
         """
         with _undisturbed(model):
             outputs, samples = self._run(model)
-        found = self._worst(zip(self._outputs, outputs, strict=True), "")
+        largest = max((_scale(value) for values in self._samples.values() for value in values), default=0.0)
+        found = self._worst(zip(self._outputs, outputs, strict=True), "", _ROUNDING * largest)
         if not layers or not found.passed:
             return found
         rows = [self._worst(zip(self._samples[name], samples[name], strict=True), name) for name in self._layers]
@@ -140,8 +142,10 @@ class IdentityCheck:
             return max(rows, key=lambda row: row.share)
         return failed or found
 
-    def _worst(self, pairs: Any, where: str) -> CheckResult:
-        found = [CheckResult(_difference(a, b), _scale(a), self.tolerance, where) for a, b in pairs]
+    def _worst(self, pairs: Any, where: str, zero: float = 0.0) -> CheckResult:
+        """Return the pair that differs most for its scale; values up to `zero` count as none."""
+        figures = [(_difference(a, b), _scale(a)) for a, b in pairs]
+        found = [CheckResult(*((0.0, 0.0) if max(two) <= zero else two), self.tolerance, where) for two in figures]
         return max(
             found, key=lambda result: (result.share, result.scale), default=CheckResult(0, 0, self.tolerance, where)
         )

@@ -1,12 +1,14 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -71,7 +73,7 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
     """
     target = ensure_writable(path, force)
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
-    with _termination_unwinds():
+    with termination_unwinds():
         try:
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
             mode = temporary.stat().st_mode  # as the user's umask has it; writers may put a private file in its place
@@ -86,6 +88,34 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Fill a folder aside and rename it when it is complete.
+
+    What stood there is replaced; it is back if the body fails, or the process is interrupted or terminated.
+
+    Args:
+        folder: The final name; its parent is there and can be written to.
+
+    Yields:
+        The empty folder to fill.
+    """
+    final = folder.absolute()
+    with termination_unwinds():
+        aside = Path(tempfile.mkdtemp(prefix=f".{final.name[:200]}.", suffix=".tmp", dir=final.parent))
+        new, old = aside / "new", aside / "old"
+        try:
+            new.mkdir()
+            yield new
+            if final.exists():
+                final.rename(old)
+            new.rename(final)
+        finally:
+            if old.exists() and not final.exists():
+                old.rename(final)
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
@@ -110,7 +140,7 @@ def _explained(error: OSError, path: str | Path) -> OSError | RetrofitError:
 
 
 @contextmanager
-def _termination_unwinds() -> Iterator[None]:
+def termination_unwinds() -> Iterator[None]:
     """Let SIGTERM unwind the stack, as Ctrl-C does, instead of ending the process on the spot."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -119,9 +119,7 @@ def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: st
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*tar:pytest.PytestUnraisableExceptionWarning")
-def test_real_photographs_with_real_weights(
-    run: Run, here: Path, shared_data: Path, real_weights: Path
-) -> None:
+def test_real_photographs_with_real_weights(run: Run, here: Path, shared_data: Path, real_weights: Path) -> None:
     loading = ["tf_efficientnet_lite0", "--checkpoint", real_weights, "--match", "order"]
     data = ["--data-dir", shared_data / "imagenet-samples-200.tar", "-j", "0", "--json"]
     data += ["--class-map", shared_data / "imagenet-classes.txt"]

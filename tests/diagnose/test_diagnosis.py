@@ -212,3 +212,23 @@ def test_a_failed_report_leaves_nothing(one: Any, tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="disk full"):
         write_report({"a": one}, {}, tmp_path / "report")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_an_interrupted_report_leaves_the_one_before(
+    calls: int, one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_report({"a": one}, {}, tmp_path / "report")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()}
+    real, left = Path.rename, iter([False] * calls + [True] + [False] * 9)
+
+    def rename(source: Path, target: Path) -> Path:
+        if next(left):
+            raise KeyboardInterrupt
+        return real(source, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        write_report({"b": one}, {}, tmp_path / "report")
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()} == before

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +236,33 @@ def test_large_weights_go_beside(model: nn.Module, tmp_path: Path, monkeypatch: 
     assert set(files) == {"out.onnx", "out.onnx.data"}
     assert report.bytes == sum(files.values())
     onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
+
+
+@pytest.mark.parametrize(("calls", "error"), [(0, KeyboardInterrupt), (1, KeyboardInterrupt), (2, OSError)])
+def test_a_pair_of_files_is_replaced_together(
+    calls: int, error: type[BaseException], model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pair() -> dict[str, str]:
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+
+    def replace(source: Any, target: Any) -> None:
+        if next(left):
+            raise error("stop")
+        real(source, target)
+
+    monkeypatch.setattr(write, "LARGEST", 100)
+    export(model, tmp_path / "out.onnx")
+    before = pair()
+    nn.init.ones_(model[4].weight)  # type: ignore[index,arg-type]
+    real, left = os.replace, iter([False] * calls + [True] + [False] * 9)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(error):
+            export(model, tmp_path / "out.onnx", force=True)
+    assert pair() == before
+    export(model, tmp_path / "out.onnx", force=True)
+    assert set(pair()) == set(before)
+    assert pair()["out.onnx.data"] != before["out.onnx.data"]
 
 
 def test_wrong_input_size(model: nn.Module, tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune import loop, run_report
 from retrofit.finetune.loop import resume_network
+from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import RunCallback, Step
 from retrofit.finetune.run_state import load_state
 from retrofit.layers import NormalityMixin
 from retrofit.layers.base import strength_code
 from retrofit.networks.models import open_model
 from retrofit.surgery import strength_of
-from tests.finetune.conftest import Train, small_network
+from tests.finetune.conftest import SMALL, Train, small_network
 
 
 class Listener(RunCallback):
@@ -406,6 +407,27 @@ def test_a_strength_that_nobody_set_is_warned_of(train: Train, schedule: str) ->
     """As an average of weights leaves it: the run would train other layers than those of the averaged network."""
     network, listener = small_network(), Listener()
     retrofit.set_strength(network.model, 0.02531)
-    train("run", network, watcher=listener, epochs=1, strength_sched=schedule)
+    train("run", network, callback=listener, epochs=1, strength_sched=schedule)
     warned = [note for note in listener.notes if "layers stand at strength 0.0253" in note]
     assert len(warned) == (schedule == "off")  # a schedule sets it
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RetrofitError])
+def test_a_run_without_a_state_leaves_no_folder(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], there: bool
+) -> None:
+    folder = tmp_path / "a" / "run"
+    if there:
+        folder.mkdir(parents=True)
+
+    def stop(*_: Any) -> None:
+        assert (folder / "recipe.yaml").exists()
+        raise error("stop")
+
+    monkeypatch.setattr(loop, "save_state", stop)
+    recipe = Recipe(data_dir=str(tmp_path / "pictures"), **SMALL)
+    with pytest.raises(error):
+        loop.finetune(small_network(), recipe, folder)
+    assert folder.exists() is there
+    assert not there or not list(folder.iterdir())

@@ -403,6 +403,16 @@ def test_the_activation_keeps_its_names_in_the_state_dict() -> None:
     assert torch.equal(other.act1.activation.weight, source.act1.weight)
 
 
+def test_functional_call_refuses_names_that_would_do_nothing() -> None:
+    net, x = Net(nn.PReLU(5)), torch.randn(4, 5)
+    state = {name: tensor + 1 for name, tensor in net.state_dict().items() if tensor.is_floating_point()}
+    with pytest.raises(AttributeError, match=r"name it activation\.weight, as named_parameters\(\) does"):
+        torch.func.functional_call(net, state, (x,))
+    parameters = {name: tensor + 1 for name, tensor in net.named_parameters()}
+    assert not torch.allclose(torch.func.functional_call(net, parameters, (x,)), net(x))
+    assert not hasattr(net.act1, "weight")
+
+
 @pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.PReLU(5)])
 def test_compiles_to_one_graph_that_strength_does_not_break(activation: nn.Module) -> None:
     net, x = Net(activation), torch.randn(4, 5)

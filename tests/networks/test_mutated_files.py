@@ -233,7 +233,9 @@ def _tensors(rng: random.Random, tensors: dict[str, torch.Tensor]) -> dict[str, 
         "shape": lambda: {name: tensor[None].repeat(2, *[1] * tensor.ndim)},
         "large": lambda: {name: torch.zeros(5_000_000)},
         "empty": lambda: {name: torch.zeros(0)},
-        "not a number": lambda: {name: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else -tensor},
+        "not a number": lambda: {
+            name: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else -tensor
+        },
         "moved": lambda: {name: tensor + 1},
     }
     return {**tensors, **changed[rng.choice(list(changed))]()}

@@ -89,6 +89,24 @@ def test_a_zero_output_is_judged_by_the_layers() -> None:
     assert result.scale > 0
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_output_of_rounding_errors_is_judged_by_the_layers(broken: bool) -> None:
+    """The mean of what was normalized over the same places is zero, whatever the network."""
+    norm = nn.InstanceNorm2d(8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4, bias=False))
+    check = IdentityCheck(model, SIZE)
+    norm.eps *= 1 + 1e-6  # other rounding
+    if broken:
+        norm.eps = 0.1
+    result = check.compare(model)
+    assert result.passed is not broken
+    assert (result.where, result.scale > 1) == ("1", True)
+    if broken:  # and what is no rounding error counts
+        norm.eps = 1e-5
+        model[4].register_parameter("bias", nn.Parameter(torch.full((4,), 1e-3)))
+        assert not check.compare(model).passed
+
+
 def test_training_flags_come_back_and_statistics_and_hooks_stay() -> None:
     model = Small().train()
     model.norm.eval()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retrofit.export.onnx.runtime import check_model, runner
 from retrofit.export.parity import Check, Parity, ParityError, compare
-from retrofit.utils.files import atomic_write, ensure_writable
+from retrofit.utils.files import atomic_write, ensure_writable, termination_unwinds
 
 LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
 
@@ -54,18 +54,27 @@ def _write_apart(
     checks: Sequence[Check],
 ) -> tuple[Parity, int]:
     data = ensure_writable(path.with_name(path.name + ".data"), force)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", suffix=".tmp", dir=path.parent) as folder:
+    with (
+        termination_unwinds(),
+        tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", suffix=".tmp", dir=path.parent) as folder,
+    ):
         aside = Path(folder) / path.name
+        weights, before = aside.with_name(data.name), aside.with_name("before")
         onnx.save_model(model, aside, save_as_external_data=True, location=data.name, size_threshold=1024)
         check_model(aside)
         found = _checked(runner(aside), checks)
-        length = aside.stat().st_size + (aside.parent / data.name).stat().st_size
-        os.replace(aside.parent / data.name, data)
+        length = aside.stat().st_size + weights.stat().st_size
         try:
+            if data.exists():
+                os.replace(data, before)
+            os.replace(weights, data)
             with atomic_write(path, force) as temporary:
                 temporary.write_bytes(aside.read_bytes())
         except BaseException:
-            data.unlink(missing_ok=True)
+            if not weights.exists():
+                data.unlink(missing_ok=True)
+            if before.exists():  # the weights of the file that stays
+                os.replace(before, data)
             raise
     return found, length
 
