@@ -13,6 +13,7 @@ from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
     from retrofit.bench import Cost, Spread
+    from retrofit.bench.exported import Runtime
     from retrofit.networks.models import Network
 
 HELP = """Measure what MODEL costs: time and peak memory of evaluation and of a training step.
@@ -21,15 +22,21 @@ An artifact is measured against the network that it was converted from, unless -
 networks take turns; ratios are medians over the turns, with their quartiles. A network named by --against gets images
 of MODEL's size; an artifact there gets its own.
 
+With --runtime, MODEL and --against are exported files, which are run as they are.
+
 \b
 $ retrofit bench resnet18-bnn.safetensors
 $ retrofit bench resnet18-bnn.safetensors --against resnet18-gn-pn.safetensors --mode train
+$ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
 """
 
 
 @click.command("bench", help=HELP)
 @model_argument
 @click.option("--against", metavar="MODEL", help="The reference (default: an artifact's source network).")
+@click.option(
+    "--runtime", type=click.Choice(["onnxruntime", "openvino"]), help="Measure exported files in this runtime."
+)
 @click.option("--mode", type=click.Choice(["both", "eval", "train"]), default="both", help="Default: both.")
 @click.option("-b", "--batch-size", type=click.IntRange(min=2), default=16, metavar="N", help="Default: 16.")
 @click.option("--rounds", type=click.IntRange(min=3), default=15, metavar="N", help="Turns of each network (15).")
@@ -44,6 +51,7 @@ $ retrofit bench resnet18-bnn.safetensors --against resnet18-gn-pn.safetensors -
 def command(
     model: str,
     against: str | None,
+    runtime: Runtime | None,
     mode: str,
     batch_size: int,
     rounds: int,
@@ -56,6 +64,12 @@ def command(
     **options: Any,
 ) -> None:
     """Run `retrofit bench`."""
+    if runtime is not None:
+        own = {"mode": mode != "both", "device": device, "amp": amp, "channels-last": channels_last, "compile": compile}
+        _bench_files(model, against, runtime, batch_size, rounds, as_json, {**own, **options})
+        return
+    if model.endswith(".onnx"):
+        raise UsageError(f"{model} is an exported file; say with --runtime what to run it in")
     from retrofit.bench import Setting, measure
     from retrofit.bench.cost import MODES
     from retrofit.cli.network import open_network
@@ -80,6 +94,44 @@ def command(
         conversions = {model: network.conversion, name: reference.conversion}
         emit({"schema": 1, "machine": _machine(place), "batch_size": batch_size, "rounds": rounds,
               "networks": conversions, "costs": [_values(cost) for cost in found]})  # fmt: skip
+
+
+def _bench_files(
+    model: str,
+    against: str | None,
+    runtime: Runtime,
+    batch_size: int,
+    rounds: int,
+    as_json: bool,
+    others: dict[str, Any],
+) -> None:
+    """Measure exported files."""
+    from dataclasses import asdict
+    from pathlib import Path
+
+    import torch
+
+    from retrofit.bench.exported import measure_files
+
+    if given := [name.replace("_", "-") for name, value in others.items() if value]:
+        raise UsageError(f"an exported file is run as it is; drop --{given[0]}")
+    if against is None or against == model:
+        raise UsageError(f"{model} is measured against another file; name it with --against")
+    files = {name: Path(name) for name in (model, against)}
+    with progress_bar("measuring") as move:
+        found = measure_files(files, runtime, batch_size=batch_size, rounds=rounds, progress=move)
+    rows = []
+    for cost in found:
+        time = f"{cost.seconds.median * 1e3:.1f} ({cost.seconds.low * 1e3:.1f} to {cost.seconds.high * 1e3:.1f})"
+        rows.append(
+            (cost.file, time, "1" if cost.time_ratio is None else _ratio(cost.time_ratio), f"{cost.bytes / 1e6:.1f}")
+        )
+    show_table(("file", "ms a batch", "time ratio", "MB"), rows)
+    place = torch.device("cpu")
+    say(f"{rounds} turns each, batches of {batch_size} in {runtime}, {_machine(place)}")
+    if as_json:
+        emit({"schema": 1, "machine": _machine(place), "runtime": runtime, "batch_size": batch_size, "rounds": rounds,
+              "costs": [asdict(cost) for cost in found]})  # fmt: skip
 
 
 def _reference(model: str, network: Network, against: str | None, own: str | None) -> tuple[str, Network]:

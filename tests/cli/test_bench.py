@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,29 @@ def test_against_a_network_at_the_same_size(run: Run) -> None:
     result = run("bench", "test_resnet-bnn.safetensors", "--against", "test_vit", "--mode", "eval", *FEW)
     assert result.exit_code == 0, result.stderr
     assert f"batches of 2 at 3 x 48 x 48, {torch.get_num_threads()}" in result.stderr.replace("\n", " ")
+
+
+def test_exported_files(run: Run) -> None:
+    assert run("export", "test_resnet", "--img-size", "32", "-o", "a.onnx").exit_code == 0
+    assert run("export", "test_efficientnet", "--img-size", "48", "-o", "b.onnx").exit_code == 0
+    result = run("bench", "a.onnx", "--against", "b.onnx", "--runtime", "onnxruntime", *FEW, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["runtime"] == "onnxruntime"
+    one, other = found["costs"]
+    assert (one["file"], other["file"]) == ("a.onnx", "b.onnx")
+    assert one["time_ratio"]["median"] > 0
+    assert other["time_ratio"] is None
+    assert one["bytes"] == Path("a.onnx").stat().st_size
+    Path("damaged.onnx").write_bytes(b"no protobuf")
+    for words, message in (
+        (["a.onnx", "--against", "b.onnx"], "--runtime"),
+        (["a.onnx", "--runtime", "onnxruntime"], "--against"),
+        (["a.onnx", "--against", "b.onnx", "--runtime", "onnxruntime", "--amp"], "drop --amp"),
+        (["a.onnx", "--against", "absent.onnx", "--runtime", "onnxruntime"], "there is no file absent.onnx"),
+        (["damaged.onnx", "--against", "b.onnx", "--runtime", "onnxruntime"], "is not an ONNX file"),
+    ):
+        assert message in complaint(run("bench", *words))
 
 
 @pytest.mark.parametrize(
