@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from retrofit.finetune.batch_statistics import sync_norms
     from retrofit.finetune.running_statistics import freeze_norms, recentre, update_bn
     from retrofit.networks.artifact import load, save
+    from retrofit.networks.hub import push_to_hub, save_for_hub
     from retrofit.surgery import convert, plan, set_strength, strength_of
 
 __version__ = "0.1.0"
@@ -25,6 +26,8 @@ _HOME = {
     "strength_of": "retrofit.surgery",
     "load": "retrofit.networks.artifact",
     "save": "retrofit.networks.artifact",
+    "push_to_hub": "retrofit.networks.hub",
+    "save_for_hub": "retrofit.networks.hub",
     "export_onnx": "retrofit.export",
     "fold": "retrofit.export",
     "plain": "retrofit.export.plain",
@@ -51,8 +54,10 @@ __all__ = [
     "load",
     "plain",
     "plan",
+    "push_to_hub",
     "recentre",
     "save",
+    "save_for_hub",
     "set_strength",
     "strength_of",
     "sync_norms",

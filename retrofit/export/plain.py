@@ -25,6 +25,7 @@ from retrofit.layers.constant_affine import ConstantAffine
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.utils.copying import copied
 
 _Migrated = MigratedGroupNorm | FrozenBatchNorm
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -48,7 +49,7 @@ def plain(model: nn.Module) -> nn.Module:
         name, reason = hindered[0]
         more = f" (and {len(hindered) - 1} more layers)" if len(hindered) > 1 else ""
         raise RetrofitError(f"no layer of torch or timm computes what {name or 'the model'} does{more}: {reason}")
-    net = copy.deepcopy(model)
+    net = copied(model)
     vars(net).pop("_retrofit_plans", None)
     feeders = _feeders(net)
     constants = {layer: layer.constants(torch.float64) for layer in net.modules() if isinstance(layer, ProxyNorm)}

@@ -180,12 +180,13 @@ def is_plain_affine(module: nn.Module) -> bool:
     """Whether `module` is a convolution or linear layer that uses its weight and bias as they are.
 
     An affine map of its output then folds into them; a weight-standardised convolution would undo it, and so would
-    whatever makes the weight anew at every call (a parametrization, pruning, weight normalization).
+    whatever makes the weight anew at every call (a parametrization, pruning, weight normalization). Quantized and
+    sharded weights are tensors of their own kind, which do not take new values.
     """
     from timm.layers import Conv2dSame, Linear
 
     cls: Any = type(module)
-    if is_altered(module) or "weight" not in module._parameters:
+    if is_altered(module) or type(module._parameters.get("weight")) is not nn.Parameter:
         return False
     if cls in (Conv2dSame, Linear):
         return True

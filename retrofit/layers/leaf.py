@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx, nn
 from torch.nn.modules.module import _forward_unimplemented
+
+from retrofit.errors import RetrofitError
 
 
 class LeafMixin(nn.Module):
@@ -23,6 +25,12 @@ class LeafMixin(nn.Module):
         forward: Callable[..., Any] = cls.forward
         if forward is not _forward_unimplemented and not hasattr(forward, "_records_itself"):
             cls.forward = _recording(forward)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which does not know the language that the layers are written in."""
+        raise RetrofitError(
+            f"torch.jit.script cannot compile {type(self).__name__}; use torch.jit.trace, torch.compile or torch.export"
+        )
 
 
 def _recording(forward: Callable[..., Any]) -> Callable[..., Any]:

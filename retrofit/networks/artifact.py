@@ -28,6 +28,7 @@ from retrofit.networks.budget import bounded_by
 from retrofit.networks.description import describe, first_difference, is_all, pack, restore
 from retrofit.networks.identify import candidates, identify, skeleton
 from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
+from retrofit.networks.locate import artifact_behind
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, is_artifact, read_header, read_manifest
 from retrofit.networks.preprocess import preprocess_of
 from retrofit.networks.tensors import aliases, emptied, fill, misfit, tensors_of, to_write, wide_dtype
@@ -122,7 +123,8 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     """Build the network that an artifact holds, on the CPU.
 
     Args:
-        path: A file that `save` wrote.
+        path: A file that `save` wrote; or `hf-hub:OWNER/NAME[@REVISION]`, or `local-dir:FOLDER`, where
+            `retrofit.push_to_hub` or `save_for_hub` put one.
         into: For a network of one's own, or in place of the library's: the network as it was before its conversion,
             with any weights. It is converted and filled in place, on its own device.
 
@@ -134,6 +136,7 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
         RetrofitError: If the file is damaged, not an artifact, or of a newer schema, the installed libraries do not
             build the network that it holds, or `into` is another one; `into` is then as it was.
     """
+    path = artifact_behind(str(path)) or path
     manifest = Manifest.read(path)
     source, plans = manifest.source, manifest.plans
     if into is None and source.library == OWN:

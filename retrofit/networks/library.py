@@ -233,7 +233,7 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     if ":" not in source.name:
         parse(str(source))
     try:
-        with _quiet(), _no_waiting_for_the_hub() if pretrained or source.name.startswith("hf-hub:") else nullcontext():
+        with _quiet(), no_waiting_for_the_hub() if pretrained or source.name.startswith("hf-hub:") else nullcontext():
             if source.library == "own":
                 model = own.build(source.name, source.kwargs)
             elif source.library == "torchvision":
@@ -314,7 +314,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _no_waiting_for_the_hub() -> Iterator[None]:
+def no_waiting_for_the_hub() -> Iterator[None]:
     """Without a network use only what is cached: the hub's client would try for 20 seconds a file."""
     from huggingface_hub import constants
 

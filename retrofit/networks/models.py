@@ -15,6 +15,7 @@ from retrofit.networks import artifact
 from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
 from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
 from retrofit.networks.load_weights import load_into
+from retrofit.networks.locate import artifact_behind
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
 from retrofit.utils.text import plural, printable, shortlist
 
@@ -99,7 +100,7 @@ def weights_sentence(weights: Mapping[str, Any]) -> str:
 
 def is_artifact(text: str) -> bool:
     """Whether `text` names an artifact, which has weights and sizes of its own, rather than a network."""
-    return Path(text).suffix == ".safetensors"
+    return Path(text).suffix == ".safetensors" or artifact_behind(text) is not None
 
 
 def open_model(
@@ -119,7 +120,8 @@ def open_model(
     """Open a network by name, or an artifact by path.
 
     Args:
-        text: A name as `retrofit.networks.library.parse` takes it, or the path of an artifact (`*.safetensors`).
+        text: A name as `retrofit.networks.library.parse` takes it, the path of an artifact (`*.safetensors`), or the
+            hub's name of one.
         pretrained: Whether to fetch the library's trained weights.
         checkpoint: File to load weights from.
         match: How the checkpoint's tensors find their places: by name, or in order.
@@ -141,7 +143,7 @@ def open_model(
         given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, False)]
         if given:
             raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}")
-        return _open_artifact(text, network)
+        return _open_artifact(str(artifact_behind(text) or text), network)
     if network is not None:
         raise UsageError(f"--network builds what an artifact of your own network holds; {text} is none, drop it")
     if text.endswith(_CHECKPOINTS) and ":" not in text:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from retrofit.errors import RetrofitError
 from retrofit.export.plain import Pointwise
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
 from retrofit.layers.constant_affine import ConstantAffine
@@ -52,3 +53,9 @@ def test_a_layer_is_one_call_to_a_trace(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_so_is_one_without_strength(name: str) -> None:
     assert_is_one_call(OTHERS[name](), torch.randn(3, 8, 4, 5))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_script_is_refused_in_one_line() -> None:
+    with pytest.raises(RetrofitError, match=r"torch.jit.script cannot compile FrozenBatchNorm; use torch.jit.trace"):
+        torch.jit.script(nn.Sequential(FrozenBatchNorm(8)))

@@ -41,6 +41,7 @@ from retrofit.graph.rewrite import replace_call, replace_module
 from retrofit.graph.site import Site
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
 from retrofit.surgery.identity_check import own_input_size
+from retrofit.utils.copying import copied
 from retrofit.utils.placement import placement_of
 from retrofit.utils.text import with_class
 
@@ -91,7 +92,7 @@ def fold_network(
     Raises:
         RetrofitError: If the network does not take such an input, or no approximation meets the tolerance.
     """
-    net = copy.deepcopy(model).float().eval().requires_grad_(False)
+    net = copied(model).float().eval().requires_grad_(False)
     size = tuple(input_size or own_input_size(model))
     fixed = _fixed(net)
     channel_map.plain_convolutions(net, fixed)

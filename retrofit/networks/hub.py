@@ -1,0 +1,129 @@
+"""A network for the Hugging Face hub: the folder that goes there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from retrofit.errors import RetrofitError
+from retrofit.networks import artifact
+from retrofit.networks.locate import CONFIG, LIBRARY, WEIGHTS
+from retrofit.networks.manifest import Manifest, read_manifest
+from retrofit.networks.model_card import model_card
+
+CARD = "README.md"
+
+
+def save_for_hub(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    license: str | None = None,
+    details: Mapping[str, str] | None = None,
+    force: bool = False,
+    **options: Any,
+) -> Path:
+    """Write the folder of a model on the hub: the artifact, timm's config.json and a model card.
+
+    `retrofit.load` opens it. So does timm where the network is one of timm's as it stands. Any other it refuses, by the
+    name of the architecture: it would build the source, without what the conversion added.
+
+    Args:
+        model: The network, converted or not.
+        folder: Where to; made if need be.
+        license: For the card, as the hub spells it ("apache-2.0").
+        details: Further lines of the card, by heading: data, recipe, accuracy.
+        force: Whether to replace the files of such a folder.
+        **options: `retrofit.save`'s.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RetrofitError: As `retrofit.save`, or if the files are there already; nothing is written then.
+    """
+    folder = Path(folder)
+    existing = [name for name in (WEIGHTS, CONFIG, CARD) if (folder / name).exists()]
+    if existing and not force:
+        raise RetrofitError(f"{folder} holds {', '.join(existing)} already; choose another folder or pass force=True")
+    with tempfile.TemporaryDirectory() as made:
+        temporary = Path(made)
+        artifact.save(model, temporary / WEIGHTS, **options)
+        _write_config(model, Manifest.read(temporary / WEIGHTS), temporary / CONFIG)
+        (temporary / CARD).write_text(model_card(read_manifest(temporary / WEIGHTS), license, details), "utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (CARD, CONFIG, WEIGHTS):
+            shutil.move(temporary / name, folder / name)
+    return folder
+
+
+def push_to_hub(
+    model: nn.Module,
+    repo_id: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str = "Add model",
+    **options: Any,
+) -> str:
+    """Put a network on the hub, as `save_for_hub` writes it.
+
+    Args:
+        model: The network, converted or not.
+        repo_id: "owner/name"; made if need be.
+        private: Whether a repository that is made is private.
+        token: The hub's; that of the user who is logged in if None.
+        revision: Branch to write to.
+        create_pr: Whether to open a pull request.
+        commit_message: Of the commit.
+        **options: `save_for_hub`'s.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        RetrofitError: As `retrofit.save`; nothing is uploaded then.
+    """
+    from huggingface_hub import HfApi
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = save_for_hub(model, made, **options)
+        api = HfApi(token=token, library_name=LIBRARY)
+        commit = api.upload_folder(
+            repo_id=api.create_repo(repo_id, private=private, exist_ok=True).repo_id,
+            folder_path=folder,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+        )
+    return str(commit.commit_url)
+
+
+def _write_config(model: nn.Module, manifest: Manifest, path: Path) -> None:
+    """Write what timm and transformers read, as timm does."""
+    source, plans = manifest.source, manifest.plans
+    if source.library == "timm" and not plans:
+        from timm.models._hub import save_config_for_hf
+
+        while not hasattr(model, "pretrained_cfg"):  # wrappers, which `save` takes off too
+            model = next(model.children())
+        own = {"library_name": LIBRARY, "pretrained_cfg": manifest.preprocess.to_dict()}
+        save_config_for_hf(model, str(path), own, source.kwargs)
+        return
+    what = f"{plans[-1].to} of {source}" if plans else f"network {source}"  # timm reads a name up to its first dot
+    config = {
+        "architecture": f"{what}: open it with retrofit.load",
+        "library_name": LIBRARY,
+        "pretrained_cfg": manifest.preprocess.to_dict(),
+    }
+    if manifest.labels is not None:
+        config["label_names"] = manifest.labels
+    path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -1,0 +1,149 @@
+"""The folder of the hub: opened by us, by timm where it can, and refused by it where it would build another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+import yaml
+from torch import nn
+
+import retrofit
+from retrofit.networks.models import open_model
+
+X = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+
+def converted(to: str, strength: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=5).eval(), to, check=False)
+    if to != "frozen":
+        retrofit.set_strength(model, strength)
+    return model
+
+
+def answers(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(X)
+
+
+@pytest.mark.parametrize("to", ["bnn", "ln-pn", "frozen"])
+def test_a_converted_network_comes_back_and_timm_refuses_it(to: str, tmp_path: Path) -> None:
+    model = converted(to)
+    folder = retrofit.save_for_hub(model, tmp_path / "model")
+    torch.testing.assert_close(answers(retrofit.load(f"local-dir:{folder}")), answers(model))
+    network = open_model(f"local-dir:{folder}")
+    assert network.target == to
+    torch.testing.assert_close(answers(network.model), answers(model))
+    with pytest.raises(RuntimeError, match=f"{to} of test_resnet.*: open it with retrofit.load"):
+        timm.create_model(f"local-dir:{folder}", pretrained=True)
+
+
+@pytest.mark.parametrize("to", ["bnn", "dbn"])
+def test_a_plain_network_at_its_source_opens_with_timm(to: str, tmp_path: Path) -> None:
+    model = retrofit.plain(converted(to, 0.0))
+    folder = retrofit.save_for_hub(model, tmp_path)
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    torch.testing.assert_close(answers(theirs), answers(model))
+    torch.testing.assert_close(answers(retrofit.load(f"local-dir:{folder}")), answers(model))
+    assert timm.data.resolve_data_config({}, model=theirs)["input_size"] == (3, 160, 160)
+
+
+def test_the_card_says_what_the_manifest_knows(tmp_path: Path) -> None:
+    folder = retrofit.save_for_hub(
+        converted("ln-pn", 0.5),
+        tmp_path,
+        license="apache-2.0",
+        details={"Accuracy": "12.5% top-1"},
+        weights={"kind": "pretrained", "from": "timm/test_resnet.r160_in1k"},
+    )
+    card = (folder / "README.md").read_text()
+    _, head, body = card.split("---", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "retrofit",
+        "tags": ["retrofit", "ln-pn", "timm"],
+        "license": "apache-2.0",
+    }
+    for fact in ("test_resnet", "Strength: 0.5", "12.5% top-1", "pretrained: timm/test_resnet", "US patent 12430552"):
+        assert fact in body
+    other = retrofit.save_for_hub(converted("ln"), tmp_path / "other")
+    card = (other / "README.md").read_text()
+    assert "US patent" not in card
+    assert "license:" not in card
+    assert "none is given" in card
+
+
+def test_nothing_is_overwritten_unasked_and_nothing_half_written(tmp_path: Path) -> None:
+    retrofit.save_for_hub(converted("ln"), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(retrofit.RetrofitError, match=r"holds model.safetensors, config.json, README.md already"):
+        retrofit.save_for_hub(converted("bnn"), tmp_path)
+    model = converted("ln")
+    model.maxpool = nn.Tanh()
+    with pytest.raises(retrofit.RetrofitError):
+        retrofit.save_for_hub(model, tmp_path, force=True)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    retrofit.save_for_hub(converted("bnn"), tmp_path, force=True)
+    assert (tmp_path / "model.safetensors").read_bytes() != before
+
+
+class Hub:
+    """The hub's client, with a folder in its place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[tuple[str, str, str | None]] = []
+
+    def api(self, **_: Any) -> Any:
+        def upload(folder_path: Path, **options: Any) -> Any:
+            self.folder.mkdir()
+            for file in Path(folder_path).iterdir():
+                (self.folder / file.name).write_bytes(file.read_bytes())
+            return SimpleNamespace(commit_url=f"https://hub/{options['repo_id']}/commit/1")
+
+        return SimpleNamespace(
+            create_repo=lambda repo_id, **_: SimpleNamespace(repo_id=f"me/{repo_id}"), upload_folder=upload
+        )
+
+    def download(self, repo_id: str, name: str, revision: str | None = None) -> str:
+        self.asked.append((repo_id, name, revision))
+        if not (self.folder / name).exists():
+            raise FileNotFoundError(name)
+        return str(self.folder / name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub.api)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
+    return hub
+
+
+def test_pushed_and_loaded_again(hub: Hub) -> None:
+    model = converted("ln")
+    assert retrofit.push_to_hub(model, "net-ln", license="mit") == "https://hub/me/net-ln/commit/1"
+    assert sorted(file.name for file in hub.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    torch.testing.assert_close(answers(retrofit.load("hf-hub:me/net-ln@v2")), answers(model))
+    assert ("me/net-ln", "model.safetensors", "v2") in hub.asked
+    assert open_model("hf-hub:me/net-ln").target == "ln"
+
+
+def test_an_artifact_that_is_not_there_whole(hub: Hub) -> None:
+    hub.folder.mkdir()
+    (hub.folder / "config.json").write_text(json.dumps({"library_name": "retrofit"}))
+    with pytest.raises(retrofit.RetrofitError, match="hf-hub:me/gone cannot be fetched"):
+        retrofit.load("hf-hub:me/gone")
+
+
+def test_what_is_not_ours_is_left_to_timm(hub: Hub, tmp_path: Path) -> None:
+    hub.folder.mkdir()
+    (hub.folder / "config.json").write_text(json.dumps({"architecture": "resnet18"}))
+    with pytest.raises(retrofit.RetrofitError, match="hf-hub:timm/resnet18 does not exist"):
+        retrofit.load("hf-hub:timm/resnet18")
