@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from retrofit.diagnose import gaussianity
 from retrofit.diagnose.linearity import LinearityMeter
 from retrofit.diagnose.power import Power, PowerMeter
-from retrofit.diagnose.probe import Probe, probes
+from retrofit.diagnose.probe import Probe, probes, unmeasured
 from retrofit.diagnose.robustness import Attenuation, InputNoise, attenuation, input_noise
 from retrofit.errors import RetrofitError
 from retrofit.graph.find_sites import find_sites
@@ -93,12 +93,15 @@ class Diagnosis:
         layers: The normalization layers that were called, in the model's order.
         noise: Where noise injected at some layers went.
         input_noise: Answers under noise on the images; empty where the model gives no class scores.
+        unmeasured: Names of normalization layers that leave nothing to measure: they subtract no mean, or are one with
+            their activation.
     """
 
     images: int
     layers: tuple[Layer, ...]
     noise: tuple[Attenuation, ...]
     input_noise: tuple[InputNoise, ...]
+    unmeasured: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the points of the Q-Q plots."""
@@ -112,6 +115,7 @@ class Diagnosis:
             "layers": layers,
             "noise": [asdict(entry) for entry in self.noise],
             "input_noise": [asdict(entry) for entry in self.input_noise],
+            "unmeasured": list(self.unmeasured),
         }
 
 
@@ -194,7 +198,7 @@ def diagnose(
         answers: list[InputNoise] = []
         if clean:
             answers = input_noise(model, _reported(batches, progress), clean, NOISE_LEVELS, options.seed)
-    return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers))
+    return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers), tuple(unmeasured(model)))
 
 
 def _reported(batches: Sequence[Batch], progress: Progress | None) -> Iterable[Batch]:

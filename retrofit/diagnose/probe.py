@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm
 from retrofit.layers.base import strength_code
-from retrofit.surgery.families import find_norms
+from retrofit.surgery.families import NormLayer, find_norms
 
 _FUSED_CHILDREN = ("drop", "act")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -95,7 +95,15 @@ def probes(model: nn.Module) -> list[Probe]:
     """Return a probe for every normalization layer that standardises, each module once, in the model's order."""
     found: dict[nn.Module, Probe] = {}
     for norm in find_norms(model):
-        measurable = norm.family is not None or norm.status == "kept"
-        if measurable and norm.module not in found and not isinstance(norm.module, ProxyNorm):
+        if _measurable(norm) and norm.module not in found and not isinstance(norm.module, ProxyNorm):
             found[norm.module] = Probe(norm.name, norm.module)
     return list(found.values())
+
+
+def unmeasured(model: nn.Module) -> list[str]:
+    """Return the names of the normalization layers without a probe: they do not standardise, or do more besides."""
+    return [norm.name for norm in find_norms(model) if not _measurable(norm)]
+
+
+def _measurable(norm: NormLayer) -> bool:
+    return norm.family is not None or norm.status == "kept"

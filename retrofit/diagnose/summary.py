@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 
 from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer
+from retrofit.utils.text import shortlist
 
 _COLLAPSED = 0.5
 _LINEAR = 0.95
@@ -43,6 +44,11 @@ def _about(diagnosis: Diagnosis) -> list[str]:
         texts.append(
             f"joint normality and dependence are left out for {few} of {len(layers)} layers: a batch has fewer than "
             f"{FEWEST} values of a channel there, or its channels do not vary"
+        )
+    if left := diagnosis.unmeasured:
+        texts.append(
+            f"{len(left)} normalization layers subtract no mean or are one with their activation, and are not measured "
+            f"({shortlist(left)})"
         )
     if diagnosis.noise:
         first = diagnosis.noise[0]

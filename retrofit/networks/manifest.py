@@ -121,7 +121,7 @@ def read_header(path: str | Path) -> Header:
     """
     try:
         with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+            slices = {name: opened.get_slice(name) for name in sorted(opened.keys())}
             return {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise damaged(path, one_line(error)) from error

@@ -342,12 +342,14 @@ def poly(network: Network) -> None:
 
 @slow_command
 def diagnose(network: Network) -> None:
-    """Every converted layer is measured, and the accuracy on clean pictures is the network's."""
+    """Every converted layer is measured, or said not to be, and the accuracy on clean pictures is the network's."""
     words = ["--images", 24, "-b", 6, "--channels", 2, "-o", "diagnosis", "--json"]
     found = network.run("diagnose", network.artifact, *network.own, "--data-dir", network.pictures, *words)
     (measured,) = found["networks"].values()
     layers = {row["name"] for row in network.converted["layers"] if row["status"] == "converted"}
-    assert layers <= {layer["name"] for layer in measured["layers"]}
+    fused = set(measured["unmeasured"])  # normalization and activation are one
+    assert fused == (layers if network.target in NOT_IDENTICAL else set())
+    assert layers - fused <= {layer["name"] for layer in measured["layers"]}
     assert measured["input_noise"][0]["top1"] == pytest.approx(top1(network), abs=100 / 24)
     assert (network.folder / "diagnosis" / "index.html").stat().st_size > 10_000
 
