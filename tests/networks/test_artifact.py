@@ -385,7 +385,7 @@ def test_a_truncated_artifact_is_refused(saved: Path, share: float) -> None:
         (lambda m, t: m["conversion"]["steps"][0].update(to="xyz"), "unknown target 'xyz'"),
         (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(name="nowhere"), "made for another model"),
         (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(extra=1), "malformed: .*extra"),
-        (lambda m, t: m["conversion"]["steps"].clear(), r"\d+ unexpected \(.*strength"),
+        (lambda m, t: m["conversion"]["steps"].clear(), r"\d+ unexpected \(.*running_lambda"),
         (lambda m, t: m["preprocess"].update(extra=1), "malformed: .*extra"),
         (lambda m, t: m.pop("labels"), "malformed: 'labels'"),
         (lambda m, t: t.pop("head.fc.bias"), r"1 missing \(head.fc.bias\)"),
