@@ -1,0 +1,577 @@
+"""Every client of the table in docs/integrations.md, with every target, at t = 0, 0.5 and 1: what it says holds.
+
+The table is what is tested: a row without a client here, or a client without a row, fails. Its cells say "yes",
+"refused", or at which strength it is "yes"; below it stands the message of each refusal.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import prune
+
+import retrofit
+
+pytest.importorskip("opacus", reason="needs the dependency group `clients`")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+import accelerate  # noqa: E402
+import lightning  # noqa: E402
+import schedulefree  # noqa: E402
+import transformers  # noqa: E402
+from opacus.grad_sample.utils import wrap_model  # noqa: E402
+from opacus.validators import ModuleValidator  # noqa: E402
+from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d  # noqa: E402
+from timm.models import save_for_hf  # noqa: E402
+from timm.models._features_fx import FeatureGraphNet  # noqa: E402
+from timm.utils import CheckpointSaver, ModelEmaV3, distribute_bn, freeze  # noqa: E402
+from torch.optim.swa_utils import AveragedModel, update_bn  # noqa: E402
+from torchvision.models._utils import IntermediateLayerGetter  # noqa: E402
+from torchvision.models.feature_extraction import create_feature_extractor  # noqa: E402
+
+with warnings.catch_warnings(action="ignore"):  # of its docstrings
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+import retrofit.opacus  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+STRENGTHS = (0.0, 0.5, 1.0)
+X, Y = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
+
+
+@functools.cache
+def _trained(name: str) -> nn.Module:
+    """A small network whose running statistics have moved."""
+    torch.manual_seed(0)
+    size = {"img_size": 32} if "vit" in name else {}
+    model = timm.create_model(name, num_classes=4, **size).train()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(8, 3, 32, 32))
+    return model
+
+
+class _Tokens(nn.Module):
+    """What Opacus and forward mode take of a transformer: no parameter outside a layer, no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.block = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.patches(x).flatten(2).mT.contiguous()).mean(1))
+
+
+class Case:
+    """One target at one strength."""
+
+    def __init__(self, to: str, strength: float, folder: Path) -> None:
+        self.to, self.strength, self.folder = to, strength, folder
+
+    @property
+    def name(self) -> str:
+        return "test_vit" if self.to == "lnn" else "test_efficientnet"
+
+    def source(self) -> nn.Module:
+        return copy.deepcopy(_trained(self.name))
+
+    def model(self, strength: float | None = None) -> nn.Module:
+        return self.converted(self.source(), strength)
+
+    def without_attention(self) -> nn.Module:
+        if self.to != "lnn":
+            return self.model()
+        torch.manual_seed(0)
+        return self.converted(_Tokens())
+
+    def converted(self, model: nn.Module, strength: float | None = None) -> nn.Module:
+        model, _ = retrofit.convert(model, self.to, check=False)
+        return self.walk(model, self.strength if strength is None else strength)
+
+    def walk(self, model: nn.Module, strength: float) -> nn.Module:
+        if self.to != "frozen":
+            retrofit.set_strength(model, strength)
+        return model
+
+    def holds(self, model: nn.Module, strength: float | None = None) -> bool:
+        """Whether a network stands at the case's strength and answers."""
+        wanted = self.strength if strength is None else strength
+        stands = self.to == "frozen" or retrofit.strength_of(model.eval()) == pytest.approx(wanted, abs=1e-6)
+        with torch.no_grad():
+            return stands and bool(model.eval()(X).isfinite().all())
+
+
+def same(model: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], tolerance: float = 1e-4) -> None:
+    """Compare what two networks answer."""
+    for network in (model, other):
+        if isinstance(network, nn.Module):
+            network.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), other(X), rtol=tolerance, atol=tolerance)
+
+
+def steps(model: nn.Module, optimizer: Any, case: Case, count: int = 3) -> None:
+    """Train a little on the way from 0 to the case's strength."""
+    model.train()
+    for step in range(1, count + 1):
+        case.walk(model, case.strength * step / count)
+        optimizer.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        optimizer.step()
+
+
+CLIENTS: dict[str, Callable[[Case], None]] = {}
+
+
+def client(*names: str) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
+    """Enter a function under the names of its rows."""
+
+    def enter(function: Callable[[Case], None]) -> Callable[[Case], None]:
+        CLIENTS.update(dict.fromkeys(names, function))
+        return function
+
+    return enter
+
+
+def _averaged(case: Case, make: Callable[[nn.Module], nn.Module], update: str) -> None:
+    model = case.model(0.0)
+    average = make(model)
+    for step in range(1, 6):
+        case.walk(model, case.strength * step / 5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1e-4 * torch.randn_like(parameter))
+        getattr(average, update)(model)
+    assert case.holds(average)
+
+
+@client("timm ModelEmaV3")
+def _ema(case: Case) -> None:
+    _averaged(case, lambda model: ModelEmaV3(model, decay=0.999), "update")
+
+
+@client("torch AveragedModel")
+def _swa(case: Case) -> None:
+    _averaged(case, AveragedModel, "update_parameters")
+
+
+@client("torch AveragedModel(use_buffers=True)")
+def _swa_with_buffers(case: Case) -> None:
+    _averaged(case, lambda model: AveragedModel(model, use_buffers=True), "update_parameters")
+
+
+class _Module(lightning.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: list[Tensor], i: int) -> Tensor:
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def _fit(case: Case, *callbacks: Any, **options: Any) -> nn.Module:
+    module = _Module(case.model(0.0))
+    if case.to != "frozen":
+        callbacks = (retrofit.callbacks.LightningStrength(ramp=0.5, end=case.strength), *callbacks)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 2)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=list(callbacks), enable_checkpointing=False, **quiet, **options
+    )
+    trainer.fit(module, loader)
+    return module.net
+
+
+@client("Lightning Trainer")
+def _lightning(case: Case) -> None:
+    assert case.holds(_fit(case))
+
+
+@client("Lightning EMAWeightAveraging")
+def _lightning_ema(case: Case) -> None:
+    assert case.holds(_fit(case, lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.9)))
+
+
+@client("Lightning StochasticWeightAveraging")
+def _lightning_swa(case: Case) -> None:
+    assert case.holds(_fit(case, lightning.pytorch.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)))
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+@client("transformers Trainer")
+def _transformers(case: Case) -> None:
+    model = case.model(0.0)
+    arguments = transformers.TrainingArguments(
+        str(case.folder), max_steps=4, per_device_train_batch_size=2, save_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    callbacks = [retrofit.callbacks.TransformersStrength(ramp=0.5, end=case.strength)] if case.to != "frozen" else []
+    data = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+    trainer = transformers.Trainer(_WithLoss(model), arguments, train_dataset=data, callbacks=callbacks)
+    trainer.train()
+    assert case.holds(model)
+
+
+@client("accelerate, one process")
+def _accelerate(case: Case) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = case.model(0.0)
+    ready, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
+    case.walk(model, case.strength)
+    ready.train()
+    accelerator.backward(cross_entropy(ready(X), Y))
+    optimizer.step()
+    accelerator.save_state(str(case.folder))
+    state = {key: value.clone() for key, value in accelerator.get_state_dict(ready).items()}
+    case.walk(model, 0.25)
+    accelerator.load_state(str(case.folder))
+    assert all(torch.equal(value, state[key]) for key, value in accelerator.unwrap_model(ready).state_dict().items())
+    assert case.holds(model)
+
+
+@client("schedulefree")
+def _schedulefree(case: Case) -> None:
+    model = case.model(0.0)
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-3)
+    optimizer.train()
+    steps(model, optimizer, case)
+    optimizer.eval()
+    assert case.holds(model)
+
+
+@client("federated averaging of state dicts (flwr's)")
+def _federated(case: Case) -> None:
+    """What flwr's clients send and its FedAvg does: arrays in order, a weighted mean, loaded strictly."""
+    clients = [case.model(), case.model()]
+    with torch.no_grad():
+        for parameter in clients[1].parameters():
+            parameter.mul_(1.01)
+    sent = [[value.cpu().numpy() for value in network.state_dict().values()] for network in clients]
+    mean = [sum(3 * one + other for one, other in [pair]) / 4 for pair in zip(*sent, strict=True)]
+    network = case.model(0.0)
+    state = OrderedDict((key, torch.tensor(value)) for key, value in zip(network.state_dict(), mean, strict=True))
+    network.load_state_dict(state, strict=True)
+    assert case.holds(network)
+
+
+@client("torch update_bn")
+def _update_bn(case: Case) -> None:
+    one, other = case.model(), case.model()
+    update_bn([X, X.flip(0)], one)
+    retrofit.update_bn([X, X.flip(0)], other)
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+    same(one, other)
+
+
+@client("torch convert_sync_batchnorm")
+def _sync_torch(case: Case) -> None:
+    same(nn.SyncBatchNorm.convert_sync_batchnorm(case.model()), case.model())
+
+
+@client("timm convert_sync_batchnorm")
+def _sync_timm(case: Case) -> None:
+    same(convert_sync_batchnorm(case.model()), case.model())
+
+
+def _stands_still(model: nn.Module) -> None:
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train()(X)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+@client("timm freeze_batch_norm_2d")
+def _freeze_norms(case: Case) -> None:
+    model = freeze_batch_norm_2d(case.model())
+    _stands_still(model)
+    same(model, case.model())
+
+
+@client("timm freeze(include_bn_running_stats=True)")
+def _freeze(case: Case) -> None:
+    model = case.model()
+    freeze(model)
+    _stands_still(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@client("timm distribute_bn")
+def _distribute(case: Case) -> None:
+    """Two ranks: what rank 0 broadcasts, another that saw other data receives."""
+    first, second = case.model(), case.model()
+    second.train()(X)
+    sent: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "broadcast", lambda tensor, rank: sent.append(tensor))
+        distribute_bn(first, 2)
+        patch.setattr(torch.distributed, "broadcast", lambda tensor, rank: tensor.copy_(sent.pop(0)))
+        distribute_bn(second, 2)
+    with torch.no_grad():
+        alike = torch.allclose(first.eval()(X), second.eval()(X), atol=1e-5)
+    assert alike, "lambda is not shared"
+
+
+@client("Opacus ModuleValidator.validate")
+def _validate(case: Case) -> None:
+    ModuleValidator.validate(case.model().train(), strict=True)
+
+
+@client("Opacus ModuleValidator.fix")
+def _fix(case: Case) -> None:
+    ModuleValidator.validate(ModuleValidator.fix(case.model().train()), strict=True)
+
+
+def _per_sample(model: nn.Module, mode: str) -> None:
+    alone = copy.deepcopy(model)
+    torch.set_default_dtype(torch.float64)
+    try:
+        cross_entropy(wrap_model(model, mode)(X.double()), Y).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for i in (0, 3):
+        alone.zero_grad()
+        cross_entropy(alone(X[i : i + 1].double()), Y[i : i + 1]).backward()
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad_sample[i], other.grad, rtol=1e-5, atol=1e-8)
+
+
+@client("Opacus GradSampleModule, hooks")
+def _hooks(case: Case) -> None:
+    ModuleValidator.validate(model := case.without_attention().double().train(), strict=True)
+    _per_sample(model, "hooks")
+
+
+@client("Opacus GradSampleModule, functorch and ew, of retrofit.plain")
+def _functorch(case: Case) -> None:
+    for mode in ("functorch", "ew"):
+        model = retrofit.plain(case.without_attention()).double().train()
+        ModuleValidator.validate(model, strict=True)
+        _per_sample(model, mode)
+
+
+@client("torch.func grad, vmap, jvp")
+def _func(case: Case) -> None:
+    model = case.without_attention().eval()
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(functional_call(model, parameters, (x.unsqueeze(0),)), y.unsqueeze(0))
+
+    found = vmap(grad(loss), (None, 0, 0))(parameters, X, Y)
+    cross_entropy(model(X), Y).backward()
+    for name, parameter in model.named_parameters():
+        scale = float(parameter.grad.abs().max()) + 1e-6
+        torch.testing.assert_close(found[name].mean(0), parameter.grad, rtol=1e-3, atol=1e-3 * scale)
+    _, tangent = jvp(model, (X,), (torch.ones_like(X),))
+    assert tangent.isfinite().all()
+
+
+@client("torch.jit.trace")
+def _jit_trace(case: Case) -> None:
+    model = case.model().eval()
+    same(torch.jit.trace(model, X), model, 1e-3)
+
+
+@client("torch.jit.script")
+def _jit_script(case: Case) -> None:
+    model = case.model().eval()
+    same(torch.jit.script(model), model)
+
+
+@client("torch.export")
+def _export(case: Case) -> None:
+    model = case.model().eval()
+    exported = torch.export.export(model, (X,)).module()
+    same(exported.forward, model, 1e-3)
+
+
+@client("activation checkpointing")
+def _checkpointing(case: Case) -> None:
+    one, other = case.model().train(), case.model().train()
+    other.set_grad_checkpointing()
+    for model in (one, other):
+        cross_entropy(model(X), Y).backward()
+    for (name, first), second in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(first.grad, second.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@client("timm CheckpointSaver")
+def _saver(case: Case) -> None:
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    CheckpointSaver(model, optimizer, checkpoint_dir=str(case.folder)).save_checkpoint(0, 1.0)
+    other = case.model(0.0)
+    timm.models.resume_checkpoint(other, str(case.folder / "last.pth.tar"), optimizer)
+    same(other, model, 1e-6)
+    assert case.holds(other)
+
+
+@client("timm features_only, forward_intermediates")
+def _features(case: Case) -> None:
+    features = timm.create_model(case.name, features_only=True, **({"img_size": 32} if case.to == "lnn" else {}))
+    before = [out.clone() for out in features.eval()(X)]
+    features = case.converted(features)
+    assert all(out.isfinite().all() for out in features(X))
+    case.walk(features, 0.0)
+    for one, other in zip(before, features(X), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    model = case.model().eval()
+    torch.testing.assert_close(model.forward_intermediates(X)[0], model.forward_features(X))
+
+
+@client("timm FeatureGraphNet, of a converted network")
+def _graph_after(case: Case) -> None:
+    model = case.model().eval()
+    extractor = FeatureGraphNet(model, (0, 1)).eval()
+    assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength  # the layers are there, whole
+    wanted: list[Tensor] = []
+    for name in extractor.feature_info.module_name():
+        model.get_submodule(name).register_forward_hook(lambda module, args, out: wanted.append(out))
+    found = extractor(X)
+    wanted.clear()
+    model(X)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@client("timm FeatureGraphNet, then converted")
+def _graph_before(case: Case) -> None:
+    _first_extracted(case, FeatureGraphNet(case.source().eval(), (0, 1)).eval())
+
+
+def _first_extracted(case: Case, extractor: nn.Module) -> None:
+    def outputs() -> list[Tensor]:
+        found = extractor(X)
+        return list(found.values()) if isinstance(found, dict) else list(found)
+
+    before = outputs()
+    extractor = case.converted(extractor)
+    assert all(out.isfinite().all() for out in outputs())
+    case.walk(extractor, 0.0)
+    for one, other in zip(before, outputs(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def _of_torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:
+    """A network and the names of layers in it."""
+    torch.manual_seed(0)
+    if case.to == "lnn":
+        return torchvision.models.swin_t().eval(), {"features": "a"}
+    return torchvision.models.resnet18().eval(), {"layer1": "a", "layer3": "b"}
+
+
+@client("torchvision create_feature_extractor, of a converted network")
+def _extractor_after(case: Case) -> None:
+    model, names = _of_torchvision(case)
+    model = case.converted(model)
+    extractor = create_feature_extractor(model, names).eval()
+    assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength
+    for one, other in zip(extractor(X).values(), IntermediateLayerGetter(model, names)(X).values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@client("torchvision create_feature_extractor, then converted")
+def _extractor_before(case: Case) -> None:
+    _first_extracted(case, create_feature_extractor(*_of_torchvision(case)).eval())
+
+
+@client("torchvision IntermediateLayerGetter, then converted")
+def _getter(case: Case) -> None:
+    _first_extracted(case, IntermediateLayerGetter(*_of_torchvision(case)).eval())
+
+
+@client("nn.Sequential of the children")
+def _children(case: Case) -> None:
+    model = nn.Sequential(*list(_of_torchvision(case)[0].children())[:-2]).eval()
+    before = model(X)
+    model = case.converted(model)
+    assert model(X).isfinite().all()
+    torch.testing.assert_close(case.walk(model, 0.0)(X), before, rtol=1e-3, atol=1e-4)
+
+
+@client("timm save_for_hf, opened again")
+def _save_for_hf(case: Case) -> None:
+    model = case.model().eval()
+    save_for_hf(model, str(case.folder), safe_serialization=True)
+    same(timm.create_model(f"local-dir:{case.folder}", pretrained=True), model)
+
+
+@client("torch prune, then retrofit.fold")
+def _prune(case: Case) -> None:
+    model = case.model().eval()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            prune.l1_unstructured(module, "weight", 0.3)
+    same(retrofit.fold(model), model, 1e-3)
+
+
+@client("torchao quantize_, then retrofit.fold")
+def _quantize(case: Case) -> None:
+    model = case.model().eval()
+    quantize_(model, Int8WeightOnlyConfig())
+    same(retrofit.fold(model), model, 1e-3)
+
+
+def _table() -> tuple[dict[tuple[str, str], str], dict[str, list[str]]]:
+    """The cells of the page's table by client and target, and the messages by client."""
+    lines = [line.replace("`", "") for line in PAGE.read_text().splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("| client |"))
+    end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end])
+    cells = {(row[0], to): cell for row in rows for to, cell in zip(header[1:], row[1:], strict=True)}
+    messages: dict[str, list[str]] = {}
+    for line in lines[end:]:
+        if match := re.fullmatch(r'- (.+): "(.+)"', line):
+            for name in match[1].split("; "):
+                messages.setdefault(name, []).append(match[2])
+    return cells, messages
+
+
+CELLS, MESSAGES = _table()
+
+
+def test_the_table_names_every_client() -> None:
+    assert {name for name, _ in CELLS} == set(CLIENTS)
+    assert {name for (name, _), cell in CELLS.items() if cell != "yes"} == set(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "strength"),
+    [(name, to, t) for name, to in CELLS for t in STRENGTHS if to != "frozen" or t == 1],  # frozen has none
+)
+def test_a_cell(name: str, to: str, strength: float, tmp_path: Path) -> None:
+    cell = CELLS[name, to]
+    allowed = {"yes": STRENGTHS, "refused": (), "t = 0": (0.0,), "t = 1": (1.0,), "t = 0, 1": (0.0, 1.0)}[cell]
+    context: Any = nullcontext()
+    if strength not in allowed:
+        context = pytest.raises(Exception, match="|".join(map(re.escape, MESSAGES[name])))
+    with context:
+        CLIENTS[name](Case(to, strength, tmp_path))
