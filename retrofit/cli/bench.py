@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from retrofit.cli import completion
 from retrofit.cli.console import emit, progress_bar, say, show_table
 from retrofit.cli.device import chosen_device, precision_of
 from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
@@ -33,7 +34,12 @@ $ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
 
 @click.command("bench", help=HELP)
 @model_argument
-@click.option("--against", metavar="MODEL", help="The reference (default: an artifact's source network).")
+@click.option(
+    "--against",
+    metavar="MODEL",
+    shell_complete=completion.model,
+    help="The reference (default: an artifact's source network).",
+)
 @click.option(
     "--runtime", type=click.Choice(["onnxruntime", "openvino"]), help="Measure exported files in this runtime."
 )

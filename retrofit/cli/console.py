@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -20,6 +21,7 @@ _GAP = 3  # between two columns of a table
 _WIDE = 100  # a terminal that has room for long lines
 _NARROW = 14  # a column is not made narrower than that,
 _SENTENCE = 16  # and one of sentences than that
+_EVERY = 30.0  # seconds between lines of progress, where there is no terminal
 _ROWS = 16  # of a table: what is shown must not grow with the model
 
 
@@ -109,23 +111,43 @@ def waiting(text: str) -> AbstractContextManager[Any]:
     return console.status(text) if console.is_terminal else nullcontext()
 
 
+class ProgressCallback(Protocol):
+    """What moves a progress bar: how much is done, of how much, and of what."""
+
+    def __call__(self, done: int, total: int | None, what: str = "") -> None:
+        """Move it."""
+
+
 @contextmanager
-def progress_bar(text: str) -> Iterator[Callable[[int, int | None], None] | None]:
-    """Give a callback(done, total) that moves a progress bar; None where stderr is no terminal."""
+def progress_bar(text: str, lines: bool = False) -> Iterator[ProgressCallback | None]:
+    """Give what moves a progress bar. Without a terminal None; with `lines` what writes lines."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = _stderr()
     if not console.is_terminal:
-        yield None
+        yield _lines(text) if lines else None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(text, total=None)
 
-        def move(done: int, total: int | None) -> None:
-            bar.update(task, completed=done, total=total)
+        def move(done: int, total: int | None, what: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=f"{text}: {what}" if what else text)
 
         yield move
+
+
+def _lines(text: str) -> ProgressCallback:
+    """Return what writes a line of progress every `_EVERY` seconds."""
+    written = time.monotonic()
+
+    def move(done: int, total: int | None, what: str = "") -> None:
+        nonlocal written
+        if time.monotonic() - written > _EVERY:
+            written = time.monotonic()
+            say(f"{text}: {what} {done}" + ("" if total is None else f" of {total}"))
+
+    return move
 
 
 def names(values: Iterable[str]) -> str:

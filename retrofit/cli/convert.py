@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from retrofit.cli import completion
 from retrofit.cli.console import emit, say, waiting
 from retrofit.cli.options import (
     architecture_options,
@@ -15,6 +16,7 @@ from retrofit.cli.options import (
     model_argument,
     plan_options,
     take_plan_options,
+    target_completion,
     weights_options,
 )
 from retrofit.cli.tables import show_plan
@@ -69,7 +71,8 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
     "--to",
     required=True,
     metavar="TARGET",
-    help="bnn, lnn, gnn, inn, normal, gn, ln, gn-pn, ln-pn, frozen, dbn, dbnn, evonorm-s0 or frn-tlu.",
+    shell_complete=target_completion,
+    help=f"{', '.join(completion.TARGETS)}.",
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="NAME-TARGET.safetensors if left out."
@@ -154,20 +157,25 @@ def command(
         preprocess=network.preprocess,
         force=force,
     )
-    _show_artifact(output, network.source)
+    _show_artifact(output, network.source, check.classifies)
     if as_json:
         emit(answer)
 
 
-def _show_artifact(output: Path, source: ModelSource) -> None:
+def _show_artifact(output: Path, source: ModelSource, classifies: bool) -> None:
     """Write what was written, and what to do with it, to stderr."""
     from retrofit.networks.artifact import read_manifest
 
     if reason := read_manifest(output)["fingerprint"].get("left out"):
         say(f"note: the file holds the network's structure but no answers of it to compare with: {reason}")
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)", style="bold")
-    whose = f" --network {source}" if source.library == "own" else ""
-    say(f"next: retrofit evaluate {shlex.quote(str(output))}{whose} --data-dir DIR")
+    own = source.library == "own"
+    if classifies:
+        whose = f" --network {source}" if own else ""
+        say(f"next: retrofit evaluate {shlex.quote(str(output))}{whose} --data-dir DIR")
+    else:  # evaluate and finetune know classes alone
+        into = ", into=YOUR_NETWORK" if own else ""
+        say(f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks")
 
 
 def _show(report: Report, notes: list[str]) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from retrofit.cli import completion
 from retrofit.cli.console import emit, progress_bar, say
+from retrofit.cli.device import chosen_device
 from retrofit.cli.options import architecture_options, data_options, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
 
@@ -28,7 +30,7 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 
 @click.command("diagnose", help=HELP)
 @model_argument
-@click.option("--against", metavar="MODEL", help="A second network, beside the first.")
+@click.option("--against", metavar="MODEL", shell_complete=completion.model, help="A second network, beside the first.")
 @data_options
 @click.option("--images", type=click.IntRange(min=2), default=200, metavar="N", help="At most (default: 200).")
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
@@ -36,6 +38,7 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @click.option(
     "--channels", type=click.IntRange(min=1), default=20, metavar="N", help="Q-Q plots a layer and batch (20)."
 )
+@click.option("--device", metavar="NAME", help="Default: cuda if there is one, else cpu.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Chooses channels, values and noise (default: 0).")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="NAME-diagnosis if left out.")
 @weights_options
@@ -52,6 +55,7 @@ def command(
     images: int,
     batch_size: int,
     channels: int,
+    device: str | None,
     seed: int,
     output: Path | None,
     force: bool,
@@ -66,6 +70,7 @@ def command(
 
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to measure on; give --data-dir DIR or --dataset NAME")
+    place = chosen_device(device)
     folder = output or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
     opened = {file_stem(model): open_network(model, beside=against, **options)}
@@ -84,12 +89,12 @@ def command(
             channels=network.preprocess.input_size[0],
         )
         batches = SampledBatches(data, network.preprocess, images, batch_size)
-        with progress_bar(f"measuring {name}") as move:
+        with progress_bar(f"measuring {name}", lines=True) as move:
             found[name] = diagnose(
-                network.model,
+                network.model.to(place),
                 batches if _targets_are_outputs(network, data, batches) else Unlabelled(batches),
                 DiagnosisOptions(channels=channels, seed=seed),
-                None if move is None else lambda what, done, total: move(done, total),
+                None if move is None else lambda what, done, total: move(done, total, what),
             )
     for sentence in sentences(found):
         say(sentence)
@@ -118,9 +123,10 @@ def _targets_are_outputs(network: Network, data: ImageData, batches: SampledBatc
     import torch
 
     from retrofit.utils.evaluating import evaluating
+    from retrofit.utils.placement import device_of
 
     if data.matched != "order":
         return True
     with evaluating(network.model):
-        scores = network.model(batches[0][0][:1])
+        scores = network.model(batches[0][0][:1].to(device_of(network.model)))
     return isinstance(scores, torch.Tensor) and scores.ndim == 2 and scores.shape[1] == data.classes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,8 +13,14 @@ from retrofit.cli.device import chosen_device, precision_of
 from retrofit.cli.options import architecture_options, data_options, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from retrofit.networks.library import Preprocess
+
 HELP = """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
 
+MODEL may also be an .onnx file that `retrofit export` wrote. Its metadata say how images are prepared.
 Images that cannot be read are left out of the figures and listed.
 
 \b
@@ -24,10 +31,22 @@ top-1 89.00% (178 of 200)
 top-5 98.00% (196 of 200)
 
 \b
-$ retrofit evaluate lite0-bnn.safetensors --data-dir photos.tar --class-map classes.txt \\
-    --json 2>/dev/null | jq -c '[.top1, .images]'
-[89,200]
+$ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map classes.txt \\
+    --json 2>/dev/null | jq -c '[.strength, .top1, .images]'
+[1,85,200]
+\b
+$ retrofit evaluate lite0-ln.onnx --data-dir photos.tar --class-map classes.txt
 """
+
+
+@dataclass(frozen=True)
+class _Classifier:
+    """What is evaluated: a network or an exported file, and what --json says of it."""
+
+    model: nn.Module
+    preprocess: Preprocess
+    labels: list[str] | None
+    facts: dict[str, Any]
 
 
 @click.command("evaluate", help=HELP)
@@ -40,6 +59,11 @@ $ retrofit evaluate lite0-bnn.safetensors --data-dir photos.tar --class-map clas
 @click.option("--amp", is_flag=True, help="Mixed precision.")
 @click.option("--amp-dtype", type=click.Choice(["float16", "bfloat16"]), help="Default: float16 (cpu: bfloat16).")
 @click.option("--channels-last", is_flag=True, help="Use the channels-last memory format.")
+@click.option(
+    "--runtime",
+    type=click.Choice(["onnxruntime", "openvino"]),
+    help="What runs an .onnx file (default: onnxruntime).",
+)
 @architecture_options
 @json_option
 def command(
@@ -54,20 +78,27 @@ def command(
     amp: bool,
     amp_dtype: str | None,
     channels_last: bool,
+    runtime: Any,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Run `retrofit evaluate`."""
-    from retrofit.cli.network import open_network
     from retrofit.evaluation.accuracy import evaluate
     from retrofit.evaluation.strengths import odd_strengths
     from retrofit.images.dataset import open_images
 
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to evaluate on; give --data-dir DIR or --dataset NAME")
-    place = chosen_device(device)
-    precision = precision_of(place, amp, amp_dtype)
-    network = open_network(model, **options)
+    if Path(model).suffix == ".onnx":
+        place, precision = chosen_device("cpu"), None
+        given = {"device": device, "amp": amp, "amp_dtype": amp_dtype, "channels_last": channels_last, **options}
+        network = _exported(model, runtime or "onnxruntime", given)
+    else:
+        if runtime is not None:
+            raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")
+        place = chosen_device(device)
+        precision = precision_of(place, amp, amp_dtype)
+        network = _opened(model, options)
     if odd := odd_strengths(network.model):
         say(f"warning: {odd}", style="yellow")
     data = open_images(
@@ -107,9 +138,7 @@ def command(
         emit(
             {
                 "schema": 1,
-                "model": network.source.name,
-                **network.conversion,
-                "weights": network.weights,
+                **network.facts,
                 "data": data_dir or dataset,
                 "images": result.images,
                 "top1": result.top1,
@@ -120,3 +149,34 @@ def command(
                 "skipped": list(result.skipped),
             }
         )
+
+
+def _opened(model: str, options: dict[str, Any]) -> _Classifier:
+    """Open a network or an artifact."""
+    from retrofit.cli.network import open_network
+
+    network = open_network(model, **options)
+    facts = {"model": network.source.name, **network.conversion, "weights": network.weights}
+    return _Classifier(network.model, network.preprocess, network.labels, facts)
+
+
+def _exported(model: str, runtime: Any, given: dict[str, Any]) -> _Classifier:
+    """Open an exported file; it has its own weights and sizes, and runs in float32 on the CPU."""
+    from retrofit.export.onnx.exported_file import open_exported
+
+    if flags := [f"--{name.replace('_', '-')}" for name, value in given.items() if value and value != "cpu"]:
+        raise UsageError(
+            f"{model} is an exported file: its weights and sizes are its own, and it runs in float32 on the CPU; "
+            f"drop {', '.join(flags)}"
+        )
+    file = open_exported(Path(model), runtime)
+    say(str(file), style="bold")
+    facts = {
+        "model": file.facts.get("model"),
+        "target": file.facts.get("target"),
+        "strength": file.facts.get("strength"),
+        "weights": {"kind": "onnx", "from": model},
+        "fold": file.facts.get("fold"),
+        "runtime": file.runtime,
+    }
+    return _Classifier(file.network, file.preprocess, file.labels, facts)

@@ -125,12 +125,12 @@ def command(
                   "precision": precision, "opset": opset, "output": None, "bytes": 0,
                   "parity": failed.parity.to_dict(), "nodes": {}})  # fmt: skip
         raise
-    _show(report)
+    _show(report, calibrate is not None)
     if as_json:
         emit({**report.to_dict(), **network.conversion})
 
 
-def _show(report: ExportReport) -> None:
+def _show(report: ExportReport, images: bool) -> None:
     """Write what became of the layers, the check and the file to stderr."""
     kinds: dict[str, list[FoldedLayer]] = {}
     for layer in report.layers:
@@ -148,11 +148,19 @@ def _show(report: ExportReport) -> None:
     if rows:
         show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
     parity = report.parity
-    agreement = "" if parity.top1_agreement is None else f", the same top-1 for {parity.top1_agreement:.1%}"
+    approximate = any(layer.max_error is not None for layer in report.layers)
+    what = "random inputs" if not images else "images" if approximate else "inputs"
+    judged = f"{sum(parity.batches)} {what}"
+    agreement = "" if parity.top1_agreement is None else f", the same top-1 for {parity.top1_agreement:.1%} of {judged}"
     say(
         f"check passed: largest difference {parity.max_abs_diff:.3g} at a scale of {parity.scale:.3g}, "
         f"tolerance {parity.tolerance * parity.scale:.3g}{agreement}"
     )
+    if approximate and not images:
+        say(
+            f"warning: judged on {judged}, which are unlike pictures; give pictures with --calibrate DIR",
+            style="yellow",
+        )
     say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", style="bold")
 
 

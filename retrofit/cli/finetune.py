@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from retrofit.cli import completion
 from retrofit.cli.console import emit, names, say
 from retrofit.cli.options import json_option, network_option
 from retrofit.errors import UsageError
@@ -42,7 +43,36 @@ $ torchrun --nproc-per-node 4 -m retrofit finetune resnet50-bnn.safetensors \\
     --recipe imagenet-bnn-resnet50 --data-dir imagenet --sync-norm
 """
 _SHORT = {"batch_size": "-b", "workers": "-j"}
+_GROUPS = {
+    "recipe": "The run",
+    "pretrained": "Weights",
+    "data_dir": "Images",
+    "batch_size": "Length",
+    "opt": "Optimizer and learning rate",
+    "strength_sched": "Strength, noise and statistics",
+    "teacher": "Distillation",
+    "no_aug": "Augmentation and labels",
+    "model_ema": "Average of the weights",
+    "workers": "Machine and output",
+}
+"""The first option of each group of the help."""
 _METAVARS = {float: "F", int: "N", str: "NAME"}
+
+
+class _Grouped(click.Command):
+    """A command whose help shows its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups in the order of the options."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        title = ""
+        for option in self.get_params(ctx):
+            title = _GROUPS.get(option.name or "", title)
+            if (record := option.get_help_record(ctx)) is not None:
+                groups.setdefault(title, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def _option(name: str) -> Callable[[Any], Any]:
@@ -71,9 +101,9 @@ def _settings(function: Any) -> Any:
     return function
 
 
-@click.command("finetune", help=HELP)
-@click.argument("model", metavar="MODEL", required=False)
-@click.option("--recipe", metavar="NAME|FILE", help="Settings to start from.")
+@click.command("finetune", cls=_Grouped, help=HELP)
+@click.argument("model", metavar="MODEL", required=False, shell_complete=completion.model)
+@click.option("--recipe", metavar="NAME|FILE", shell_complete=completion.recipe, help="Settings to start from.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="runs/MODEL-RECIPE if left out.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in this folder.")
 @network_option

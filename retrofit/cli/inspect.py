@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrofit.cli.console import emit, names, say, show_lines, show_table
-from retrofit.cli.options import architecture_options, json_option, model_argument, plan_options, take_plan_options
+from retrofit.cli.options import (
+    architecture_options,
+    json_option,
+    model_argument,
+    plan_options,
+    take_plan_options,
+    target_completion,
+)
 from retrofit.errors import UsageError
 from retrofit.utils.text import ROOT
 
@@ -43,7 +50,9 @@ $ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
 
 @click.command("inspect", help=HELP)
 @model_argument
-@click.option("--to", metavar="TARGET", help="Show what a conversion to this target would do.")
+@click.option(
+    "--to", metavar="TARGET", shell_complete=target_completion, help="Show what a conversion to this target would do."
+)
 @plan_options
 @architecture_options
 @click.option("--full", is_flag=True, help="List every layer on a line of its own.")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from retrofit.cli import completion
 from retrofit.conversion_options import OPTIONS, Option, flag
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -85,7 +86,9 @@ def _or_none(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ..
     return list(values) or None
 
 
-model_argument = click.argument("model", metavar="MODEL")
+model_argument = click.argument("model", metavar="MODEL", shell_complete=completion.model)
+
+target_completion = completion.one_of(completion.TARGETS)
 
 network_option = click.option(
     "--network",
@@ -145,7 +148,8 @@ plan_options = _stacked(
         multiple=True,
         callback=_or_none,
         metavar="FAMILY",
-        help="Convert layers of this family (bn, ln, gn, in, frozen-bn) instead of the target's own; repeatable.",
+        shell_complete=completion.one_of(completion.FAMILIES),
+        help=f"Convert layers of this family ({', '.join(completion.FAMILIES)}), not the target's own; repeatable.",
     ),
     click.option(
         "--only", multiple=True, callback=_or_none, metavar="REGEX", help="Convert only layers so named; repeatable."

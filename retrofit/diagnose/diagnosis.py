@@ -25,6 +25,7 @@ from retrofit.graph.find_sites import find_sites
 from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values
 from retrofit.utils.evaluating import evaluating
+from retrofit.utils.placement import device_of
 
 Batch = tuple[Tensor, "Tensor | None"]
 Progress = Callable[[str, int, int], None]
@@ -134,6 +135,20 @@ class Unlabelled(Sequence[Batch]):
         return self._batches[index][0], None
 
 
+class _Placed(Sequence[Batch]):
+    """Batches that are moved to a device when they are asked for."""
+
+    def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
+        self._batches, self._device = batches, device
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        pixels, labels = self._batches[index]
+        return pixels.to(self._device), labels
+
+
 def diagnose(
     model: nn.Module,
     batches: Sequence[Batch],
@@ -143,7 +158,7 @@ def diagnose(
     """Measure a network.
 
     Args:
-        model: Any network with normalization layers; its mode, hooks and statistics end as they were.
+        model: Any network with normalization layers, on any device; its mode, hooks and statistics end as they were.
         batches: Images (N, C, H, W), preprocessed, with their labels or None; passed over twice, so that a
             sequence that reads them when they are asked for (`retrofit.images.dataset.SampledBatches`) keeps memory
             small.
@@ -157,6 +172,7 @@ def diagnose(
     found = probes(model)
     if not found:
         raise RetrofitError("the model has no normalization layer to diagnose; retrofit inspect MODEL lists them")
+    batches = _Placed(batches, device_of(model))
     with evaluating(model):
         every = -(-len(batches) // options.batches)
         observers = [_Observer(probe, options, every) for probe in found]

@@ -103,7 +103,7 @@ def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator)
         Array of shape (values, channels).
     """
     total = y.shape[0] * y.shape[2]
-    places = torch.randperm(total, generator=generator, device="cpu")[:values]
-    flat = y[:, channels].movedim(1, 2).reshape(total, len(channels))
+    places = torch.randperm(total, generator=generator, device="cpu")[:values].to(y.device)
+    flat = y[:, channels.to(y.device)].movedim(1, 2).reshape(total, len(channels))
     chosen: FloatArray = flat[places].double().cpu().numpy()
     return chosen

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from retrofit.diagnose.diagnosis import INJECTED, Diagnosis, Layer
+from retrofit.diagnose.diagnosis import FEWEST, INJECTED, Diagnosis, Layer
 
 Theme = Literal["light", "dark"]
 Networks = Mapping[str, Diagnosis]
@@ -98,21 +98,27 @@ def plots(networks: Networks) -> list[Plot]:
             height=5.0,
         ),
         Plot(
-            "independence",
-            "Joint normality and dependence of channel pairs",
-            "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted mutual "
-            "information, 0 is independent (appendix A.4).",
-            lambda figure: _independence(figure, networks),
-            height=5.0,
-        ),
-        Plot(
             "noise",
             "Noise through the layers",
             f"Relative error left at each layer when Gaussian noise of {INJECTED:g} of a channel's spread is added at "
-            "an earlier one, where each line starts. Falling lines: the network attenuates noise (appendix A.1).",
+            "an earlier one, where each line starts. Falling lines: the network attenuates noise (appendix A.1). A "
+            "line joins layers in the order in which they are called. So it jumps at layers of parallel branches, such "
+            "as the shortcut of a residual block; a layer that the noise does not reach has no point.",
             lambda figure: _noise(figure, networks),
         ),
     ]
+    if any(layer.henze_zirkler is not None for diagnosis in networks.values() for layer in diagnosis.layers):
+        found.append(
+            Plot(
+                "independence",
+                "Joint normality and dependence of channel pairs",
+                "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted mutual "
+                f"information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} values of a channel in "
+                "a batch are left out: their figures would be chance.",
+                lambda figure: _independence(figure, networks),
+                height=5.0,
+            )
+        )
     if any(layer.lmbda for diagnosis in networks.values() for layer in diagnosis.layers):
         found.append(
             Plot(

@@ -65,6 +65,6 @@ class PowerMeter:
         terms = torch.stack([mean.square(), square - mean.square(), std.square(), variance - std.square()])
         power = terms.clamp_min(0).sum(0)
         total = power.sum().clamp_min(torch.finfo(power.dtype).tiny)
-        p1, p2, p3, p4 = (terms.clamp_min(0).sum(1) / total).tolist()
+        p1, p2, p3, p4 = (terms.clamp_min(0).sum(1) / total).cpu().tolist()
         squares = power.square().sum().clamp_min(torch.finfo(power.dtype).tiny)
         return Power(p1, p2, p3, p4, balance=float(power.sum().square() / (len(power) * squares)))

@@ -71,9 +71,9 @@ def attenuation(
         def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
             if probe.name not in errors and (errors or probe is source):
                 clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
-                scale = (clean - clean.mean((0, 2), keepdim=True)).norm()
+                scale = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
                 if scale > 0:
-                    errors[probe.name] = float((noisy - clean).norm() / scale)
+                    errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / scale)
 
         return hook
 

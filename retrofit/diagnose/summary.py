@@ -54,7 +54,8 @@ def _about(diagnosis: Diagnosis) -> list[str]:
         first = diagnosis.noise[0]
         ratio = first.errors[-1] / max(first.errors[0], 1e-30)
         texts.append(
-            f"noise added at {first.source} arrives at {first.layers[-1]} as {ratio:.2f} of its relative size there"
+            f"noise added at {first.source} {'grows' if ratio > 1 else 'shrinks'} on its way: "
+            f"relative to the signal it is {ratio:.2f} times as large at {first.layers[-1]}"
         )
     if diagnosis.input_noise:
         clean, noisy = diagnosis.input_noise[0], diagnosis.input_noise[-2]

@@ -6,18 +6,22 @@ import difflib
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from timm.optim import list_optimizers
 
+from retrofit.conversion_options import OPTIONS
 from retrofit.errors import UsageError
 from retrofit.finetune import flat_yaml
 from retrofit.finetune.catalogue import recipe_text
-from retrofit.layers.normality_norm import NoiseKind
 from retrofit.utils.files import atomic_write
 from retrofit.utils.text import plural, printable, shown
+
+if TYPE_CHECKING:
+    from retrofit.layers.normality_norm import NoiseKind
+else:  # without torch, so that --help and the shell's completion answer at once
+    NoiseKind = Literal[OPTIONS["noise_kind"].words]
 
 _NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")  # how the names of timm's datasets begin
 _SOURCES = frozenset({"data_dir", "dataset"})
@@ -182,6 +186,8 @@ class Recipe(BaseModel):
             wrong.append("mixup and cutmix need an even batch_size")
         if not self.data_dir and self.dataset not in ("", "digits") and not self.dataset.startswith("hf"):
             wrong.append(f"dataset {printable(self.dataset, 64)} needs data_dir too, the folder that holds it")
+        from timm.optim import list_optimizers
+
         wrong += _unknown("opt", self.opt, list_optimizers()) + _unknown("sched", self.sched, _SCHEDULES)
         if wrong:
             raise ValueError(", ".join(wrong))

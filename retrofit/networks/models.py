@@ -21,7 +21,7 @@ from retrofit.utils.text import plural, printable, shortlist
 
 __all__ = ["ModelSource", "Network", "Preprocess", "open_model", "strength_sentence", "strengths", "weights_sentence"]
 
-_CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".onnx", ".npz")
+_CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
 
 
 @dataclass
@@ -146,6 +146,10 @@ def open_model(
         return _open_artifact(str(artifact_behind(text) or text), network)
     if network is not None:
         raise UsageError(f"--network builds what an artifact of your own network holds; {text} is none, drop it")
+    if text.endswith(".onnx") and ":" not in text:
+        raise UsageError(
+            f"{text} is an exported file, which evaluate and bench alone take; give the artifact it was made of"
+        )
     if text.endswith(_CHECKPOINTS) and ":" not in text:
         raise UsageError(f"{text} is not a network's name or an artifact; give a name, and --checkpoint {text}")
     if pretrained and checkpoint is not None:

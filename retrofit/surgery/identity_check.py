@@ -119,6 +119,11 @@ class IdentityCheck:
         dtype = self._outputs[0].dtype
         self.tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the network gives scores of classes, (N, classes), and nothing else."""
+        return len(self._outputs) == len(self._calls) and all(scores.ndim == 2 for scores in self._outputs)
+
     def compare(self, model: nn.Module, *, layers: bool = True) -> CheckResult:
         """Compare the converted network with the source.
 

@@ -432,3 +432,15 @@ def test_ablation_flags_reach_the_layers(run: Run, here: Path) -> None:
 def test_the_noise_kinds_of_the_flag_are_those_of_the_layers() -> None:
     (flag,) = [option for option in command.params if option.name == "noise_kind"]
     assert tuple(flag.type.choices) == get_args(NoiseKind)
+
+
+def test_the_next_step_fits_a_network_that_does_not_classify(run: Run, here: Path) -> None:
+    Path("dense.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))\n"
+    )
+    result = run("convert", "py:dense:build", "--to", "bnn", "-o", "dense.safetensors")
+    assert result.exit_code == 0, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("next: model = retrofit.load('dense.safetensors', into=YOUR_NETWORK)")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
 
+import onnx
 import pytest
 import timm
 import torch
 
 import retrofit
+from retrofit.networks.library import Preprocess
 from tests.cli.conftest import Run, complaint
 from tests.pictures import write_folder
 
@@ -113,6 +116,56 @@ def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: st
         (here / "damaged" / "ant").mkdir(parents=True)
         (here / "damaged" / "ant" / "0.jpg").write_bytes(b"x")
     result = run("evaluate", *MODEL, *words)
+    assert result.exit_code == code
+    assert re.search(pattern, complaint(result)), result.stderr
+
+
+def test_an_exported_file_scores_as_its_artifact(run: Run, pictures: Path) -> None:
+    model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3), "ln")
+    model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.2, 0.3, 0.4), "crop_pct": 0.7}
+    retrofit.set_strength(model, 1)
+    retrofit.save(model, "net.safetensors", labels=["bee", "cat", "ant"])
+    assert run("export", "net.safetensors").exit_code == 0
+    data = ["--data-dir", pictures, "-j", "0", "-b", "4", "--json"]
+    artifact = json.loads(run("evaluate", "net.safetensors", *data).stdout)
+    for runtime, name in [("onnxruntime", "ONNX Runtime"), ("openvino", "OpenVINO")]:
+        if importlib.util.find_spec(runtime) is None:  # only the benchmarks ask for openvino
+            continue
+        result = run("evaluate", "net.onnx", "--runtime", runtime, *data)
+        assert result.exit_code == 0, result.stderr
+        said = f"net.onnx: test_resnet.r160_in1k, converted to ln, strength 1, fold exact, run by {name}"
+        assert result.stderr.splitlines()[0] == said
+        assert json.loads(result.stdout) == {
+            **artifact,
+            "weights": {"kind": "onnx", "from": "net.onnx"},
+            "loss": pytest.approx(artifact["loss"], rel=1e-3),
+            "fold": "exact",
+            "runtime": runtime,
+        }
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "pattern"),
+    [
+        (["net.onnx", "--amp"], 2, "drop --amp"),
+        (["net.onnx", "--device", "cuda"], 2, "drop --device"),
+        (["net.onnx", "--checkpoint", "w.pth", "--num-classes", "3"], 2, "drop --checkpoint, --num-classes"),
+        (["absent.onnx"], 1, "there is no file absent.onnx"),
+        (["text.onnx"], 1, "text.onnx is not an ONNX file"),
+        (["bare.onnx"], 1, "does not say how its images are prepared .*'crop_mode'"),
+        (["empty.onnx"], 1, "ONNX Runtime cannot run empty.onnx .*; export it again"),
+        (["test_resnet", "--runtime", "openvino"], 2, "--runtime runs exported files"),
+    ],
+)
+def test_refusals_of_exported_files(run: Run, pictures: Path, words: list[str], code: int, pattern: str) -> None:
+    Path("text.onnx").write_text("no protobuf")
+    file = onnx.ModelProto()
+    wanted = Preprocess((3, 8, 8), (0.0,) * 3, (1.0,) * 3).to_dict()
+    onnx.helper.set_model_props(file, {key: json.dumps(value) for key, value in wanted.items()})
+    onnx.save(file, "empty.onnx")
+    onnx.helper.set_model_props(file, {key: json.dumps(value) for key, value in wanted.items() if key != "crop_mode"})
+    onnx.save(file, "bare.onnx")
+    result = run("evaluate", *words, "--data-dir", pictures, "-j", "0")
     assert result.exit_code == code
     assert re.search(pattern, complaint(result)), result.stderr
 

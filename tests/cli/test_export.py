@@ -95,20 +95,33 @@ def test_failed_check(run: Run, artifact: Path, monkeypatch: pytest.MonkeyPatch)
     assert not Path("net.onnx").exists()
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_poly(run: Run, artifact: Path, runtime: str) -> None:
-    folder = Path("photos/one")
-    folder.mkdir(parents=True)
-    for number in range(6):
-        Image.effect_noise((200, 200), 20 + 20 * number).convert("RGB").save(folder / f"{number}.png")
+@pytest.fixture
+def bent(artifact: Path) -> str:
+    """An artifact with lambdas away from 1."""
     model = retrofit.load(artifact.name)
     for module in model.modules():
         if isinstance(module, retrofit.layers.BatchNormalNorm2d):
             torch.nn.init.uniform_(module.running_lambda, 0.5, 1.5)
     retrofit.save(model, "bent.safetensors")
+    return "bent.safetensors"
+
+
+def test_what_was_judged_on_noise_says_so(run: Run, bent: str) -> None:
+    result = run("export", bent, "--fold", "poly", "--degree", "2", "--tolerance", "0.9")
+    assert result.exit_code == 0, result.stderr
+    assert "% of 4 random inputs" in result.stderr
+    assert "warning: judged on 4 random inputs, which are unlike pictures" in result.stderr
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_poly(run: Run, bent: str, runtime: str) -> None:
+    folder = Path("photos/one")
+    folder.mkdir(parents=True)
+    for number in range(6):
+        Image.effect_noise((200, 200), 20 + 20 * number).convert("RGB").save(folder / f"{number}.png")
     result = run(
         "export",
-        "bent.safetensors",
+        bent,
         "-o",
         "net.onnx",
         "--fold",
@@ -132,6 +145,8 @@ def test_poly(run: Run, artifact: Path, runtime: str) -> None:
         "two branches",
     }
     assert "rms error" in result.stderr
+    assert "% of 3 images" in result.stderr
+    assert "warning" not in result.stderr
 
 
 def test_calibrate_folder_that_is_missing(run: Run, artifact: Path) -> None:

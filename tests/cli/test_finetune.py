@@ -22,7 +22,9 @@ from PIL import Image
 from torch import Tensor
 
 import retrofit
+from retrofit.cli.finetune import _GROUPS
 from retrofit.finetune import setup
+from retrofit.finetune.recipe import Recipe
 from tests.cli.conftest import Run, complaint
 from tests.conftest import heed_signals
 from tests.pictures import write_folder, write_tar
@@ -256,3 +258,15 @@ def test_torchrun(run: Run, pictures: Path, network: str, environment: dict[str,
     assert run("finetune", network, "--data-dir", pictures, *same, "-o", "one").exit_code == 0
     for name, tensor in weights("one").items():
         torch.testing.assert_close(weights("two")[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_help_shows_options_in_groups(run: Run) -> None:
+    text = run("finetune", "--help").stdout
+    places = [text.index(f"\n{title}:\n") for title in _GROUPS.values()]
+    assert places == sorted(places)
+    assert "\nOptions:" not in text
+    strength = text[text.index("Strength, noise and statistics:") : text.index("Distillation:")]
+    for flag in ("--strength-ramp", "--noise-kind", "--sync-norm"):
+        assert flag in strength
+    for name in Recipe.model_fields:
+        assert name == "model" or f"--{name.replace('_', '-')}" in text

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 import retrofit
 from retrofit.diagnose import DiagnosisOptions, Unlabelled, check_folder, diagnose, gaussianity, sentences, write_report
 from retrofit.diagnose.diagnosis import Batch
+from retrofit.diagnose.plots import plots
 from retrofit.diagnose.probe import Probe, probes
 from retrofit.errors import RetrofitError
+from tests.pretend_device import pretended
 
 SMALL = DiagnosisOptions(channels=3, batches=1)
 
@@ -105,6 +108,17 @@ def test_without_labels_there_is_no_accuracy() -> None:
     assert all(entry.top1 is None for entry in found.input_noise)
 
 
+@pytest.mark.parametrize("to", ["bnn", "ln-pn"])
+def test_a_network_on_another_device_is_measured_there(to: str) -> None:
+    expected = diagnose(network(to), batches(), SMALL)
+    with pretended(network(to)) as model:
+        found = diagnose(model, batches(), SMALL)
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        assert ours.r2 == pytest.approx(theirs.r2, abs=1e-4)
+        assert ours.linearity == pytest.approx(theirs.linearity, abs=1e-4)
+    assert [entry.top1 for entry in found.input_noise] == [entry.top1 for entry in expected.input_noise]
+
+
 def test_the_same_seed_finds_the_same() -> None:
     model = network("bnn")
     assert diagnose(model, batches(), SMALL).to_dict() == diagnose(model, batches(), SMALL).to_dict()
@@ -186,6 +200,14 @@ def test_a_report_is_one_folder(one: Any, tmp_path: Path) -> None:
     assert results["schema"] == 1
     assert set(results["networks"]) == {"a <b>", "other"}
     assert all(sentence.startswith(("a <b>: ", "other: ")) for sentence in sentences({"a <b>": one, "other": one}))
+
+
+def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Any) -> None:
+    bare = replace(one, layers=tuple(replace(layer, henze_zirkler=None, dependence=None) for layer in one.layers))
+    assert "independence" in [plot.name for plot in plots({"a": one})]
+    assert "independence" not in [plot.name for plot in plots({"a": bare})]
+    count = len(bare.layers)
+    assert any(f"left out for {count} of {count} layers" in text for text in sentences({"a": bare}))
 
 
 def test_a_report_replaces_only_a_report(one: Any, tmp_path: Path) -> None:

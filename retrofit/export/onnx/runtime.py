@@ -26,8 +26,15 @@ def check_model(model: onnx.ModelProto | Path) -> None:
         raise RetrofitError(f"the exported model is not valid ONNX ({one_line(error)}); please report it") from error
 
 
-def runner(model: bytes | Path) -> Callable[[Tensor], list[Tensor]]:
+def runner(
+    model: bytes | Path, what: str = "the exported model", advice: str = "please report it"
+) -> Callable[[Tensor], list[Tensor]]:
     """Return a function that runs a model with ONNX Runtime on the CPU.
+
+    Args:
+        model: The model, or its file.
+        what: What an error calls it, and
+        advice: says to do.
 
     Raises:
         RetrofitError: If ONNX Runtime cannot; so does the function.
@@ -35,7 +42,7 @@ def runner(model: bytes | Path) -> Callable[[Tensor], list[Tensor]]:
     import onnxruntime
 
     def refused(error: Exception) -> RetrofitError:
-        return RetrofitError(f"ONNX Runtime cannot run the exported model ({one_line(error)}); please report it")
+        return RetrofitError(f"ONNX Runtime cannot run {what} ({one_line(error)}); {advice}")
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3

@@ -1,0 +1,60 @@
+"""What the shell is told when someone presses the tab key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from click.shell_completion import ShellComplete
+
+from retrofit.cli import completion, main
+from retrofit.surgery.converter import TARGETS
+from retrofit.surgery.families import FAMILIES
+
+
+def completed(*words: str) -> list[str]:
+    *args, typed = words
+    shell = ShellComplete(main, {}, "retrofit", "_RETROFIT_COMPLETE")
+    return [item.value if item.type == "plain" else item.type for item in shell.get_completions(args, typed)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["conv"], ["convert"]),
+        (["convert", "resnet18", "--to", "gn"], ["gnn", "gn", "gn-pn"]),
+        (["inspect", "resnet18", "--to", "l"], ["lnn", "ln", "ln-pn"]),
+        (["convert", "resnet18", "--to", "bnn", "--from", "f"], ["frozen-bn"]),
+        (["finetune", "net.safetensors", "--recipe", "imagenet-gn-pn"],
+         ["imagenet-gn-pn-efficientnet", "imagenet-gn-pn-resnet50", "file"]),
+        (["evaluate", "test_resn"], ["test_resnet", "file"]),
+        (["evaluate", "tv:resnet1"], ["tv:resnet18", "tv:resnet101", "tv:resnet152", "file"]),
+        (["export", "r"], ["file"]),
+        (["bench", "a.safetensors", "--against", "runs/di"], ["file"]),
+    ],
+)  # fmt: skip
+def test_words(words: list[str], expected: list[str]) -> None:
+    assert sorted(completed(*words)) == sorted(expected)
+
+
+def test_every_target_and_family_is_known() -> None:
+    import retrofit.surgery.targets  # noqa: F401
+
+    assert set(completion.TARGETS) == set(TARGETS)
+    assert set(completion.FAMILIES) == set(FAMILIES)
+
+
+def test_torch_is_not_imported_for_words() -> None:
+    code = (
+        "import sys\n"
+        "from click.shell_completion import ShellComplete\n"
+        "from retrofit.cli import main\n"
+        "shell = ShellComplete(main, {}, 'retrofit', '_RETROFIT_COMPLETE')\n"
+        "assert shell.get_completions(['convert', 'resnet18', '--to'], 'b')\n"
+        "assert shell.get_completions(['finetune', 'resnet18', '--recipe'], 'd')\n"
+        "assert shell.get_completions([], '')\n"
+        "print(sorted({'torch', 'timm'} & set(sys.modules)))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
