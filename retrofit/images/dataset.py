@@ -135,15 +135,15 @@ def open_images(
         count = None if known is None else len(known)
         return ImageData(found, count, count, names=known)
     reader = found.reader
-    place = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
-    if dataset or place is None:
+    class_to_idx = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
+    if dataset or class_to_idx is None:
         return ImageData(LabelledImages(reader, None, mode))
-    classes = sorted(place, key=place.__getitem__)
+    classes = sorted(class_to_idx, key=class_to_idx.__getitem__)
     matched: Literal["class map", "labels", "order"]
     if class_map is not None:
-        place = _read_class_map(class_map)
-        targets, matched = _mapped(classes, place, class_map), "class map"
-        names = tuple(sorted(place, key=place.__getitem__))
+        class_to_idx = _read_class_map(class_map)
+        targets, matched = _mapped(classes, class_to_idx, class_map), "class map"
+        names = tuple(sorted(class_to_idx, key=class_to_idx.__getitem__))
         return ImageData(LabelledImages(reader, targets, mode), len(classes), max(targets) + 1, matched, names)
     if labels and set(classes) <= set(labels):
         targets, matched = [list(labels).index(name) for name in classes], "labels"
@@ -162,15 +162,15 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
         ) from error
 
 
-def _mapped(classes: Sequence[str], place: dict[str, int], class_map: str | os.PathLike[str]) -> list[int]:
+def _mapped(classes: Sequence[str], class_to_idx: dict[str, int], class_map: str | os.PathLike[str]) -> list[int]:
     """Return the model's output for each class of the data."""
-    lacking = [name for name in classes if name not in place]
+    lacking = [name for name in classes if name not in class_to_idx]
     if lacking:
         raise RetrofitError(
             f"{len(lacking)} of the data's {len(classes)} classes are not in {class_map} "
             f"({shortlist(lacking)}); use the class map that names the data's folders"
         )
-    return [place[name] for name in classes]
+    return [class_to_idx[name] for name in classes]
 
 
 class SampledBatches(Sequence[tuple[Tensor, Tensor]]):

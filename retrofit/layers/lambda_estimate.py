@@ -2,14 +2,19 @@
 
 The paper's single step divides by L'', which trained channels can make tiny or negative, and takes the set's variance
 to be one, which it is not where eps is comparable to it. Here L' and L'' hold for any variance, L'' is floored, and the
-step is bounded so that no value of the set is stretched by more than `MAX_STRETCH`. On well-behaved sets (a Gaussian
-has L'' = 0.58) neither bound acts, and the estimate is the paper's.
+step is bounded so that no value of the set is stretched by more than exp(`LOG_STRETCH`). On well-behaved sets (a
+Gaussian has L'' = 0.58) neither bound acts, and the estimate is the paper's.
+
+Throughout, with s = sign(h), a = |h| and l = log(1 + a), at lambda = 1:
+
+    d = (1 + a) * l - a           d psi / d lambda
+    e = (1 + a) * l^2 - 2 * d     d^2 psi / d lambda^2, but for its sign s
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +22,11 @@ import torch
 from torch import Tensor
 
 MIN_CURVATURE = 0.1
-MAX_STRETCH = math.exp(4.0)
-_TINY = 1e-30
+"""Floor of L''."""
+LOG_STRETCH = 4.0
+"""Log of the most that the step may stretch a value of the set."""
+TINY = 1e-30
+"""Stands for zero where it is divided by."""
 _SERIES_RADIUS = 0.5
 _SERIES_TERMS = 12
 
@@ -26,8 +34,18 @@ Reduce = Callable[[list[Tensor]], list[Tensor]]
 """Means of each tensor over the normalized set, kept broadcastable."""
 
 
+class Moments(NamedTuple):
+    """Means over a set: s * l, h * d, d, a * e + d^2 and h^2, one value a normalized set."""
+
+    m1: Tensor
+    m2: Tensor
+    m3: Tensor
+    m45: Tensor
+    v: Tensor
+
+
 class StepGradient(NamedTuple):
-    """Derivatives of the step with respect to the means that it is made of, one value a normalized set."""
+    """Derivatives of the step with respect to the `Moments`, one value a normalized set."""
 
     by_m1: Tensor
     by_m2: Tensor
@@ -40,7 +58,15 @@ class StepGradient(NamedTuple):
 class NewtonStep:
     """One Newton step from lambda = 1, with what its derivative needs; every field has one value a normalized set.
 
-    `step` is lambda - 1; `free` is 1 where it is not held by the stretch bound, `curved` where L'' is above its floor.
+    With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 * r^2 and step = -L' / L''.
+
+    Attributes:
+        step: lambda - 1, within its bounds.
+        free: 1 where no bound holds the step.
+        curved: 1 where L'' is above its floor.
+        slope: L'.
+        curvature: L'', floored.
+        moments: What all of that is made of, v kept above zero.
     """
 
     step: Tensor
@@ -48,27 +74,21 @@ class NewtonStep:
     curved: Tensor
     slope: Tensor
     curvature: Tensor
-    v: Tensor
-    m2: Tensor
-    m3: Tensor
-    m45: Tensor
+    moments: Moments
 
     def gradient(self) -> StepGradient:
-        """Return the step's derivatives; zero where a bound holds the step.
-
-        With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 r^2 and step = -L' / L''. Below, `slope` is
-        d step / d L' = -1 / L'' and `curve` is d step / d L'' = L' / L''^2, which is zero where L'' is floored.
-        """
-        ratio = self.m2 / self.v
-        bend = (self.m45 - self.m3 * self.m3) / self.v
-        slope = -self.free / self.curvature
-        curve = self.free * self.curved * self.slope / self.curvature**2
+        """Return the step's derivatives; zero where a bound holds the step."""
+        _, m2, m3, m45, v = self.moments
+        r = m2 / v
+        b = (m45 - m3 * m3) / v
+        by_slope = -self.free / self.curvature  # d step / d L' = -1 / L''
+        by_curvature = self.free * self.curved * self.slope / self.curvature**2  # d step / d L'' = L' / L''^2
         return StepGradient(
-            by_m1=-slope,
-            by_m2=(slope - 4 * curve * ratio) / self.v,
-            by_m3=-2 * curve * self.m3 / self.v,
-            by_m45=curve / self.v,
-            by_v=(-slope * ratio - curve * bend + 4 * curve * ratio**2) / self.v,
+            by_m1=-by_slope,
+            by_m2=(by_slope - 4 * by_curvature * r) / v,
+            by_m3=-2 * by_curvature * m3 / v,
+            by_m45=by_curvature / v,
+            by_v=(-by_slope * r - by_curvature * b + 4 * by_curvature * r**2) / v,
         )
 
 
@@ -87,53 +107,54 @@ def first_step(h: Tensor, reduce: Reduce, bound: tuple[Tensor, Tensor], log: Ten
     a = h.abs()
     log = torch.log1p(a) if log is None else log
     grown = (1 + a) * log
-    d = grown - a  # d psi / d lambda at 1
-    e = grown * log - 2 * d  # |d^2 psi / d lambda^2| at 1
+    d = grown - a
+    e = grown * log - 2 * d
     m1, m2, m3, m45, v = reduce([torch.copysign(log, h), h * d, d, torch.addcmul(a * e, d, d), h * h])
-    v = v.clamp_min(_TINY)
+    v = v.clamp_min(TINY)
     slope = m2 / v - m1
     raw_curvature = (m45 - m3 * m3) / v - 2 * (m2 / v) ** 2
     curvature = raw_curvature.clamp_min(MIN_CURVATURE)
     raw_step = -slope / curvature
     step = raw_step.clamp(*bound)
-    dtype = h.dtype
     return NewtonStep(
         step=step,
-        free=(raw_step == step).to(dtype),
-        curved=(raw_curvature > MIN_CURVATURE).to(dtype),
+        free=(raw_step == step).to(h.dtype),
+        curved=(raw_curvature > MIN_CURVATURE).to(h.dtype),
         slope=slope,
         curvature=curvature,
-        v=v,
-        m2=m2,
-        m3=m3,
-        m45=m45,
+        moments=Moments(m1, m2, m3, m45, v),
     )
 
 
 def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of lambda - 1 that keep |d psi / d h| below `MAX_STRETCH` on a set that spans [low, high].
+    """Bounds of lambda - 1 that keep |d psi / d h| below exp(`LOG_STRETCH`) on a set that spans [low, high].
 
     The derivative is exp(s * (lambda - 1) * log(1 + |h|)): lambda > 1 stretches the positive side, lambda < 1 the
     negative one.
     """
-    room = math.log(MAX_STRETCH)
-    return -room / torch.log1p((-low).clamp_min(_TINY)), room / torch.log1p(high.clamp_min(_TINY))
+    return -LOG_STRETCH / torch.log1p((-low).clamp_min(TINY)), LOG_STRETCH / torch.log1p(high.clamp_min(TINY))
 
 
-def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, gradient: Sequence[Tensor]) -> Tensor:
+def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: StepGradient) -> Tensor:
     """Return N * d step / d h_i for every element of the sets, h's own dependence on the input aside.
 
-    Closed form of the derivative of `first_step`; `gradient` is `NewtonStep.gradient()`, `a` is |h|, `log` log(1 + a)
-    and `inverse` 1 / (1 + a).
+    The chain rule over `Moments`; each derivative below is of what its moment is the mean of.
+
+    Args:
+        h: Standardised values.
+        a: |h|.
+        log: l = log(1 + a).
+        inverse: 1 / (1 + a), which is d (s * l) / d h.
+        by: `NewtonStep.gradient()`.
     """
-    by = StepGradient(*gradient)
     a_log = a * log
     grown = log + a_log  # (1 + a) * l
-    d = grown - a  # of which m3 is the mean: d d / d a = l
+    d = grown - a
     dm2 = d + a_log  # d (h * d) / d h
-    dm45 = grown * log - 2 * d + log * (a_log + 2 * d)  # d (a * e + d^2) / d a, e = (1 + a) * l^2 - 2 * d
-    odd = by.by_m45 * dm45 + by.by_m3 * log  # derivatives by a, which take the sign of h
-    return by.by_m1 * inverse + by.by_m2 * dm2 + 2 * by.by_v * h + torch.where(h < 0, -odd, odd)
+    dm3 = log  # d d / d a
+    dm45 = grown * log - 2 * d + log * (a_log + 2 * d)  # d (a * e + d^2) / d a
+    even = by.by_m45 * dm45 + by.by_m3 * dm3  # of even functions of h, whose derivatives take its sign
+    return by.by_m1 * inverse + by.by_m2 * dm2 + 2 * by.by_v * h + torch.where(h < 0, -even, even)
 
 
 def newton_lmbda(h: Tensor, dim: tuple[int, ...], steps: int = 1) -> Tensor:
@@ -151,20 +172,19 @@ def newton_lmbda(h: Tensor, dim: tuple[int, ...], steps: int = 1) -> Tensor:
     a = h.abs()
     log = torch.log1p(a)
     s = torch.where(h < 0, -1.0, 1.0).to(h.dtype)
-    total = torch.zeros_like(low)
+    step = torch.zeros_like(low)  # lambda - 1
     m1 = (s * log).mean(dim, True)
     for _ in range(steps):
-        u = (1 + s * total) * log
-        psi, first, second = (
-            f * c for f, c in zip(_exponential_moments(u), (s * log, log**2, s * log**3), strict=True)
-        )
+        # psi = s * l * f(p * l) with p = 1 + s * step, so each derivative by lambda brings another factor s * l
+        f, f1, f2 = _exponential_moments((1 + s * step) * log)
+        psi, first, second = f * (s * log), f1 * log**2, f2 * (s * log**3)
         var_first, _ = torch.var_mean(first, dim, correction=0, keepdim=True)
         centred = psi - psi.mean(dim, True)
-        v = (centred * centred).mean(dim, True).clamp_min(_TINY)
-        ratio = (centred * first).mean(dim, True) / v
-        curvature = (var_first + (centred * second).mean(dim, True)) / v - 2 * ratio**2
-        total = (total - (ratio - m1) / curvature.clamp_min(MIN_CURVATURE)).clamp(low, high)
-    return 1 + total
+        v = (centred * centred).mean(dim, True).clamp_min(TINY)
+        r = (centred * first).mean(dim, True) / v  # v' / (2 * v)
+        curvature = (var_first + (centred * second).mean(dim, True)) / v - 2 * r**2
+        step = (step - (r - m1) / curvature.clamp_min(MIN_CURVATURE)).clamp(low, high)
+    return 1 + step
 
 
 def _exponential_moments(u: Tensor) -> list[Tensor]:

@@ -85,12 +85,12 @@ def migrated_group_norm(
         mean, var = _moments_by_autograd(maps.to(dtype))
         out, _, _ = _group_affine(maps, mean, var, *constants, gamma, beta, t.detach(), num_groups, eps, _affine)
     else:
-        where = channelwise.place(maps, per_sample=True)
-        if where is None:
+        layout = channelwise.layout_of(maps, per_sample=True)
+        if layout is None:
             mean, var = _moments(maps.detach().to(dtype))
         else:
-            mean, var = channelwise.moments(maps.detach(), where, constants[0])
-        out = _GroupAffine.apply(maps, mean, var, *constants, gamma, beta, t, num_groups, eps, where)
+            mean, var = channelwise.moments(maps.detach(), layout, constants[0])
+        out = _GroupAffine.apply(maps, mean, var, *constants, gamma, beta, t, num_groups, eps, layout)
     return out.view_as(x) if x.ndim == 2 else out
 
 
@@ -163,11 +163,11 @@ class _GroupAffine(torch.autograd.Function):
         t: Tensor,
         num_groups: int,
         eps: Tensor | float,
-        where: channelwise.ChannelLayout | None,
+        layout: channelwise.ChannelLayout | None,
     ) -> Tensor:
-        apply = _affine if where is None else lambda x, *tables: channelwise.affine(x, where, *tables)
+        apply = _affine if layout is None else lambda x, *tables: channelwise.affine(x, layout, *tables)
         out, m, k = _group_affine(x, mean, var, running_mean, rstd, gain, gamma, beta, t, num_groups, eps, apply)
-        ctx.where = where
+        ctx.layout = layout
         ctx.save_for_backward(x, running_mean, rstd, gain, gamma, t, m, k)
         ctx.groups = len(mean), num_groups, mean.shape[1] // num_groups
         return out
@@ -179,11 +179,11 @@ class _GroupAffine(torch.autograd.Function):
         (grad,) = grads
         dims = tuple(range(2, x.ndim))
         wide = grad.to(k.dtype)
-        if ctx.where is None:
+        if ctx.layout is None:
             sum_g = wide.sum(dims)
             centred = (wide * x).sum(dims) - running_mean * sum_g
         else:
-            centred, sum_g = channelwise.dots(x, grad, ctx.where, running_mean)
+            centred, sum_g = channelwise.dots(x, grad, ctx.layout, running_mean)
         sum_gx = (centred * rstd - t * m * sum_g) * k  # of grad * x^
         dx = None
         if ctx.needs_input_grad[0]:
@@ -196,8 +196,8 @@ class _GroupAffine(torch.autograd.Function):
             slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - running_mean) * rstd
             shift = -t * k * gain * group_mean(sum_g / gain) - slope * (running_mean * rstd + m)
             tables = slope * rstd.square(), k * gamma * rstd, shift * rstd
-            if ctx.where is not None:
-                dx = channelwise.combine(x, grad, ctx.where, *tables)
+            if ctx.layout is not None:
+                dx = channelwise.combine(x, grad, ctx.layout, *tables)
             else:
                 dx = _affine(x, tables[0], tables[2], dtype=k.dtype)
                 dx = dx.addcmul_(wide, _like(x, tables[1])).to(x.dtype)

@@ -20,7 +20,7 @@ from retrofit.layers.kernels.eager import blocks
 from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype, reductions
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
-from retrofit.layers.lambda_estimate import first_step, newton_lmbda, step_bounds, step_derivative
+from retrofit.layers.lambda_estimate import StepGradient, first_step, newton_lmbda, step_bounds, step_derivative
 from retrofit.layers.transforms import differentiable_once, transformed
 from retrofit.layers.yeo_johnson import lmbda_derivative, yeo_johnson
 
@@ -199,8 +199,8 @@ class _NormalityNorm(torch.autograd.Function):
             view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
             gamma = None if weight is None else ctx.layout.view_affine(weight)
             arguments = t, stats, ctx.layout.dims, 0 * t if factor is None else factor, seed
-            places = view(grad_x), view(x), view(grads[0]), gamma
-            grads_affine = kernels.run("backward", *places, *arguments, ctx.layout.affine, ctx.group)
+            tensors = view(grad_x), view(x), view(grads[0]), gamma
+            grads_affine = kernels.run("backward", *tensors, *arguments, ctx.layout.affine, ctx.group)
             grad_weight, grad_bias = (ctx.layout.undo_affine(g) for g in grads_affine)
         return (
             grad_x,
@@ -295,7 +295,7 @@ class _OneStep(torch.autograd.Function):
             _, u, growth = formulas.transform(values, log, t * step)
             inverse = 1 / (1 + a)
             to_lmbda = (grad * lmbda_derivative(u, log, growth)).mean(ctx.dim, True)
-            shift = step_derivative(values, a, log, inverse, gradient)  # times the count
+            shift = step_derivative(values, a, log, inverse, StepGradient(*gradient))  # times the count
             block(grad_h).copy_(grad * ((growth + 1) * inverse) + t * to_lmbda * shift)
         return grad_h, None, None
 

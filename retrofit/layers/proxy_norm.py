@@ -211,11 +211,11 @@ class ProxyNorm(StrengthMixin):
         if x.ndim < 2 or x.shape[self.channel_dim] != self.num_features:
             found = f"dimension {self.channel_dim} of {tuple(x.shape)}"
             raise ValueError(f"ProxyNorm expects {self.num_features} channels in {found}")
-        where = channelwise.place(x, self.channel_dim)
-        kind = None if where is None else channelwise.known(self.activation)
+        layout = channelwise.layout_of(x, self.channel_dim)
+        kind = None if layout is None else channelwise.known(self.activation)
         scale, shift = self.constants(compute_dtype(x), kind)
         if kind is not None:
-            out: Tensor = channelwise.Activate.apply(x, scale, shift, kind, where)
+            out: Tensor = channelwise.Activate.apply(x, scale, shift, kind, layout)
             return out
         shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)
         phi = self.activation(x)

@@ -71,14 +71,14 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     sets = _sets(content)
     if not sets:
         raise RetrofitError(f"there are no tensors in {path}; give a checkpoint with a model's state_dict")
-    place, prefix = _chosen(sets, key, path)
-    tensors = _dense(sets[place], file)
+    nest, prefix = _chosen(sets, key, path)
+    tensors = _dense(sets[nest], file)
     left_out: tuple[str, ...] = ()
     if prefix:
         left_out = tuple(name for name in tensors if not name.startswith(prefix) and not is_counter(name))
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    others = tuple(other for other in sets if other not in ("", place))
-    chosen = f"{place}.{prefix}".strip(".") if prefix else place
+    others = tuple(other for other in sets if other not in ("", nest))
+    chosen = f"{nest}.{prefix}".strip(".") if prefix else nest
     return Checkpoint(str(path), _unwrapped(tensors), chosen, others, left_out)
 
 
@@ -153,23 +153,23 @@ def _sets(content: Any) -> dict[str, Mapping[Any, Any]]:
     level, seen = [("", content)], set()
     for _ in range(_DEPTH):
         below = []
-        for place, value in level:
+        for nest, value in level:
             if not isinstance(value, Mapping) or id(value) in seen:
                 continue
             seen.add(id(value))
             if any(isinstance(entry, Tensor) for entry in value.values()):
-                found[place] = value
-            below += [(f"{place}.{key}".strip("."), entry) for key, entry in value.items() if isinstance(key, str)]
+                found[nest] = value
+            below += [(f"{nest}.{key}".strip("."), entry) for key, entry in value.items() if isinstance(key, str)]
         level = below
     return found
 
 
 def _chosen(sets: Mapping[str, Mapping[Any, Any]], key: str | None, path: str | Path) -> tuple[str, str]:
-    """Return the place of the weights to take, and how their names begin, where the key says that."""
-    usual = next((place for place in (*_NESTS, "") if place in sets), None)
+    """Return the nest of the weights to take, and how their names begin, where the key says that."""
+    usual = next((nest for nest in (*_NESTS, "") if nest in sets), None)
     if usual is None and len(sets) == 1:
         usual = next(iter(sets))
-    held = shortlist([place or "weights at its top" for place in sets], most=6)
+    held = shortlist([nest or "weights at its top" for nest in sets], most=6)
     if key is None:
         if usual is None:
             raise RetrofitError(f"{path} holds several sets of weights ({held}); choose with --checkpoint-key NAME")
@@ -177,10 +177,10 @@ def _chosen(sets: Mapping[str, Mapping[Any, Any]], key: str | None, path: str | 
     key = key.strip(".")
     if key in sets:
         return key, ""
-    for place in sets if usual is None else (usual, *sets):
-        prefix = key.removeprefix(f"{place}.") if place else key
-        if prefix and any(isinstance(name, str) and name.startswith(f"{prefix}.") for name in sets[place]):
-            return place, f"{prefix}."
+    for nest in sets if usual is None else (usual, *sets):
+        prefix = key.removeprefix(f"{nest}.") if nest else key
+        if prefix and any(isinstance(name, str) and name.startswith(f"{prefix}.") for name in sets[nest]):
+            return nest, f"{prefix}."
     raise RetrofitError(
         f"{path} holds no weights under {printable(key, 64)!r} (it holds {held}); "
         "give --checkpoint-key one of these, or how the names of the weights begin"

@@ -116,8 +116,8 @@ def measure(model: nn.Module, size: Sequence[int]) -> dict[str, Any]:
 
         return hook
 
-    place = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    inputs = [_images(shape).to(place) for shape in shapes]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    inputs = [_images(shape).to(dtype) for shape in shapes]
     try:
         with evaluating(model), ExitStack() as stack, torch.random.fork_rng(devices=[]):
             for name in chosen:

@@ -17,6 +17,11 @@ def test_normal_quantiles_lie_on_the_line() -> None:
     assert len(plot.theoretical) == len(plot.ordered) <= 64
 
 
+@pytest.mark.parametrize("count", [2, 3, 1000])
+def test_quantiles_are_scipys(count: int) -> None:
+    np.testing.assert_allclose(gaussianity._normal_quantiles(count), stats.probplot(np.zeros(count), fit=False)[0])
+
+
 @pytest.mark.parametrize(("law", "low", "high"), [("norm", 0.99, 1), ("expon", 0.6, 0.9), ("uniform", 0.9, 0.97)])
 def test_r2_by_distribution(law: str, low: float, high: float) -> None:
     plot = gaussianity.qq(getattr(stats, law).rvs(size=2000, random_state=0))

@@ -110,13 +110,13 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
         RetrofitError: If no choice of degrees meets the tolerance.
     """
     assert wanted.runtime is not None
-    targets = _targets(net, transforms, wanted.fit)
+    functions = _functions(net, transforms, wanted.fit)
     families = RUNTIMES[wanted.runtime]
     if wanted.degree is not None:
-        return {layer: _of_size(target, families[0].fitter, wanted.degree) for layer, target in targets.items()}
+        return {layer: _of_size(function, families[0].fitter, wanted.degree) for layer, function in functions.items()}
     limit, best = _ROOM * wanted.tolerance, math.inf
     expected = [answers(net, [batch]) for batch in wanted.check]
-    for chosen in allocations(_candidates(net, transforms, targets, families, wanted.fit or wanted.check)):
+    for chosen in allocations(_candidates(net, transforms, functions, families, wanted.fit or wanted.check)):
         with _approximated(transforms, chosen):
             difference = _difference(net, wanted.check, expected, limit)
         if difference <= limit:
@@ -131,10 +131,10 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
 
 def mean_lambdas(net: nn.Module, images: Sequence[Tensor]) -> dict[nn.Module, float]:
     """Return the mean lambda, strength included, of each layer that estimates it, over images."""
-    place = device_of(net)
+    device = device_of(net)
     found: dict[nn.Module, list[Tensor]] = {}
     for batch in images:
-        for name, values in lambda_values(net, batch.to(place)).items():
+        for name, values in lambda_values(net, batch.to(device)).items():
             found.setdefault(net.get_submodule(name), []).append(values.double().mean())
     return {
         layer: 1 + float(layer.effective_alpha) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
@@ -146,8 +146,8 @@ def mean_lambdas(net: nn.Module, images: Sequence[Tensor]) -> dict[nn.Module, fl
 @torch.no_grad()
 def answers(net: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that a network gives for each batch, one after the other."""
-    place = device_of(net)
-    return [leaf for batch in inputs for leaf in tree_leaves(net(batch.to(place))) if isinstance(leaf, Tensor)]
+    device = device_of(net)
+    return [leaf for batch in inputs for leaf in tree_leaves(net(batch.to(device))) if isinstance(leaf, Tensor)]
 
 
 def _difference(net: nn.Module, batches: Sequence[Tensor], expected: Sequence[Sequence[Tensor]], limit: float) -> float:
@@ -166,28 +166,28 @@ def _difference(net: nn.Module, batches: Sequence[Tensor], expected: Sequence[Se
     return largest
 
 
-def _targets(net: nn.Module, transforms: Transforms, images: Sequence[Tensor]) -> dict[nn.Module, LayerFunction]:
+def _functions(net: nn.Module, transforms: Transforms, images: Sequence[Tensor]) -> dict[nn.Module, LayerFunction]:
     """Return what is to be approximated, on the values that the images bring about."""
     observer = Observer(sum(map(len, images)))
     with observer.observing(transforms):
         answers(net, images)
-    seen, targets = observer.samples(), {}
+    seen, functions = observer.samples(), {}
     for layer, one in transforms.items():
         scale, shift = one.map.scale, one.map.shift
         data = seen[layer].affine(scale, shift) if layer in seen else gaussian(len(scale), scale.device)
-        targets[layer] = LayerFunction(one.map, data, one.high)
-    return targets
+        functions[layer] = LayerFunction(one.map, data, one.high)
+    return functions
 
 
-def _of_size(target: LayerFunction, fitter: type[Fitter], size: int) -> Fit:
-    affine = target.affine()
-    return affine if affine.rms_error <= AFFINE else fitter(target).fit(size)
+def _of_size(function: LayerFunction, fitter: type[Fitter], size: int) -> Fit:
+    affine = function.affine()
+    return affine if affine.rms_error <= AFFINE else fitter(function).fit(size)
 
 
 def _candidates(
     net: nn.Module,
     transforms: Transforms,
-    targets: Mapping[nn.Module, LayerFunction],
+    functions: Mapping[nn.Module, LayerFunction],
     families: Sequence[Family],
     images: Sequence[Tensor],
 ) -> list[Candidate]:
@@ -195,10 +195,10 @@ def _candidates(
     few = torch.cat(list(images))[:_FEW]
     expected = answers(net, [few])
     found = []
-    for layer, target in targets.items():
-        fits, costs = [target.affine()], [0.0]
+    for layer, function in functions.items():
+        fits, costs = [function.affine()], [0.0]
         for family in families:
-            fitter = family.fitter(target)
+            fitter = family.fitter(function)
             for size in range(2, MAX_SIZE + 1):
                 fits.append(fitter.fit(size))
                 costs.append(family.base + size * family.each)

@@ -50,9 +50,9 @@ class Fit:
 
 
 class Fitter(Protocol):
-    """Fits of all sizes to one target."""
+    """Fits of all sizes to one function."""
 
-    def __init__(self, target: LayerFunction) -> None:
+    def __init__(self, function: LayerFunction) -> None:
         """Prepare what they share."""
 
     def fit(self, size: int) -> Fit:

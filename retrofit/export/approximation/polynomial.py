@@ -27,18 +27,18 @@ _SHARES = (1.0, 0.75, 0.56, 0.42, 0.32, 0.24, 0.18, 0.13)  # of that range to tr
 class _Equations:
     """Normal equations of the polynomials in p = clamp(to_p * h + from_p, low, 1), of all degrees at once."""
 
-    def __init__(self, target: LayerFunction, to_p: Tensor, from_p: Tensor, low: float) -> None:
+    def __init__(self, function: LayerFunction, to_p: Tensor, from_p: Tensor, low: float) -> None:
         self.to_p, self.from_p = to_p, from_p
         self._powers = to_p.new_zeros(2 * MAX_SIZE, len(to_p))  # means of p, p^2, ...
-        self._products = to_p.new_zeros(MAX_SIZE, len(to_p))  # of p * target, p^2 * target, ...
-        self._target = target.values.square() @ target.weight
-        p = torch.addcmul(from_p[:, None], target.h, to_p[:, None]).clamp(low, 1.0)
+        self._products = to_p.new_zeros(MAX_SIZE, len(to_p))  # of p * value, p^2 * value, ...
+        self._target = function.values.square() @ function.weight
+        p = torch.addcmul(from_p[:, None], function.h, to_p[:, None]).clamp(low, 1.0)
         power = torch.ones_like(p)
         for k in range(2 * MAX_SIZE):
             power = power * p
-            self._powers[k] = power @ target.weight
+            self._powers[k] = power @ function.weight
             if k < MAX_SIZE:
-                self._products[k] = (power * target.values) @ target.weight
+                self._products[k] = (power * function.values) @ function.weight
 
     def solve(self, degree: int) -> tuple[Tensor, Tensor]:
         """Return the coefficients, (degree, C), and the mean squared error, (C,)."""
@@ -51,19 +51,19 @@ class _Equations:
 
 
 class PolynomialFitter:
-    """Polynomials for one target."""
+    """Polynomials for one function."""
 
-    def __init__(self, target: LayerFunction) -> None:
+    def __init__(self, function: LayerFunction) -> None:
         """Find the root and the range of each channel."""
-        self.target = target
-        h, high, gamma = target.h, target.high, target.found.gamma
+        self.function = function
+        h, high, gamma = function.h, function.high, function.found.gamma
         low, top = h.amin(1), h.amax(1)
         self.root = self._root(low, top)
         if high is not None:
             self.root = self.root.maximum(low - _ROOM * (top - low).clamp_min(1.0))
         reach = top - self.root if high is not None else torch.maximum(top - self.root, self.root - low)
         if high is not None and high < float("inf"):  # beyond it nothing rises
-            reach = torch.minimum(reach, target.inverse(high, self.root + reach) - self.root)
+            reach = torch.minimum(reach, function.inverse(high, self.root + reach) - self.root)
         self.reach = torch.where((reach > 0) & self.root.isfinite() & (gamma > 0), reach, 0.0)
         self.low = -1.0 if high is None else 0.0
 
@@ -81,7 +81,7 @@ class PolynomialFitter:
 
         scale, shift = (pick([getattr(one, name) for one in self._equations]) for name in ("to_p", "from_p"))
         coefficients, low = pick([values for values, _ in found]), self.low
-        return self.target.measured(
+        return self.function.measured(
             Fit(
                 "polynomial",
                 size,
@@ -94,23 +94,23 @@ class PolynomialFitter:
 
     @cached_property
     def _equations(self) -> list[_Equations]:
-        live, dead = self.reach > 0, (self.target.found.gamma == 0).double()
+        live, dead = self.reach > 0, (self.function.found.gamma == 0).double()
         found = []
         for share in _SHARES:
             to_p = torch.where(live, 1 / (share * self.reach), 0.0)
             from_p = torch.where(live, -self.root * to_p, dead)
-            found.append(_Equations(self.target, to_p, from_p, self.low))
+            found.append(_Equations(self.function, to_p, from_p, self.low))
         return found
 
     def _root(self, low: Tensor, top: Tensor) -> Tensor:
         """Return where each channel is 0, or where its tangent at the end of the range would be."""
 
         def value(h: Tensor) -> Tensor:
-            return self.target.unlimited(h[:, None])[:, 0]
+            return self.function.unlimited(h[:, None])[:, 0]
 
         def tangent(h: Tensor) -> Tensor:
-            return h - value(h) / self.target.slope(h[:, None])[:, 0]
+            return h - value(h) / self.function.slope(h[:, None])[:, 0]
 
-        root = self.target.inverse(0.0, low)
+        root = self.function.inverse(0.0, low)
         root = torch.where(value(low) > 0, tangent(low), root)
-        return torch.where(value(top) < 0, tangent(top) if self.target.high is None else top, root)
+        return torch.where(value(top) < 0, tangent(top) if self.function.high is None else top, root)

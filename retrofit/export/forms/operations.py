@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers.lambda_estimate import MIN_CURVATURE, newton_lmbda, step_bounds
+from retrofit.layers.lambda_estimate import MIN_CURVATURE, TINY, newton_lmbda, step_bounds
 
 STEEP = 1e12  # |h| below its inverse is as good as zero
 SMALLEST_POWER = 5e-4  # (exp(p * l) - 1) / p loses its digits below
-TINY = 1e-30
 
 
 def channel_view(values: Tensor, x: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ class EstimatedTransform(nn.Module):
     Args:
         layer: LayerNormalNorm, LayerNormalNorm2d, GroupNormalNorm, or InstanceNormalNorm or BatchNormalNorm without
             running statistics.
-        kind: Its `layers.kind_of`.
+        kind: Its `channel_map.kind_of`.
         affine: Whether to apply gamma and beta here.
         frozen: lambda (strength included) to use for every sample instead of an estimate.
     """
@@ -187,7 +186,7 @@ class EstimatedTransform(nn.Module):
         return y
 
     def _estimate(self, h: Tensor, a: Tensor, log: Tensor, sign: Tensor, v: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Return lambda - 1 of each set: `layers.estimate.first_step` in operations that every runtime has."""
+        """Return lambda - 1 of each set: `lambda_estimate.first_step` in operations that every runtime has."""
         if self.steps > 1:
             return newton_lmbda(h, dims, self.steps) - 1.0
 

@@ -26,9 +26,12 @@ from pathlib import Path
 
 import torch
 
+from retrofit.layers import lambda_estimate
+
 _log = logging.getLogger(__name__)
 _SOURCES = [Path(__file__).with_name(name) for name in ("normality.cpp", "channelwise.cpp", "vectors.h")]
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+_CONSTANTS = tuple(f"-D{name}={getattr(lambda_estimate, name)}" for name in ("MIN_CURVATURE", "LOG_STRETCH", "TINY"))
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
 _LIMIT = 180.0  # seconds to build, which takes about ten, or to wait for another process that does
@@ -47,7 +50,7 @@ def load() -> ctypes.CDLL:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         raise UnavailableError("they are built on Linux with glibc only")
     instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-DWIDTH=4",))
-    made_from = repr((_FLAGS, instructions, platform.machine(), os.environ.get("CXX"))).encode()
+    made_from = repr((_FLAGS, _CONSTANTS, instructions, platform.machine(), os.environ.get("CXX"))).encode()
     made_from += b"".join(file.read_bytes() for file in _SOURCES)
     name = f"kernels-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     folder = cache_folder()
@@ -135,7 +138,7 @@ def _build(folder: Path, name: str, instructions: tuple[str, ...]) -> Path:
     _log.warning("building the C++ kernels, once on this machine; this takes about ten seconds")
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         built = Path(aside) / name
-        command = [*compiler, *_FLAGS, *instructions, *map(str, _SOURCES[:-1]), "-o", str(built)]
+        command = [*compiler, *_FLAGS, *_CONSTANTS, *instructions, *map(str, _SOURCES[:-1]), "-o", str(built)]
         # In a session of its own, so that the compiler's own children end with it.
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
             try:

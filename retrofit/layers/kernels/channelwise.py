@@ -1,7 +1,7 @@
 """Maps with a scale and a shift a channel, or a sample and channel, by channelwise.cpp: one pass over memory each.
 
 They take contiguous tensors and channels_last ones as they lie, in float32 and bfloat16. Who calls them has a path of
-torch operations for everything else; `place` says which it is.
+torch operations for everything else; `layout_of` says which it is.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ChannelLayout(ctypes.Structure):
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-def place(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> ChannelLayout | None:
+def layout_of(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> ChannelLayout | None:
     """Return how `x` lies for tables of (C,), or (N, C) with `per_sample`; None where no kernel takes it."""
     if not (x.is_cpu and x.dtype in cpp.TYPES and kernels.fits(x) and kernels.chosen(x) is cpp):
         return None
@@ -96,43 +96,43 @@ def place(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> ChannelL
     return found
 
 
-def moments(x: Tensor, where: ChannelLayout, about: Tensor) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, layout: ChannelLayout, about: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of each sample and channel, (N, C) in float32.
 
     Args:
         x: (N, C, *).
-        where: Its place, for tables per sample.
+        layout: As `layout_of` gives it, for tables per sample.
         about: (C,) roughly the means.
     """
-    x, centre = where.arrange(x), _table(about.expand(x.shape[:2]))
+    x, centre = layout.arrange(x), _table(about.expand(x.shape[:2]))
     count = x.numel() // centre.numel()
-    (offset, _) = _sums("channels_moments", x, where, x, centre) / count
+    (offset, _) = _sums("channels_moments", x, layout, x, centre) / count
     mean = (centre + offset.view_as(centre)).to(torch.float32)
-    shift, power = _sums("channels_moments", x, where, x, mean).view(2, *mean.shape) / count
+    shift, power = _sums("channels_moments", x, layout, x, mean).view(2, *mean.shape) / count
     return mean, (power - shift * shift).clamp_min_(0).to(torch.float32)
 
 
-def affine(x: Tensor, where: ChannelLayout, scale: Tensor, shift: Tensor) -> Tensor:
+def affine(x: Tensor, layout: ChannelLayout, scale: Tensor, shift: Tensor) -> Tensor:
     """Return x * scale + shift by tables of (N, C); autograd sees nothing of it."""
-    x = where.arrange(x)
+    x = layout.arrange(x)
     out = torch.empty_like(x)
-    _call("channels_forward", x, where, *_arguments(ActivationCode(_IDENTITY)), out, x, _table(scale), _table(shift))
+    _call("channels_forward", x, layout, *_arguments(ActivationCode(_IDENTITY)), out, x, _table(scale), _table(shift))
     return out
 
 
-def dots(x: Tensor, grad: Tensor, where: ChannelLayout, centre: Tensor) -> tuple[Tensor, Tensor]:
+def dots(x: Tensor, grad: Tensor, layout: ChannelLayout, centre: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums of grad * (x - centre) and of grad for each sample and channel, (N, C) in float32."""
     table = _table(centre.expand(x.shape[:2]))
-    x, grad = where.arrange(x), where.arrange(grad.to(x.dtype))
-    dot, total = _sums("channels_dots", x, where, x, grad, table).to(torch.float32).view(2, *table.shape)
+    x, grad = layout.arrange(x), layout.arrange(grad.to(x.dtype))
+    dot, total = _sums("channels_dots", x, layout, x, grad, table).to(torch.float32).view(2, *table.shape)
     return dot, total
 
 
-def combine(x: Tensor, grad: Tensor, where: ChannelLayout, by_x: Tensor, by_grad: Tensor, shift: Tensor) -> Tensor:
+def combine(x: Tensor, grad: Tensor, layout: ChannelLayout, by_x: Tensor, by_grad: Tensor, shift: Tensor) -> Tensor:
     """Return x * by_x + grad * by_grad + shift by tables of (N, C)."""
-    x, grad = where.arrange(x), where.arrange(grad.to(x.dtype))
+    x, grad = layout.arrange(x), layout.arrange(grad.to(x.dtype))
     out = torch.empty_like(x)
-    _call("channels_combine", x, where, out, x, grad, _table(by_x), _table(by_grad), _table(shift))
+    _call("channels_combine", x, layout, out, x, grad, _table(by_x), _table(by_grad), _table(shift))
     return out
 
 
@@ -141,25 +141,25 @@ class Activate(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, phi: ActivationCode, where: ChannelLayout
+        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, phi: ActivationCode, layout: ChannelLayout
     ) -> Tensor:
-        arranged = where.arrange(x)
+        arranged = layout.arrange(x)
         out = torch.empty_like(arranged)
         tables = _table(scale), _table(shift)
-        _call("channels_forward", x, where, *_arguments(phi), out, arranged, *tables)
+        _call("channels_forward", x, layout, *_arguments(phi), out, arranged, *tables)
         ctx.save_for_backward(x, scale)
-        ctx.phi, ctx.where = phi, where
+        ctx.phi, ctx.layout = phi, layout
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         x, scale = ctx.saved_tensors
-        arranged, grad = ctx.where.arrange(x), ctx.where.arrange(grads[0].to(x.dtype))
+        arranged, grad = ctx.layout.arrange(x), ctx.layout.arrange(grads[0].to(x.dtype))
         grad_x = torch.empty_like(arranged)
-        sums = _room(ctx.where)
-        _call("channels_backward", x, ctx.where, *_arguments(ctx.phi), grad_x, sums, arranged, grad, _table(scale))
-        by_scale, by_shift = sums.view(2, -1, ctx.where.channels).sum(1).to(scale.dtype)
+        sums = _room(ctx.layout)
+        _call("channels_backward", x, ctx.layout, *_arguments(ctx.phi), grad_x, sums, arranged, grad, _table(scale))
+        by_scale, by_shift = sums.view(2, -1, ctx.layout.channels).sum(1).to(scale.dtype)
         return grad_x, by_scale, by_shift, None, None
 
 
@@ -194,15 +194,15 @@ def _table(values: Tensor) -> Tensor:
     return values.detach().to(torch.float32).contiguous()
 
 
-def _room(where: ChannelLayout) -> Tensor:
+def _room(layout: ChannelLayout) -> Tensor:
     """Return room for two sums, an entry each."""
-    entries = where.blocks * where.channels if where.last else where.rows
+    entries = layout.blocks * layout.channels if layout.last else layout.rows
     return torch.empty(2, entries, dtype=torch.float64, device="cpu")
 
 
-def _sums(name: str, x: Tensor, where: ChannelLayout, *tensors: Tensor) -> Tensor:
-    sums = _room(where)
-    _call(name, x, where, sums, *tensors)
+def _sums(name: str, x: Tensor, layout: ChannelLayout, *tensors: Tensor) -> Tensor:
+    sums = _room(layout)
+    _call(name, x, layout, sums, *tensors)
     return sums
 
 
@@ -210,7 +210,7 @@ def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _call(name: str, x: Tensor, where: ChannelLayout, *arguments: Any) -> None:
+def _call(name: str, x: Tensor, layout: ChannelLayout, *arguments: Any) -> None:
     given = (_pointer(a) if isinstance(a, Tensor) else a for a in arguments)
     half = x.dtype == torch.bfloat16
-    getattr(cpp.library(), name)(int(half), int(where.last), ctypes.byref(where), *given)
+    getattr(cpp.library(), name)(int(half), int(layout.last), ctypes.byref(layout), *given)

@@ -17,17 +17,17 @@ from torch.distributed import ProcessGroup
 from retrofit.layers.kernels import build, eager, ranks
 from retrofit.layers.kernels.build import UnavailableError
 from retrofit.layers.kernels.formulas import FIELDS
-from retrofit.layers.kernels.layout import Geometry, geometry
+from retrofit.layers.kernels.layout import Geometry, geometry_of
 
 _ALL = -1  # stages in one call
 _SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
 
 
-class _Geometry(ctypes.Structure):
+class _CGeometry(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in Geometry._fields[1:])
 
 
-class _Options(ctypes.Structure):
+class _COptions(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_float) for name in ("t", "eps", "factor")),
         *((name, ctypes.c_uint32) for name in ("seed0", "seed1")),
@@ -48,21 +48,21 @@ def forward(
     group: ProcessGroup | None,
 ) -> Tensor:
     """See `eager.forward`."""
-    plan = _plan(x, dims, weight, bias)
-    if plan is None:
+    geometry = _broadcast_geometry(x, dims, weight, bias)
+    if geometry is None:
         return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed, group)
     stats = _room(FIELDS, *(1 if d in dims else n for d, n in enumerate(x.shape)))
     options = _options(x, t.item(), eps, factor, seed)
     tensors = out, x, _floats(weight), _floats(bias), stats
     if group is None:
-        _call("forward", x, plan, options, *tensors, None)
+        _call("forward", x, geometry, options, *tensors, None)
         return stats
-    parts = _room(ranks.ROWS, plan.sets)
+    parts = _room(ranks.ROWS, geometry.sets)
     for options.stage, rows in ranks.forward_stages(seed is not None):
-        _call("forward", x, plan, options, *tensors, parts)
-        parts[rows] = ranks.share_forward(options.stage, parts[rows], x.numel() // plan.sets, group)
+        _call("forward", x, geometry, options, *tensors, parts)
+        parts[rows] = ranks.share_forward(options.stage, parts[rows], x.numel() // geometry.sets, group)
     options.stage = ranks.LAST
-    _call("forward", x, plan, options, *tensors, parts)
+    _call("forward", x, geometry, options, *tensors, parts)
     return stats
 
 
@@ -80,30 +80,30 @@ def backward(
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """See `eager.backward`."""
-    plan = _planned(x, dims, affine)
-    if plan is None:
+    geometry = _geometry(x, dims, affine)
+    if geometry is None:
         return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine, group)
     options = _options(x, t.item(), 0.0, factor, seed)
     shares = _room(options.threads, 2, *affine).zero_()
     tensors = grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats
     if group is None:
-        _call("backward", x, plan, options, *tensors, None)
+        _call("backward", x, geometry, options, *tensors, None)
     else:
-        parts, options.stage = _room(ranks.BACKWARD.stop, plan.sets), 0
-        _call("backward", x, plan, options, *tensors, parts)
-        parts, options.stage = ranks.average(parts, x.numel() // plan.sets, group), 1
-        _call("backward", x, plan, options, *tensors, parts)
+        parts, options.stage = _room(ranks.BACKWARD.stop, geometry.sets), 0
+        _call("backward", x, geometry, options, *tensors, parts)
+        parts, options.stage = ranks.average(parts, x.numel() // geometry.sets, group), 1
+        _call("backward", x, geometry, options, *tensors, parts)
     grad_weight, grad_bias = shares.sum(0)
     return grad_weight, grad_bias
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
-    plan = _plan(x, dims, constants[0])
-    if plan is None:
+    geometry = _broadcast_geometry(x, dims, constants[0])
+    if geometry is None:
         eager.apply(out, x, dims, constants)
         return
-    _call("apply", x, plan, _options(x, 0.0, 0.0, None, None), out, x, constants)
+    _call("apply", x, geometry, _options(x, 0.0, 0.0, None, None), out, x, constants)
 
 
 @cache
@@ -119,18 +119,18 @@ def fault() -> str | None:
 TYPES = (torch.float32, torch.bfloat16)
 
 
-def _plan(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | None) -> Geometry | None:
+def _broadcast_geometry(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | None) -> Geometry | None:
     affine = next((tuple(p.shape) for p in parameters if p is not None), (1,) * x.ndim)
-    return _planned(x, dims, affine)
+    return _geometry(x, dims, affine)
 
 
-def _planned(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
-    return geometry(tuple(x.shape), dims, affine, library().width()) if x.dtype in TYPES else None
+def _geometry(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
+    return geometry_of(tuple(x.shape), dims, affine, library().width()) if x.dtype in TYPES else None
 
 
-def _options(x: Tensor, t: float, eps: float, factor: Tensor | None, seed: Tensor | None) -> _Options:
+def _options(x: Tensor, t: float, eps: float, factor: Tensor | None, seed: Tensor | None) -> _COptions:
     words = (0, 0) if seed is None else (word % 2**32 for word in seed.tolist())
-    return _Options(t, eps, 0.0 if factor is None else factor.item(), *words, seed is not None, threads(x), _ALL)
+    return _COptions(t, eps, 0.0 if factor is None else factor.item(), *words, seed is not None, threads(x), _ALL)
 
 
 def threads(x: Tensor) -> int:
@@ -147,11 +147,12 @@ def _room(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _call(name: str, x: Tensor, plan: Geometry, options: _Options, *tensors: Tensor | None) -> None:
-    place = ctypes.byref(_Geometry(*plan[1:]))
+def _call(name: str, x: Tensor, geometry: Geometry, options: _COptions, *tensors: Tensor | None) -> None:
     pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
     half = x.dtype == torch.bfloat16
-    getattr(library(), name)(int(half), int(plan.columns), place, ctypes.byref(options), *pointers)
+    getattr(library(), name)(
+        int(half), int(geometry.columns), ctypes.byref(_CGeometry(*geometry[1:])), ctypes.byref(options), *pointers
+    )
 
 
 @cache

@@ -48,7 +48,7 @@ def forward(
         group: Ranks that share the sets, or None.
 
     Returns:
-        `formulas.forward`'s numbers of each set.
+        `formulas.Kept` of each set, stacked.
     """
     stats = []
     for block in blocks(x, dims, group is not None):

@@ -8,18 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from retrofit.layers import distributed
-from retrofit.layers.lambda_estimate import first_step, step_bounds, step_derivative
+from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds, step_derivative
 from retrofit.layers.yeo_johnson import lmbda_derivative
 
-FIELDS = 10
-"""Numbers kept of each set: mean, variance, 1 / std, step, the step's gradient (5), the noise's scale."""
 _NEAR_ZERO = 1e-20  # stands for p = 0: expm1(p * l) / p is then l, to the bit
+
+
+class Kept(NamedTuple):
+    """What is kept of each set for the backward: its statistics, the step, its gradient, and the noise's scale."""
+
+    mean: Tensor
+    var: Tensor
+    rstd: Tensor
+    step: Tensor
+    by_m1: Tensor
+    by_m2: Tensor
+    by_m3: Tensor
+    by_m45: Tensor
+    by_v: Tensor
+    spread: Tensor
+
+    @property
+    def gradient(self) -> StepGradient:
+        """The step's derivatives by its moments."""
+        return StepGradient(self.by_m1, self.by_m2, self.by_m3, self.by_m45, self.by_v)
+
+
+FIELDS = len(Kept._fields)
+"""Numbers of `Kept`, stacked in its order."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -60,7 +83,7 @@ def forward(
     noise: Noise | None,
     over: Reductions,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result in `x`'s dtype and `FIELDS` numbers a set, stacked; `weight` and `bias` broadcast to `x`."""
+    """Return the result in `x`'s dtype and `Kept` of each set, stacked; `weight` and `bias` broadcast to `x`."""
     values = x.to(compute_dtype(x))
     mean, var = mean_and_variance(values, over)
     rstd = torch.rsqrt(var + eps)
@@ -73,7 +96,7 @@ def forward(
         (centre,) = over.means([y])
         (spread,) = over.means([(y - centre).abs()])
         y = y + noise.normal() * (noise.factor * spread)
-    stats = torch.stack([mean, var, rstd, newton.step, *newton.gradient(), spread])
+    stats = torch.stack(Kept(mean, var, rstd, newton.step, *newton.gradient(), spread))
     return affine(y, weight, bias).to(x.dtype), stats
 
 
@@ -82,22 +105,22 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient with respect to `x`, in its dtype, and y with its noise, which gamma multiplied."""
     values, grad = x.to(compute_dtype(x)), grad.to(compute_dtype(x))
-    mean, _, rstd, step, *gradient, spread = stats.unbind()
-    h = (values - mean) * rstd
+    kept = Kept(*stats.unbind())
+    h = (values - kept.mean) * kept.rstd
     a = h.abs()
     log = torch.log1p(a)
-    y, u, growth = transform(h, log, t * step)
+    y, u, growth = transform(h, log, t * kept.step)
     g = grad if weight is None else grad * weight.to(values.dtype)
     inverse = 1 / (1 + a)
     direct = g * ((growth + 1) * inverse)  # psi' = exp(u) / (1 + a)
-    shift = step_derivative(h, a, log, inverse, gradient)  # times the count
+    shift = step_derivative(h, a, log, inverse, kept.gradient)  # times the count
     # d psi / d h is linear in the mean gradient of lambda, so one reduction serves all three projections.
     to_lmbda, d0, dh, s0, sh = over.means([g * lmbda_derivative(u, log, growth), direct, direct * h, shift, shift * h])
     to_lmbda = t * to_lmbda
     pull = direct + to_lmbda * shift
-    grad_x = rstd * (pull - (d0 + to_lmbda * s0) - h * (dh + to_lmbda * sh))
+    grad_x = kept.rstd * (pull - (d0 + to_lmbda * s0) - h * (dh + to_lmbda * sh))
     if noise is not None:
-        y = y + noise.normal() * (noise.factor * spread)
+        y = y + noise.normal() * (noise.factor * kept.spread)
     return grad_x.to(x.dtype), y
 
 

@@ -67,8 +67,8 @@ class Layout:
     def empty_like(self, x: Tensor) -> Tensor:
         """Return room for a result in the tensor's own shape and memory format, of which `view` is a view."""
         stride = [0] * len(self.order)
-        for place, d in enumerate(self.order):
-            stride[d] = math.prod(self.full[place + 1 :])
+        for position, d in enumerate(self.order):
+            stride[d] = math.prod(self.full[position + 1 :])
         return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
 
     def undo_set(self, s: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class Layout:
 
     def _undo(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         inverse = [0] * len(self.order)
-        for place, d in enumerate(self.order):
-            inverse[d] = place
+        for position, d in enumerate(self.order):
+            inverse[d] = position
         return x.reshape(sizes).permute(inverse)
 
 
@@ -115,7 +115,7 @@ class Geometry(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def geometry(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int) -> Geometry | None:
+def geometry_of(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int) -> Geometry | None:
     """Return the geometry of sets over `dims`, or None where it has no words for them: they lie too irregularly."""
     stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     at = [math.prod(affine[d + 1 :]) if affine[d] != 1 else 0 for d in range(len(shape))]

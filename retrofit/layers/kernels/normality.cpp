@@ -113,16 +113,16 @@ template <bool COLUMNS> struct Set {
 
 struct Moments { double m1, m2, m3, m45, v, low, high; };
 
-// estimate.first_step and its gradient with respect to the moments
+// lambda_estimate.first_step and its gradient with respect to the moments; the constants come with the build
 inline void newton(const Moments& m, float* out) {
-    double v = m.v < 1e-30 ? 1e-30 : m.v, ratio = m.m2 / v, slope = ratio - m.m1;
+    double v = m.v < TINY ? TINY : m.v, ratio = m.m2 / v, slope = ratio - m.m1;
     double bend = (m.m45 - m.m3 * m.m3) / v, raw = bend - 2 * ratio * ratio;
-    double curvature = raw < 0.1 ? 0.1 : raw, step = -slope / curvature;
-    double least = -4 / std::log1p(-m.low < 1e-30 ? 1e-30 : -m.low);
-    double most = 4 / std::log1p(m.high < 1e-30 ? 1e-30 : m.high);
+    double curvature = raw < MIN_CURVATURE ? MIN_CURVATURE : raw, step = -slope / curvature;
+    double least = -LOG_STRETCH / std::log1p(-m.low < TINY ? TINY : -m.low);
+    double most = LOG_STRETCH / std::log1p(m.high < TINY ? TINY : m.high);
     bool free = step >= least && step <= most;
     step = step < least ? least : step > most ? most : step;
-    double slopes = free ? -1 / curvature : 0, curves = free && raw > 0.1 ? slope / (curvature * curvature) : 0;
+    double slopes = free ? -1 / curvature : 0, curves = free && raw > MIN_CURVATURE ? slope / (curvature * curvature) : 0;
     out[STEP] = float(step);
     out[C1] = float(-slopes);
     out[C2] = float((slopes - 4 * curves * ratio) / v);

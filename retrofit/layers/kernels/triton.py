@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,13 +21,19 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers.kernels import eager, ranks
 from retrofit.layers.kernels.formulas import FIELDS
-from retrofit.layers.kernels.layout import Geometry, geometry
+from retrofit.layers.kernels.layout import Geometry, geometry_of
+from retrofit.layers.lambda_estimate import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
 
 _ALL = -1  # stages in one launch
 _COLUMNS = 16  # neighbouring sets a program works on where they alternate in memory
 _TILE = 1024  # elements
 _PROGRAMS_PER_PROCESSOR = 4
 _ROUNDS = 4  # tiles that a program goes through at least before a set is shared
+
+_LOG_STRETCH, _MIN_CURVATURE, _TINY = tl.constexpr(LOG_STRETCH), tl.constexpr(MIN_CURVATURE), tl.constexpr(TINY)
+# What is kept of each set, as `formulas.FIELDS` counts it, and the rows of the forward's parts, as `ranks` does.
+_MEAN, _VAR, _RSTD, _STEP, _BY_M1, _BY_M2, _BY_M3, _BY_M45, _BY_V, _SPREAD = map(tl.constexpr, range(FIELDS))
+_MEANS, _SQUARES, _M1, _M2, _M3, _M45, _V, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, range(ranks.ROWS))
 
 
 @triton.jit
@@ -102,25 +108,42 @@ def _psi(h, change):
     return growth * tl.where(h < 0, -1 / down, 1 / up), log, u, growth
 
 
+class _Sets(NamedTuple):
+    """What a program works on: its sets, a tile's columns, and its share of their elements.
+
+    `block` counts the blocks of neighbouring sets, `lane` a set within one. `base` is the offset of a set's first
+    element, `column` the set's number in `Stats` and `Parts`, and `there` says whether the lane holds a set at all. The
+    share are the elements from `start` up to `stop`.
+    """
+
+    block: Any
+    lane: Any
+    base: Any
+    column: Any
+    there: Any
+    start: Any
+    stop: Any
+
+
 @triton.jit
-def _sets(outer_stride, inner, inner_stride, length, COLUMNS: tl.constexpr):
-    """Return a program's block, its sets' lanes, where each starts, its column in `stats`, and whether it is one."""
+def _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS: tl.constexpr):
     task = tl.program_id(0).to(tl.int64)
     o, i = task // inner, task % inner
     lane = tl.arange(0, COLUMNS).to(tl.int64)
     base = o * outer_stride + i * inner_stride + lane
     column = task + lane if COLUMNS == 1 else o * length + i * inner_stride + lane
     there = lane == 0 if COLUMNS == 1 else i * inner_stride + lane < length
-    return i, lane, base, column, there
+    start = tl.program_id(1) * share
+    return _Sets(i, lane, base, column, there, start, tl.minimum(start + share, elements))
 
 
 @triton.jit
-def _elements(e, stop, lane, base, there, run_stride, length, COLUMNS: tl.constexpr):
-    """Return the offsets of elements `e` of the sets, which of them there are, and their run and place in it."""
+def _elements(e, at, run_stride, length, COLUMNS: tl.constexpr):
+    """Return the offsets of elements `e` of the sets, which of them there are, and their run and lane in it."""
     run = (e // length if COLUMNS == 1 else e).to(tl.int64)[:, None]
-    place = (e % length).to(tl.int64)[:, None] if COLUMNS == 1 else lane[None, :]
-    offset = run * run_stride + base[None, :] + (place if COLUMNS == 1 else 0)
-    return offset, (e < stop)[:, None] & there[None, :], run, place
+    lane = (e % length).to(tl.int64)[:, None] if COLUMNS == 1 else at.lane[None, :]
+    offset = run * run_stride + at.base[None, :] + (lane if COLUMNS == 1 else 0)
+    return offset, (e < at.stop)[:, None] & at.there[None, :], run, lane
 
 
 @triton.jit
@@ -129,17 +152,191 @@ def _values(P, offset, mask):
 
 
 @triton.jit
-def _collect(Parts, field, splits, sets, column, there):
+def _statistic(Stats, FIELD: tl.constexpr, at, sets):
+    """Return one number of each set, to be broadcast over its elements."""
+    return _values(Stats + FIELD * sets, at.column, at.there)[None, :]
+
+
+@triton.jit
+def _keep(Stats, FIELD: tl.constexpr, at, sets, value):
+    """Store one number of each set, by the first of the programs that share it."""
+    first = at.there & (at.column * 0 + tl.program_id(1) == 0)
+    tl.store(Stats + FIELD * sets + at.column, value, mask=first)
+
+
+@triton.jit
+def _part(Parts, row, s, splits, sets, at):
+    """Load what program `s` of those that share a set left in a row."""
+    return tl.load(Parts + (row * splits + s) * sets + at.column, mask=at.there, other=0.0)
+
+
+@triton.jit
+def _collect(Parts, row, splits, sets, at):
     """Add up what the programs that share a set left of one sum, in their order."""
-    total = tl.load(Parts + field * splits * sets + column, mask=there, other=0.0)
+    total = _part(Parts, row, 0, splits, sets, at)
     for s in range(1, splits):
-        total += tl.load(Parts + (field * splits + s) * sets + column, mask=there, other=0.0)
+        total += _part(Parts, row, s, splits, sets, at)
     return total
 
 
 @triton.jit
-def _leave(Parts, field, splits, sets, column, there, value):
-    tl.store(Parts + (field * splits + tl.program_id(1)) * sets + column, value, mask=there)
+def _leave(Parts, row, splits, sets, at, value):
+    tl.store(Parts + (row * splits + tl.program_id(1)) * sets + at.column, value, mask=at.there)
+
+
+@triton.jit
+def _own_mean(X, at, run_stride, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return mean and sum of squared deviations of a program's share, as `formulas.mean_and_variance` corrects them."""
+    rows = tl.arange(0, ROWS)
+    zero = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total, offset_total, power = zero, zero, zero
+    for e in range(at.start, at.stop, ROWS):
+        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
+        total += _values(X, offset, mask)
+    mean = tl.sum(total, 0) / (at.stop - at.start)
+    for e in range(at.start, at.stop, ROWS):
+        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
+        centred = tl.where(mask, _values(X, offset, mask) - mean[None, :], 0.0)
+        offset_total += centred
+        power += centred * centred
+    shift = tl.sum(offset_total, 0) / (at.stop - at.start)
+    squares = tl.sum(power, 0) - shift * shift * (at.stop - at.start)
+    return mean + tl.where(shift == shift, shift, 0.0), squares
+
+
+@triton.jit
+def _whole_mean(Parts, at, elements, share, splits, sets, COLUMNS: tl.constexpr):
+    """Merge the programs' means and sums of squared deviations."""
+    mean = tl.zeros([COLUMNS], tl.float32)
+    for s in range(0, splits):
+        count = tl.minimum((s + 1) * share, elements) - s * share
+        mean += _part(Parts, _MEANS, s, splits, sets, at) * (count / elements)
+    squares = tl.zeros([COLUMNS], tl.float32)
+    for s in range(0, splits):
+        count = tl.minimum((s + 1) * share, elements) - s * share
+        apart = _part(Parts, _MEANS, s, splits, sets, at) - mean
+        squares += _part(Parts, _SQUARES, s, splits, sets, at) + apart * apart * count
+    return mean, squares
+
+
+class _Moments(NamedTuple):
+    """Sums over a set of what `lambda_estimate.first_step` takes means of, and the set's extremes."""
+
+    m1: Any
+    m2: Any
+    m3: Any
+    m45: Any
+    v: Any
+    low: Any
+    high: Any
+
+
+@triton.jit
+def _own_moments(X, at, mean, rstd, run_stride, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    zero = tl.zeros([ROWS, COLUMNS], tl.float32)
+    s1, s2, s3, s45, sv, low, high = zero, zero, zero, zero, zero, zero, zero
+    for e in range(at.start, at.stop, ROWS):
+        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
+        h = tl.where(mask, (_values(X, offset, mask) - mean[None, :]) * rstd[None, :], 0.0)
+        a = tl.abs(h)
+        log = _log1p(a)
+        grown = log + a * log
+        d = grown - a
+        s1 += tl.where(h < 0, -log, log)
+        s2 += h * d
+        s3 += d
+        s45 += a * (grown * log - 2 * d) + d * d
+        sv += h * h
+        low = tl.where(h < low, h, low)
+        high = tl.where(h > high, h, high)
+    m1, m2, m3, m45, v = tl.sum(s1, 0), tl.sum(s2, 0), tl.sum(s3, 0), tl.sum(s45, 0), tl.sum(sv, 0)
+    return _Moments(m1, m2, m3, m45, v, tl.min(low, 0), tl.max(high, 0))
+
+
+@triton.jit
+def _leave_moments(Parts, splits, sets, at, moments):
+    _leave(Parts, _M1, splits, sets, at, moments.m1)
+    _leave(Parts, _M2, splits, sets, at, moments.m2)
+    _leave(Parts, _M3, splits, sets, at, moments.m3)
+    _leave(Parts, _M45, splits, sets, at, moments.m45)
+    _leave(Parts, _V, splits, sets, at, moments.v)
+    _leave(Parts, _LOW, splits, sets, at, moments.low)
+    _leave(Parts, _HIGH, splits, sets, at, moments.high)
+
+
+@triton.jit
+def _whole_moments(Parts, splits, sets, at, COLUMNS: tl.constexpr):
+    m1 = _collect(Parts, _M1, splits, sets, at)
+    m2 = _collect(Parts, _M2, splits, sets, at)
+    m3 = _collect(Parts, _M3, splits, sets, at)
+    m45 = _collect(Parts, _M45, splits, sets, at)
+    v = _collect(Parts, _V, splits, sets, at)
+    low, high = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
+    for s in range(0, splits):
+        low = tl.minimum(low, _part(Parts, _LOW, s, splits, sets, at))
+        high = tl.maximum(high, _part(Parts, _HIGH, s, splits, sets, at))
+    return _Moments(m1, m2, m3, m45, v, low, high)
+
+
+class _Newton(NamedTuple):
+    """The fields of `lambda_estimate.NewtonStep`, and what they are made of: r = m2 / v and b = (m45 - m3^2) / v."""
+
+    step: Any
+    free: Any
+    curved: Any
+    slope: Any
+    curvature: Any
+    v: Any
+    m3: Any
+    ratio: Any
+    bend: Any
+
+
+@triton.jit
+def _first_step(moments, elements):
+    """`lambda_estimate.first_step` and `step_bounds`: L' = r - m1, L'' = b - 2 r^2, lambda - 1 = -L' / L''."""
+    m1, m2, m3, m45 = moments.m1 / elements, moments.m2 / elements, moments.m3 / elements, moments.m45 / elements
+    v = moments.v / elements
+    v = tl.where(v < _TINY, _TINY, v)
+    ratio = m2 / v
+    slope = ratio - m1
+    bend = (m45 - m3 * m3) / v
+    raw = bend - 2 * ratio * ratio
+    curvature = tl.where(raw < _MIN_CURVATURE, _MIN_CURVATURE, raw)
+    step = -slope / curvature
+    least = -_LOG_STRETCH / _log1p(tl.where(-moments.low < _TINY, _TINY, -moments.low))
+    most = _LOG_STRETCH / _log1p(tl.where(moments.high < _TINY, _TINY, moments.high))
+    free = (step >= least) & (step <= most)
+    step = tl.where(step < least, least, tl.where(step > most, most, step))
+    return _Newton(step, free, raw > _MIN_CURVATURE, slope, curvature, v, m3, ratio, bend)
+
+
+@triton.jit
+def _keep_gradient(Stats, at, sets, newton):
+    """Store `NewtonStep.gradient`: its `slope` and `curve` are d step / d L' and d step / d L'' here."""
+    slope = tl.where(newton.free, -1 / newton.curvature, 0.0)
+    curve = tl.where(newton.free & newton.curved, newton.slope / (newton.curvature * newton.curvature), 0.0)
+    ratio, v = newton.ratio, newton.v
+    _keep(Stats, _BY_M1, at, sets, -slope)
+    _keep(Stats, _BY_M2, at, sets, (slope - 4 * curve * ratio) / v)
+    _keep(Stats, _BY_M3, at, sets, -2 * curve * newton.m3 / v)
+    _keep(Stats, _BY_M45, at, sets, curve / v)
+    _keep(Stats, _BY_V, at, sets, (-slope * ratio - curve * newton.bend + 4 * curve * ratio * ratio) / v)
+
+
+@triton.jit
+def _own_sum(X, at, mean, rstd, change, centre, run_stride, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum psi over a program's share, or its distance from `centre` where that is given."""
+    rows = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for e in range(at.start, at.stop, ROWS):
+        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
+        y, _, _, _ = _psi((_values(X, offset, mask) - mean[None, :]) * rstd[None, :], change)
+        if centre is not None:
+            y = tl.abs(y - centre[None, :])
+        total += tl.where(mask, y, 0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -172,153 +369,99 @@ def _forward(
     COLUMNS: tl.constexpr,
 ):
     """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is all at once."""
-    i, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
-    start = tl.program_id(1) * share
-    stop = tl.minimum(start + share, elements)
+    at = _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS)
     rows = tl.arange(0, ROWS)
-    zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     t = tl.load(T)
 
     if STAGE <= 0:
-        total, offset_total, power = zero, zero, zero
-        for e in range(start, stop, ROWS):
-            offset, mask, _, _ = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
-            total += _values(X, offset, mask)
-        mean = tl.sum(total, 0) / (stop - start)
-        for e in range(start, stop, ROWS):
-            offset, mask, _, _ = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
-            centred = tl.where(mask, _values(X, offset, mask) - mean[None, :], 0.0)
-            offset_total += centred
-            power += centred * centred
-        shift = tl.sum(offset_total, 0) / (stop - start)
-        squares = tl.sum(power, 0) - shift * shift * (stop - start)
-        mean += tl.where(shift == shift, shift, 0.0)
+        mean, squares = _own_mean(X, at, run_stride, length, ROWS, COLUMNS)
         if STAGE == 0:
-            _leave(Parts, 0, splits, sets, column, there, mean)
-            _leave(Parts, 1, splits, sets, column, there, squares)
+            _leave(Parts, _MEANS, splits, sets, at, mean)
+            _leave(Parts, _SQUARES, splits, sets, at, squares)
     if STAGE > 0:
-        mean = tl.zeros([COLUMNS], tl.float32)
-        for s in range(0, splits):
-            count = tl.minimum((s + 1) * share, elements) - s * share
-            mean += tl.load(Parts + s * sets + column, mask=there, other=0.0) * (count / elements)
-        squares = tl.zeros([COLUMNS], tl.float32)
-        for s in range(0, splits):
-            count = tl.minimum((s + 1) * share, elements) - s * share
-            apart = tl.load(Parts + s * sets + column, mask=there, other=0.0) - mean
-            squares += tl.load(Parts + (splits + s) * sets + column, mask=there, other=0.0) + apart * apart * count
+        mean, squares = _whole_mean(Parts, at, elements, share, splits, sets, COLUMNS)
     if STAGE != 0:
         var = squares / elements
         var = tl.where(var < 0, 0.0, var)
         rstd = 1 / tl.sqrt(var + eps)
 
     if STAGE == -1 or STAGE == 1:
-        s1, s2, s3, s45, sv, low, high = zero, zero, zero, zero, zero, zero, zero
-        for e in range(start, stop, ROWS):
-            offset, mask, _, _ = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
-            h = tl.where(mask, (_values(X, offset, mask) - mean[None, :]) * rstd[None, :], 0.0)
-            a = tl.abs(h)
-            log = _log1p(a)
-            grown = log + a * log
-            d = grown - a
-            s1 += tl.where(h < 0, -log, log)
-            s2 += h * d
-            s3 += d
-            s45 += a * (grown * log - 2 * d) + d * d
-            sv += h * h
-            low = tl.where(h < low, h, low)
-            high = tl.where(h > high, h, high)
-        m1, m2, m3, m45, v = tl.sum(s1, 0), tl.sum(s2, 0), tl.sum(s3, 0), tl.sum(s45, 0), tl.sum(sv, 0)
-        least, most = tl.min(low, 0), tl.max(high, 0)
+        moments = _own_moments(X, at, mean, rstd, run_stride, length, ROWS, COLUMNS)
         if STAGE == 1:
-            _leave(Parts, 2, splits, sets, column, there, m1)
-            _leave(Parts, 3, splits, sets, column, there, m2)
-            _leave(Parts, 4, splits, sets, column, there, m3)
-            _leave(Parts, 5, splits, sets, column, there, m45)
-            _leave(Parts, 6, splits, sets, column, there, v)
-            _leave(Parts, 7, splits, sets, column, there, least)
-            _leave(Parts, 8, splits, sets, column, there, most)
+            _leave_moments(Parts, splits, sets, at, moments)
     if STAGE > 1:
-        m1 = _collect(Parts, 2, splits, sets, column, there)
-        m2 = _collect(Parts, 3, splits, sets, column, there)
-        m3 = _collect(Parts, 4, splits, sets, column, there)
-        m45 = _collect(Parts, 5, splits, sets, column, there)
-        v = _collect(Parts, 6, splits, sets, column, there)
-        least, most = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
-        for s in range(0, splits):
-            least = tl.minimum(least, tl.load(Parts + (7 * splits + s) * sets + column, mask=there, other=0.0))
-            most = tl.maximum(most, tl.load(Parts + (8 * splits + s) * sets + column, mask=there, other=0.0))
+        moments = _whole_moments(Parts, splits, sets, at, COLUMNS)
     if STAGE == -1 or STAGE > 1:
-        m1, m2, m3, m45, v = m1 / elements, m2 / elements, m3 / elements, m45 / elements, v / elements
-        v = tl.where(v < 1e-30, 1e-30, v)
-        ratio = m2 / v
-        slope = ratio - m1
-        bend = (m45 - m3 * m3) / v
-        raw = bend - 2 * ratio * ratio
-        curvature = tl.where(raw < 0.1, 0.1, raw)
-        step = -slope / curvature
-        least = -4 / _log1p(tl.where(-least < 1e-30, 1e-30, -least))
-        most = 4 / _log1p(tl.where(most < 1e-30, 1e-30, most))
-        free = (step >= least) & (step <= most)
-        step = tl.where(step < least, least, tl.where(step > most, most, step))
-        change = (t * step)[None, :]
+        newton = _first_step(moments, elements)
+        change = (t * newton.step)[None, :]
 
     spread = tl.zeros([COLUMNS], tl.float32)
     if NOISE:
         if STAGE == -1 or STAGE == 2:
-            total = zero
-            for e in range(start, stop, ROWS):
-                offset, mask, _, _ = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
-                y, _, _, _ = _psi((_values(X, offset, mask) - mean[None, :]) * rstd[None, :], change)
-                total += tl.where(mask, y, 0.0)
-            centre = tl.sum(total, 0)
+            centre = _own_sum(X, at, mean, rstd, change, None, run_stride, length, ROWS, COLUMNS)
             if STAGE == 2:
-                _leave(Parts, 9, splits, sets, column, there, centre)
+                _leave(Parts, _CENTRE, splits, sets, at, centre)
         if STAGE > 2:
-            centre = _collect(Parts, 9, splits, sets, column, there)
+            centre = _collect(Parts, _CENTRE, splits, sets, at)
         if STAGE == -1 or STAGE > 2:
             centre = centre / elements
         if STAGE == -1 or STAGE == 3:
-            total = zero
-            for e in range(start, stop, ROWS):
-                offset, mask, _, _ = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
-                y, _, _, _ = _psi((_values(X, offset, mask) - mean[None, :]) * rstd[None, :], change)
-                total += tl.where(mask, tl.abs(y - centre[None, :]), 0.0)
-            spread = tl.sum(total, 0)
+            spread = _own_sum(X, at, mean, rstd, change, centre, run_stride, length, ROWS, COLUMNS)
             if STAGE == 3:
-                _leave(Parts, 10, splits, sets, column, there, spread)
+                _leave(Parts, _DISTANCES, splits, sets, at, spread)
         if STAGE > 3:
-            spread = _collect(Parts, 10, splits, sets, column, there)
+            spread = _collect(Parts, _DISTANCES, splits, sets, at)
         if STAGE == -1 or STAGE > 3:
             spread = spread / elements
 
     if STAGE == -1 or STAGE == 4:
         if NOISE:
             amount = (tl.load(Factor) * spread)[None, :]
-        for e in range(start, stop, ROWS):
-            offset, mask, run, place = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
+        for e in range(at.start, at.stop, ROWS):
+            offset, mask, run, lane = _elements(e + rows, at, run_stride, length, COLUMNS)
             y, _, _, _ = _psi((_values(X, offset, mask) - mean[None, :]) * rstd[None, :], change)
             if NOISE:
                 y += _normal(offset, Seed) * amount
-            at = i * affine_inner + run * affine_run + place * affine_lane
+            parameter = at.block * affine_inner + run * affine_run + lane * affine_lane
             if Weight is not None:
-                y *= _values(Weight, at, mask)
+                y *= _values(Weight, parameter, mask)
             if Bias is not None:
-                y += _values(Bias, at, mask)
+                y += _values(Bias, parameter, mask)
             tl.store(Out + offset, y.to(Out.dtype.element_ty), mask=mask)
-        first = there & (column * 0 + tl.program_id(1) == 0)
-        slopes = tl.where(free, -1 / curvature, 0.0)
-        curves = tl.where(free & (raw > 0.1), slope / (curvature * curvature), 0.0)
-        tl.store(Stats + column, mean, mask=first)
-        tl.store(Stats + sets + column, var, mask=first)
-        tl.store(Stats + 2 * sets + column, rstd, mask=first)
-        tl.store(Stats + 3 * sets + column, step, mask=first)
-        tl.store(Stats + 4 * sets + column, -slopes, mask=first)
-        tl.store(Stats + 5 * sets + column, (slopes - 4 * curves * ratio) / v, mask=first)
-        tl.store(Stats + 6 * sets + column, -2 * curves * m3 / v, mask=first)
-        tl.store(Stats + 7 * sets + column, curves / v, mask=first)
-        gradient_v = (-slopes * ratio - curves * bend + 4 * curves * ratio * ratio) / v
-        tl.store(Stats + 8 * sets + column, gradient_v, mask=first)
-        tl.store(Stats + 9 * sets + column, spread, mask=first)
+        _keep(Stats, _MEAN, at, sets, mean)
+        _keep(Stats, _VAR, at, sets, var)
+        _keep(Stats, _RSTD, at, sets, rstd)
+        _keep(Stats, _STEP, at, sets, newton.step)
+        _keep_gradient(Stats, at, sets, newton)
+        _keep(Stats, _SPREAD, at, sets, spread)
+
+
+class _Sums(NamedTuple):
+    """What the backward reduces: the gradient of lambda, and `formulas.backward`'s direct and shift, plain and by h."""
+
+    to_lmbda: Any
+    direct: Any
+    direct_h: Any
+    shift: Any
+    shift_h: Any
+
+
+@triton.jit
+def _leave_sums(Parts, splits, sets, at, sums):
+    _leave(Parts, 0, splits, sets, at, sums.to_lmbda)
+    _leave(Parts, 1, splits, sets, at, sums.direct)
+    _leave(Parts, 2, splits, sets, at, sums.direct_h)
+    _leave(Parts, 3, splits, sets, at, sums.shift)
+    _leave(Parts, 4, splits, sets, at, sums.shift_h)
+
+
+@triton.jit
+def _whole_sums(Parts, splits, sets, at):
+    to_lmbda = _collect(Parts, 0, splits, sets, at)
+    direct = _collect(Parts, 1, splits, sets, at)
+    direct_h = _collect(Parts, 2, splits, sets, at)
+    shift = _collect(Parts, 3, splits, sets, at)
+    return _Sums(to_lmbda, direct, direct_h, shift, _collect(Parts, 4, splits, sets, at))
 
 
 @triton.jit
@@ -350,90 +493,79 @@ def _backward(
     COLUMNS: tl.constexpr,
 ):
     """Stage 0 leaves the sums, those of grad * y and grad among them, 1 writes; -1 does both at once."""
-    i, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
-    start = tl.program_id(1) * share
-    stop = tl.minimum(start + share, elements)
+    at = _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS)
     rows = tl.arange(0, ROWS)
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     t = tl.load(T)
-    mean = _values(Stats, column, there)[None, :]
-    rstd = _values(Stats + 2 * sets, column, there)[None, :]
-    change = t * _values(Stats + 3 * sets, column, there)[None, :]
-    c1 = _values(Stats + 4 * sets, column, there)[None, :]
-    c2 = _values(Stats + 5 * sets, column, there)[None, :]
-    c3 = _values(Stats + 6 * sets, column, there)[None, :]
-    c45 = _values(Stats + 7 * sets, column, there)[None, :]
-    cv = 2 * _values(Stats + 8 * sets, column, there)[None, :]
+    mean = _statistic(Stats, _MEAN, at, sets)
+    rstd = _statistic(Stats, _RSTD, at, sets)
+    change = t * _statistic(Stats, _STEP, at, sets)
+    by_m1, by_m2 = _statistic(Stats, _BY_M1, at, sets), _statistic(Stats, _BY_M2, at, sets)
+    by_m3, by_m45 = _statistic(Stats, _BY_M3, at, sets), _statistic(Stats, _BY_M45, at, sets)
+    by = StepGradient(by_m1, by_m2, by_m3, by_m45, _statistic(Stats, _BY_V, at, sets))
 
     if STAGE <= 0:
         if NOISE:
-            amount = tl.load(Factor) * _values(Stats + 9 * sets, column, there)[None, :]
-        q, q0, qh, r0, rh, w, b = zero, zero, zero, zero, zero, zero, zero
-        for e in range(start, stop, ROWS):
-            offset, mask, run, place = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
+            amount = tl.load(Factor) * _statistic(Stats, _SPREAD, at, sets)
+        to_lmbda, direct, direct_h, shift, shift_h, to_weight, to_bias = zero, zero, zero, zero, zero, zero, zero
+        for e in range(at.start, at.stop, ROWS):
+            offset, mask, run, lane = _elements(e + rows, at, run_stride, length, COLUMNS)
             grad = _values(Grad, offset, mask)
             h = tl.where(mask, (_values(X, offset, mask) - mean) * rstd, 0.0)
             y, log, u, growth = _psi(h, change)
             g = grad
             if Weight is not None:
-                g *= _values(Weight, i * affine_inner + run * affine_run + place * affine_lane, mask)
-            direct, shift = _pulls(h, log, growth, g, c1, c2, c3, c45, cv)
-            shift = tl.where(mask, shift, 0.0)
-            q += g * _lmbda_derivative(u, log, growth)
-            q0 += direct
-            qh += direct * h
-            r0 += shift
-            rh += shift * h
+                g *= _values(Weight, at.block * affine_inner + run * affine_run + lane * affine_lane, mask)
+            pulled, moved = _pulls(h, log, growth, g, by)
+            moved = tl.where(mask, moved, 0.0)
+            to_lmbda += g * _lmbda_derivative(u, log, growth)
+            direct += pulled
+            direct_h += pulled * h
+            shift += moved
+            shift_h += moved * h
             if NOISE:
                 y += _normal(offset, Seed) * amount
-            w += grad * y
-            b += grad
-        to_lmbda, d0, dh, s0, sh = tl.sum(q, 0), tl.sum(q0, 0), tl.sum(qh, 0), tl.sum(r0, 0), tl.sum(rh, 0)
-        _leave(Parts, 5, splits, sets, column, there, tl.sum(w, 0))
-        _leave(Parts, 6, splits, sets, column, there, tl.sum(b, 0))
+            to_weight += grad * y
+            to_bias += grad
+        sums = _Sums(tl.sum(to_lmbda, 0), tl.sum(direct, 0), tl.sum(direct_h, 0), tl.sum(shift, 0), tl.sum(shift_h, 0))
+        _leave(Parts, 5, splits, sets, at, tl.sum(to_weight, 0))
+        _leave(Parts, 6, splits, sets, at, tl.sum(to_bias, 0))
         if STAGE == 0:
-            _leave(Parts, 0, splits, sets, column, there, to_lmbda)
-            _leave(Parts, 1, splits, sets, column, there, d0)
-            _leave(Parts, 2, splits, sets, column, there, dh)
-            _leave(Parts, 3, splits, sets, column, there, s0)
-            _leave(Parts, 4, splits, sets, column, there, sh)
+            _leave_sums(Parts, splits, sets, at, sums)
     if STAGE == 1:
-        to_lmbda = _collect(Parts, 0, splits, sets, column, there)
-        d0 = _collect(Parts, 1, splits, sets, column, there)
-        dh = _collect(Parts, 2, splits, sets, column, there)
-        s0 = _collect(Parts, 3, splits, sets, column, there)
-        sh = _collect(Parts, 4, splits, sets, column, there)
+        sums = _whole_sums(Parts, splits, sets, at)
     if STAGE != 0:
-        pull = t * (to_lmbda / elements)
-        centre = ((d0 + pull * s0) / elements)[None, :]
-        tilt = ((dh + pull * sh) / elements)[None, :]
-        for e in range(start, stop, ROWS):
-            offset, mask, run, place = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
+        pull = t * (sums.to_lmbda / elements)
+        centre = ((sums.direct + pull * sums.shift) / elements)[None, :]
+        tilt = ((sums.direct_h + pull * sums.shift_h) / elements)[None, :]
+        for e in range(at.start, at.stop, ROWS):
+            offset, mask, run, lane = _elements(e + rows, at, run_stride, length, COLUMNS)
             h = (_values(X, offset, mask) - mean) * rstd
             _, log, _, growth = _psi(h, change)
             g = _values(Grad, offset, mask)
             if Weight is not None:
-                g *= _values(Weight, i * affine_inner + run * affine_run + place * affine_lane, mask)
-            direct, shift = _pulls(h, log, growth, g, c1, c2, c3, c45, cv)
-            grad_x = rstd * (direct + pull[None, :] * shift - centre - h * tilt)
+                g *= _values(Weight, at.block * affine_inner + run * affine_run + lane * affine_lane, mask)
+            pulled, moved = _pulls(h, log, growth, g, by)
+            grad_x = rstd * (pulled + pull[None, :] * moved - centre - h * tilt)
             tl.store(GradX + offset, grad_x.to(GradX.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _pulls(h, log, growth, g, c1, c2, c3, c45, cv):
-    """Return g * d psi / d h, and the set's size times d step / d h (`estimate.step_derivative`)."""
+def _pulls(h, log, growth, g, by):
+    """Return g * d psi / d h, and the set's size times d step / d h (`lambda_estimate.step_derivative`)."""
     a = tl.abs(h)
     inverse = 1 / (1 + a)
-    both = a * log
-    grown = log + both
+    a_log = a * log
+    grown = log + a_log
     d = grown - a
-    odd = c45 * (grown * log - 2 * d + log * (both + 2 * d)) + c3 * log
-    shift = c1 * inverse + c2 * (d + both) + cv * h + tl.where(h < 0, -odd, odd)
-    return g * ((growth + 1) * inverse), shift
+    even = by.by_m45 * (grown * log - 2 * d + log * (a_log + 2 * d)) + by.by_m3 * log
+    moved = by.by_m1 * inverse + by.by_m2 * (d + a_log) + 2 * by.by_v * h + tl.where(h < 0, -even, even)
+    return g * ((growth + 1) * inverse), moved
 
 
 @triton.jit
 def _lmbda_derivative(u, log, growth):
+    """`yeo_johnson.lmbda_derivative`, with a shorter series on a smaller radius."""
     near = u * (1 / 5760) + 1 / 840
     near = near * u + 1 / 144
     near = near * u + 1 / 30
@@ -476,23 +608,22 @@ def _affine_gradients(
     The normalized set of the element at an offset is (offset // set_outer) * set_count + offset // set_inner %
     set_count, of `normalized` many.
     """
-    _index, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
-    start = tl.program_id(1) * share
-    stop = tl.minimum(start + share, elements)
+    at = _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS)
     rows = tl.arange(0, ROWS)
-    w, b = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for e in range(start, stop, ROWS):
-        offset, mask, _, _ = _elements(e + rows, stop, lane, base, there, run_stride, length, COLUMNS)
+    to_weight, to_bias = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for e in range(at.start, at.stop, ROWS):
+        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
         of = (offset // set_outer) * set_count + offset // set_inner % set_count
         grad = _values(Grad, offset, mask)
-        h = (_values(X, offset, mask) - _values(Stats, of, mask)) * _values(Stats + 2 * normalized, of, mask)
-        y, _, _, _ = _psi(h, tl.load(T) * _values(Stats + 3 * normalized, of, mask))
+        mean, rstd = _values(Stats, of, mask), _values(Stats + _RSTD * normalized, of, mask)
+        h = (_values(X, offset, mask) - mean) * rstd
+        y, _, _, _ = _psi(h, tl.load(T) * _values(Stats + _STEP * normalized, of, mask))
         if NOISE:
-            y += _normal(offset, Seed) * (tl.load(Factor) * _values(Stats + 9 * normalized, of, mask))
-        w += grad * y
-        b += grad
-    _leave(Parts, 0, splits, sets, column, there, tl.sum(w, 0))
-    _leave(Parts, 1, splits, sets, column, there, tl.sum(b, 0))
+            y += _normal(offset, Seed) * (tl.load(Factor) * _values(Stats + _SPREAD * normalized, of, mask))
+        to_weight += grad * y
+        to_bias += grad
+    _leave(Parts, 0, splits, sets, at, tl.sum(to_weight, 0))
+    _leave(Parts, 1, splits, sets, at, tl.sum(to_bias, 0))
 
 
 @triton.jit
@@ -512,17 +643,13 @@ def _apply(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    _index, lane, base, column, there = _sets(outer_stride, inner, inner_stride, length, COLUMNS)
-    start = tl.program_id(1) * share
-    stop = tl.minimum(start + share, elements)
-    mean = _values(Constants, column, there)[None, :]
-    rstd = _values(Constants + sets, column, there)[None, :]
-    change = _values(Constants + 2 * sets, column, there)[None, :]
-    gamma = _values(Constants + 3 * sets, column, there)[None, :]
-    beta = _values(Constants + 4 * sets, column, there)[None, :]
-    for e in range(start, stop, ROWS):
-        rows = e + tl.arange(0, ROWS)
-        offset, mask, _, _ = _elements(rows, stop, lane, base, there, run_stride, length, COLUMNS)
+    at = _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS)
+    rows = tl.arange(0, ROWS)
+    mean, rstd = _statistic(Constants, 0, at, sets), _statistic(Constants, 1, at, sets)
+    change = _statistic(Constants, 2, at, sets)
+    gamma, beta = _statistic(Constants, 3, at, sets), _statistic(Constants, 4, at, sets)
+    for e in range(at.start, at.stop, ROWS):
+        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
         y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
         tl.store(Out + offset, (y * gamma + beta).to(Out.dtype.element_ty), mask=mask)
 
@@ -530,21 +657,21 @@ def _apply(
 class _Launch:
     """How the sets of a tensor are shared out to programs."""
 
-    def __init__(self, x: Tensor, place: Geometry) -> None:
+    def __init__(self, x: Tensor, geometry: Geometry) -> None:
         self.device = x.device
-        elements = place.runs * (1 if place.columns else place.length)
-        tasks = place.outer * place.inner
-        self.columns = _COLUMNS if place.columns else 1
+        elements = geometry.runs * (1 if geometry.columns else geometry.length)
+        tasks = geometry.outer * geometry.inner
+        self.columns = _COLUMNS if geometry.columns else 1
         self.rows = min(triton.next_power_of_2(elements), _TILE // self.columns)
         most = triton.cdiv(elements, _ROUNDS * self.rows)
         splits = min(most, triton.cdiv(_programs(x.device), tasks))
         share = triton.cdiv(elements, splits)
         self.splits = triton.cdiv(elements, share)
         self.grid = (tasks, self.splits)
-        self.place = (place.outer_stride, place.inner, place.inner_stride, place.run_stride, place.length)
-        self.affine = (place.affine_inner, place.affine_run, place.affine_lane)
+        self.lie = (geometry.outer_stride, geometry.inner, geometry.inner_stride, geometry.run_stride, geometry.length)
+        self.affine = (geometry.affine_inner, geometry.affine_run, geometry.affine_lane)
         self.count = elements
-        self.size = (place.sets, elements, share, self.splits)
+        self.size = (geometry.sets, elements, share, self.splits)
 
     def parts(self, fields: int) -> Tensor:
         """Room for `fields` partial sums of each set."""
@@ -601,10 +728,10 @@ def forward(
 ) -> Tensor:
     """See `eager.forward`."""
     affine = next((tuple(p.shape) for p in (weight, bias) if p is not None), (1,) * x.ndim)
-    place = geometry(tuple(x.shape), dims, affine, _COLUMNS)
-    if place is None or x.dtype == torch.float64:
+    geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
+    if geometry is None or x.dtype == torch.float64:
         return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed, group)
-    launch, noise = _Launch(x, place), seed is not None
+    launch, noise = _Launch(x, geometry), seed is not None
     kept = (1 if d in dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
     seed, parts = _moved(seed, x), launch.parts(ranks.ROWS)
@@ -612,7 +739,7 @@ def forward(
 
     def run(stage: int) -> None:
         _forward[launch.grid](
-            *pointers, *launch.place, *launch.affine, *launch.size, eps, stage, noise, launch.rows, launch.columns
+            *pointers, *launch.lie, *launch.affine, *launch.size, eps, stage, noise, launch.rows, launch.columns
         )
 
     if group is None and launch.splits == 1:
@@ -640,16 +767,16 @@ def backward(
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """See `eager.backward`."""
-    place = geometry(tuple(x.shape), dims, affine, _COLUMNS)
-    if place is None or x.dtype == torch.float64:
+    geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
+    if geometry is None or x.dtype == torch.float64:
         return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine, group)
-    launch, noise = _Launch(x, place), seed is not None
+    launch, noise = _Launch(x, geometry), seed is not None
     seed, factor, parts = _moved(seed, x), _moved(factor, x), launch.parts(7)
     pointers = grad_x, x, grad, _flat(weight), stats, parts, t, factor, seed
 
     def run(stage: int) -> None:
         _backward[launch.grid](
-            *pointers, *launch.place, *launch.affine, *launch.size, stage, noise, launch.rows, launch.columns
+            *pointers, *launch.lie, *launch.affine, *launch.size, stage, noise, launch.rows, launch.columns
         )
 
     if group is None and launch.splits == 1:
@@ -669,17 +796,22 @@ def backward(
         (axis, math.prod(n for _, n in run))
         for axis, run in groupby(zip((n == 1 for n in affine), x.shape, strict=True), _first)
     ]
-    over = geometry(
+    over = geometry_of(
         tuple(n for _, n in runs), tuple(d for d, (summed, _) in enumerate(runs) if summed), (1,) * len(runs), _COLUMNS
     )
     if over is None:
         raise AssertionError(f"no layer has affine parameters of shape {affine} on sets over {dims}")
     launch = _Launch(x, over)
     shares = launch.parts(2)
-    width = place.length if place.columns else place.inner
-    found = place.outer_stride or x.numel(), 1 if place.columns else place.inner_stride or x.numel(), width, place.sets
+    width = geometry.length if geometry.columns else geometry.inner
+    found = (
+        geometry.outer_stride or x.numel(),
+        1 if geometry.columns else geometry.inner_stride or x.numel(),
+        width,
+        geometry.sets,
+    )
     _affine_gradients[launch.grid](
-        shares, x, grad, stats, t, factor, seed, *launch.place, *launch.size, *found, noise, launch.rows, launch.columns
+        shares, x, grad, stats, t, factor, seed, *launch.lie, *launch.size, *found, noise, launch.rows, launch.columns
     )
     grad_weight, grad_bias = shares.sum(1).view(2, *affine)
     return grad_weight, grad_bias
@@ -687,12 +819,12 @@ def backward(
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
-    place = geometry(tuple(x.shape), dims, tuple(constants.shape[1:]), _COLUMNS)
-    if place is None or x.dtype == torch.float64:
+    geometry = geometry_of(tuple(x.shape), dims, tuple(constants.shape[1:]), _COLUMNS)
+    if geometry is None or x.dtype == torch.float64:
         eager.apply(out, x, dims, constants)
         return
-    launch = _Launch(x, place)
-    _apply[launch.grid](out, x, constants, *launch.place, *launch.size, launch.rows, launch.columns)
+    launch = _Launch(x, geometry)
+    _apply[launch.grid](out, x, constants, *launch.lie, *launch.size, launch.rows, launch.columns)
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:
