@@ -20,6 +20,7 @@ constants would cost more than the tolerance. The artifact that is written is ex
 
 \b
 $ retrofit bake runs/lite0-ln/best.safetensors --calibrate photos.tar
+$ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o baked.safetensors
 """
 
 

@@ -25,7 +25,7 @@ else:  # without torch, so that --help and the shell's completion answer at once
 
 _NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")  # how the names of timm's datasets begin
 _SOURCES = frozenset({"data_dir", "dataset"})
-_ROOM = 480  # characters for what is wrong with a recipe
+_ROOM = 520  # characters for what is wrong with a recipe
 _SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")  # those that need no metric
 
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -138,7 +138,8 @@ class IdentityCheck:
         with _undisturbed(model):
             outputs, samples = self._run(model)
         largest = max((_scale(value) for values in self._samples.values() for value in values), default=0.0)
-        found = self._worst(zip(self._outputs, outputs, strict=True), "", _ROUNDING * largest)
+        rounding = _ROUNDING * largest if layers else 0.0  # without layers there is nothing else to judge by
+        found = self._worst(zip(self._outputs, outputs, strict=True), "", rounding)
         if not layers or not found.passed:
             return found
         rows = [self._worst(zip(self._samples[name], samples[name], strict=True), name) for name in self._layers]

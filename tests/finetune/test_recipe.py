@@ -94,7 +94,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         "unknown setting 'lrr' (did you mean lr?)",
         "epochs should be greater than or equal to 1, not 0",
         "batch_size should be",
-        "strength_sched should be 'linear', 'cosine' or 'off', not 'quadratic'",
+        "strength_sched should be 'linear', 'cosine', 'there-and-back' or 'off', not 'quadratic'",
         "val_split should be less than or equal to 1, not 3",
         "opt 'adamx' is unknown to timm (did you mean adamax",
         "task_loss_weight 0 needs teacher: source",
