@@ -68,7 +68,7 @@ class Manifest:
                 description=None if modules is None else unpack(modules),
                 fingerprint=None if fingerprint is None or "values" not in fingerprint else dict(fingerprint),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise damaged(path, f"its manifest is malformed: {one_line(error)}") from error
 
     def check_sizes(self, shapes: Shapes) -> None:

@@ -81,6 +81,7 @@ GREEDY: dict[str, Callable[[dict[str, Any]], None]] = {
     "many groups": _option("layers", num_groups=1_000_000_000),
     "a wide padding": _attribute("padding", [10_000, 10_000]),
     "huge images": lambda manifest: manifest["preprocess"].update(input_size=[3, 100_000, 100_000]),
+    "a number beyond all floats": lambda manifest: manifest["preprocess"].update(mean=[10**400] * 3),
     "huge images to ask about": lambda manifest: manifest["fingerprint"].update(size=[3, 100_000, 100_000]),
 }
 
