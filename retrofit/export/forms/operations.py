@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from retrofit.layers.lambda_estimate import MIN_CURVATURE, TINY, newton_lmbda, step_bounds
 
+_EPS = 2.0**-10  # of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0
 STEEP = 1e12  # |h| below its inverse is as good as zero
 SMALLEST_POWER = 5e-4  # (exp(p * l) - 1) / p loses its digits below
 
@@ -260,8 +261,10 @@ class Polynomial(nn.Module):
 def constant_norm(scale: Tensor, shift: Tensor, ndim: int) -> nn.Module:
     """Return torch's BatchNorm, in evaluation, that computes x * scale + shift of (N, C, *) in one operation."""
     cls = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(ndim, nn.BatchNorm1d)
-    norm = cls(len(scale), eps=0.0, device=scale.device)
+    norm = cls(len(scale), eps=_EPS, device=scale.device)
     norm.requires_grad_(False)
+    assert norm.running_var is not None
+    norm.running_var.fill_(1 - _EPS)
     norm.weight.copy_(scale)
     norm.bias.copy_(shift)
     return norm.eval()
