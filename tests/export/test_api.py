@@ -151,7 +151,8 @@ def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
     assert report.parity.batches == (1, 3, 12)  # every second image
     (layer,) = report.layers
     assert (layer.form, layer.degree) == ("polynomial", 2)
-    nodes = {kind: number for kind, number in report.nodes.items() if kind not in ("Shape", "Concat")}  # older exporters'
+    extra = ("Shape", "Concat")  # of older exporters
+    nodes = {kind: number for kind, number in report.nodes.items() if kind not in extra}
     assert nodes == {"BatchNormalization": 1, "Clip": 1, "Conv": 1, "Gemm": 1, "Mul": 1, "Reshape": 1}
     x = torch.cat(images)
     session = onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
