@@ -15,31 +15,27 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import platform
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import timm
 import torch
 from torch import Tensor, nn
 
 import retrofit
+from retrofit.bench.exported import measure_files
 from retrofit.images.dataset import sample_batches
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.networks.models import open_model
+from retrofit.utils.onnx_runtimes import RUNTIMES, open_onnx
 
 MODELS = ["resnet50", "tf_efficientnet_lite0", "vit_tiny_patch16_224"]
 VARIANTS = ["source", "strength 0", "exact", "poly"]
 BATCH, THREADS = 8, 2
-
-Runner = Callable[[np.ndarray], np.ndarray]
 
 
 @torch.no_grad()
@@ -105,56 +101,12 @@ def export(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list[
     return files
 
 
-def input_size(file: Path) -> list[int]:
-    """Return the (C, H, W) that a file says it takes."""
-    found = {entry.key: entry.value for entry in onnx.load(file, load_external_data=False).metadata_props}
-    return list(json.loads(found["input_size"]))
-
-
-def in_onnxruntime(file: Path) -> Runner:
-    """Open a file in ONNX Runtime."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = THREADS, 3
-    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    return lambda x: session.run(None, {"input": x})[0]
-
-
-def in_openvino(file: Path) -> Runner:
-    """Open a file in OpenVINO, in float32; only for a fixed shape does it fuse elementwise chains on the CPU."""
-    import openvino
-
-    core = openvino.Core()
-    model = core.read_model(str(file))
-    model.reshape([BATCH, *input_size(file)])
-    settings = {"INFERENCE_NUM_THREADS": THREADS, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    request = core.compile_model(model, "CPU", settings).create_infer_request()
-    return lambda x: request.infer({0: x})[0]
-
-
-RUNTIMES = {"onnxruntime": in_onnxruntime, "openvino": in_openvino}
-
-
-def measure(runners: Sequence[Runner], x: np.ndarray, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the median time of each in ms, and the median ratio of each to the first, over interleaved rounds."""
-    times: list[list[float]] = [[] for _ in runners]
-    for number in range(rounds + 2):
-        for run, found in zip(runners, times, strict=True):
-            start = time.perf_counter()
-            run(x)
-            if number >= 2:
-                found.append(1e3 * (time.perf_counter() - start))
-    ratios = [statistics.median(t / first for t, first in zip(found, times[0], strict=True)) for found in times]
-    return [statistics.median(found) for found in times], ratios
-
-
 def disagreement(files: Sequence[Path], args: argparse.Namespace) -> float:
     """Share of all images for which poly's highest output is not exact's, in percent."""
     preprocess = open_model(args.checkpoint).preprocess
     batches = sample_batches(args.data_dir, preprocess, images=10**9)
-    exact, poly = (in_onnxruntime(files[VARIANTS.index(variant)]) for variant in ("exact", "poly"))
-    differs = [exact(batch.numpy()).argmax(1) != poly(batch.numpy()).argmax(1) for batch in batches]
+    exact, poly = (open_onnx(files[VARIANTS.index(variant)]) for variant in ("exact", "poly"))
+    differs = [exact(batch.numpy())[0].argmax(1) != poly(batch.numpy())[0].argmax(1) for batch in batches]
     return 100 * float(np.concatenate(differs).mean())
 
 
@@ -187,13 +139,14 @@ def main() -> None:
             files = export(name, folder, args)
             if not args.rounds:
                 continue
-            x = np.random.default_rng(0).standard_normal((BATCH, *input_size(files[args.runtimes[0]][0])))
             for runtime, variants in files.items():
                 label = Path(name).name
                 if args.checkpoint:
                     label += f" (top-1 differs for {disagreement(variants, args):.1f}%)"
-                runners = [RUNTIMES[runtime](file) for file in variants]
-                times, ratios = measure(runners, x.astype(np.float32), args.rounds)
+                turned = {file.stem: file for file in reversed(variants)}  # the last is the reference: the source
+                costs = measure_files(turned, runtime, batch_size=BATCH, rounds=args.rounds, threads=THREADS)
+                ratios = [1.0 if cost.time_ratio is None else cost.time_ratio.median for cost in reversed(costs)]
+                times = [1e3 * cost.seconds.median for cost in reversed(costs)]
                 cells = [f"{ms:.0f} ({ratio:.2f})" for ms, ratio in zip(times, ratios, strict=True)]
                 lines.append(f"| {label} | {runtime} | {' | '.join(cells)} |")
                 print(lines[-1], flush=True)

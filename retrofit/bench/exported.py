@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
 from retrofit.bench.cost import Progress, Spread
 from retrofit.errors import RetrofitError
-from retrofit.utils.text import one_line
+from retrofit.utils.onnx_runtimes import Array, Run, Runtime, metadata, open_onnx
 
-Runtime = Literal["onnxruntime", "openvino"]
 _WARM = 2  # turns that are not timed
-
-Runner = Callable[[np.ndarray[Any, Any]], object]
 
 
 @dataclass(frozen=True)
@@ -51,14 +46,15 @@ def measure_files(
 
     Args:
         files: Files by name; each takes images of its own size.
-        runtime: "onnxruntime", or "openvino", which gets a fixed shape and computes float32 as float32.
+        runtime: "onnxruntime", or "openvino".
         batch_size: Images in a batch.
         rounds: Timed turns of each file.
         threads: Of the runtime; its own choice if None.
         progress: Called as progress(turns done, in all).
 
     Raises:
-        RetrofitError: If the runtime is not installed, or does not take a file.
+        UsageError: If the runtime is not installed.
+        RetrofitError: If it does not take a file.
     """
     runners = {name: _opened(path, runtime, batch_size, threads) for name, path in files.items()}
     times: dict[str, list[float]] = {name: [] for name in files}
@@ -82,61 +78,18 @@ def measure_files(
     ]
 
 
-def _opened(path: Path, runtime: Runtime, batch_size: int, threads: int | None) -> tuple[Runner, np.ndarray[Any, Any]]:
+def _opened(path: Path, runtime: Runtime, batch_size: int, threads: int | None) -> tuple[Run, Array]:
     """Open a file; return what runs it, and images for it."""
-    opened = {"onnxruntime": _in_onnxruntime, "openvino": _in_openvino}[runtime]
-    if not path.is_file():
-        raise RetrofitError(f"there is no file {path}; give one that retrofit export wrote")
     shape = (batch_size, *_input_size(path))
     pixels = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    try:
-        run = opened(path, shape, threads)
-        run(pixels)
-    except ImportError:
-        raise RetrofitError(f"{runtime} is not installed; pip install {runtime}") from None
-    except Exception as error:  # runtimes have exceptions of their own
-        raise RetrofitError(f"{runtime} cannot run {path} ({one_line(error)}); export it again") from error
+    run = open_onnx(path, runtime, shape=shape, threads=threads, advice="export it again")
+    run(pixels)
     return run, pixels
 
 
-def _in_onnxruntime(path: Path, _shape: tuple[int, ...], threads: int | None) -> Runner:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads or 0
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return lambda pixels: session.run(None, {name: pixels})
-
-
-def _in_openvino(path: Path, shape: tuple[int, ...], threads: int | None) -> Runner:
-    import openvino
-
-    core = openvino.Core()
-    model = core.read_model(path)
-    model.reshape(list(shape))  # only then does it fuse elementwise chains
-    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    if threads is not None:
-        settings["INFERENCE_NUM_THREADS"] = threads
-    request = core.compile_model(model, "CPU", settings).create_infer_request()
-    return lambda pixels: request.infer({0: pixels})
-
-
-def _input_size(path: Path) -> tuple[int, ...]:
-    """Return the (C, H, W) of a file's images: what its metadata say, or its input's own shape."""
-    import onnx
-
-    try:
-        model = onnx.load(path, load_external_data=False)
-        known = {entry.key: entry.value for entry in model.metadata_props}
-        if "input_size" in known:
-            return tuple(int(side) for side in json.loads(known["input_size"]))
-        dims = model.graph.input[0].type.tensor_type.shape.dim[1:]
-    except Exception as error:  # protobuf's, and whatever a damaged file brings about
-        raise RetrofitError(
-            f"{path} is not an ONNX file ({one_line(error)}); give one that retrofit export wrote"
-        ) from error
-    if not dims or not all(dim.dim_value > 0 for dim in dims):
+def _input_size(path: Path) -> list[int]:
+    """Return the (C, H, W) of a file's images."""
+    size = metadata(path).get("input_size")
+    if not (isinstance(size, list) and len(size) == 3 and all(isinstance(side, int) and side > 0 for side in size)):
         raise RetrofitError(f"{path} does not say which images it takes; export it with retrofit export")
-    return tuple(dim.dim_value for dim in dims)
+    return size

@@ -14,8 +14,8 @@ from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
     from retrofit.bench import Cost, Spread
-    from retrofit.bench.exported import Runtime
     from retrofit.networks.models import Network
+    from retrofit.utils.onnx_runtimes import Runtime
 
 HELP = """Measure what MODEL costs: time and peak memory of evaluation and of a training step.
 

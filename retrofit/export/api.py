@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximation.choose import RUNTIMES, Approximation, Runtime
+from retrofit.export.approximation.choose import Approximation
 from retrofit.export.approximation.fit import MAX_SIZE
 from retrofit.export.folding.network import Folded, FoldedLayer, fold_network
 from retrofit.export.onnx.model import check_opset, node_counts, to_onnx
@@ -26,6 +26,7 @@ from retrofit.surgery import identity_check
 from retrofit.surgery.execute import strength_of
 from retrofit.surgery.identity_check import IdentityCheck, is_detector, own_input_size
 from retrofit.utils.files import ensure_writable
+from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
 
 SCHEMA = 1
 EXACT_TOLERANCE = 1e-4

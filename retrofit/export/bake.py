@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -97,9 +98,7 @@ class BakeReport:
 
 
 @torch.no_grad()
-def bake(
-    model: nn.Module, images: Sequence[Tensor], *, tolerance: float = TOLERANCE, threshold: float | None = None
-) -> tuple[nn.Module, BakeReport]:
+def bake(model: nn.Module, images: Sequence[Tensor], *, tolerance: float = TOLERANCE) -> tuple[nn.Module, BakeReport]:
     """Turn what layers estimate from each image, and their power transforms, into constants, where little is lost.
 
     Layers that are baked stand at strength 0 afterwards, with constants of their own: they export as their source does,
@@ -110,18 +109,16 @@ def bake(
         images: Batches (N, C, H, W), preprocessed; every second image is fitted on and the others are judged on.
         tolerance: Largest change of the output, root mean square on the images judged on as a share of the output's
             standard deviation. Of the choices tried the one with most layers within it is taken.
-        threshold: Bake the layers of which constants leave no larger an error than this, without a choice.
 
     Returns:
         The network, and the report.
 
     Raises:
-        UsageError: If an argument is out of range.
+        UsageError: If the tolerance is not above 0.
         RetrofitError: If there is nothing to bake, too few images, or nothing can be baked within the tolerance.
     """
-    for name, value in (("tolerance", tolerance), ("threshold", threshold)):
-        if value is not None and not value > 0:
-            raise UsageError(f"{name} must be more than 0, not {value}; leave it out for the usual one")
+    if not tolerance > 0:
+        raise UsageError(f"tolerance must be more than 0, not {tolerance}; leave it out for the usual one")
     together = torch.cat(list(images)) if len(images) else torch.empty(0)
     if len(together) < 4:
         raise RetrofitError(
@@ -130,19 +127,18 @@ def bake(
     place = device_of(model)
     fit, check = together[::2].to(place), together[1::2].to(place)
     trial = _Trial(model, fit, check)
-    thresholds = [math.inf] if threshold is None else [threshold]
-    stages = {thresholds[0]: trial.run(thresholds[0])}
-    if threshold is None and stages[math.inf][0].error > tolerance:
-        low, high = _range(trial)
+    choices = [trial.run(math.inf)]
+    if choices[0].stage.error > tolerance:
+        errors = [max(error, 1e-6) for error in choices[0].errors.values()]
+        low, high = 0.9 * min(errors), 1.1 * max(errors)
         for _ in range(_TRIALS):
             middle = math.sqrt(low * high)
-            stages[middle] = trial.run(middle)
-            low, high = (middle, high) if stages[middle][0].error <= tolerance else (low, middle)
-    within = [one for one in stages.values() if one[0].error <= tolerance and one[0].layers]
+            choices.append(trial.run(middle))
+            low, high = (middle, high) if choices[-1].stage.error <= tolerance else (low, middle)
+    tried = sorted((choice.stage for choice in choices), key=lambda stage: stage.threshold)
+    within = [choice for choice in choices if choice.stage.error <= tolerance and choice.stage.layers]
     if not within:
-        least = min(
-            (stage for stage, _ in stages.values() if stage.layers), key=lambda stage: stage.error, default=None
-        )
+        least = min((stage for stage in tried if stage.layers), key=lambda stage: stage.error, default=None)
         raise RetrofitError(
             "no layer can be baked"
             if least is None
@@ -150,20 +146,34 @@ def bake(
             f"deviation, more than {tolerance:g}; raise --tolerance, or train there and back (finetune "
             "--strength-sched there-and-back)"
         )
-    chosen, fits = max(within, key=lambda one: one[0].layers)
-    for name, (weight, bias) in fits.items():
+    chosen = max(within, key=lambda choice: choice.stage.layers)
+    for name, (weight, bias) in chosen.fits.items():
         _settle(model.get_submodule(name), weight, bias)
     rows = tuple(
         BakedLayer(
             name,
-            trial.errors.get(name),
-            name in fits,
-            trial.reasons.get(name, "" if name in fits else "costs too much"),
+            chosen.errors.get(name),
+            name in chosen.fits,
+            trial.reasons.get(name, "" if name in chosen.fits else "costs too much"),
         )
         for name in trial.names
     )
-    order = sorted((stage for stage, _ in stages.values()), key=lambda stage: stage.threshold)
-    return model, BakeReport(rows, tuple(order), chosen, tolerance, (len(fit), len(check)))
+    return model, BakeReport(rows, tuple(tried), chosen.stage, tolerance, (len(fit), len(check)))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What one choice of layers does.
+
+    Attributes:
+        stage: On the images judged on.
+        errors: What constants leave of each layer's output, baked or not.
+        fits: Weight and bias of each layer that is baked.
+    """
+
+    stage: Stage
+    errors: dict[str, float]
+    fits: dict[str, tuple[Tensor, Tensor]]
 
 
 class _Trial:
@@ -172,7 +182,6 @@ class _Trial:
     Attributes:
         names: Its layers with a strength.
         reasons: Why some of them cannot be baked.
-        errors: What constants leave of each layer's output, as the last choice found.
     """
 
     def __init__(self, model: nn.Module, fit: Tensor, check: Tensor) -> None:
@@ -186,7 +195,6 @@ class _Trial:
         self.names = list(found)
         self._net = split_fused(net, ())
         self._fit, self._check = fit, check
-        self._expected = _answers(self._net, check[:1])  # refuses other inputs before anything else
         self.reasons = _reasons(found, self._calls(found.values()))
         self._layers = {name: layer for name, layer in found.items() if name not in self.reasons}
         self._plain = {name: _plain(layer) for name, layer in self._layers.items()}
@@ -194,17 +202,17 @@ class _Trial:
             name, why = next(iter(self.reasons.items()))
             raise RetrofitError(f"no layer can be baked: {name or 'the model'} {why}")
         self._expected = _answers(self._net, check)
-        self.errors: dict[str, float] = {}
 
-    def run(self, threshold: float) -> tuple[Stage, dict[str, tuple[Tensor, Tensor]]]:
-        """Bake the layers that constants serve well enough; return what that does, and their weights and biases."""
+    def run(self, threshold: float) -> _Choice:
+        """Bake the layers that constants serve well enough."""
+        errors: dict[str, float] = {}
         fits: dict[str, tuple[Tensor, Tensor]] = {}
 
         def fit(name: str, plain: Any, x: Tensor, out: Tensor) -> Tensor:
             base, wanted = plain(x[len(x) // 2 :]), out[: len(x) // 2]
             dims, shape = _per_channel(plain, base)
-            weight, bias, self.errors[name] = _regress(base, wanted, dims)
-            if self.errors[name] > threshold:
+            weight, bias, errors[name] = _regress(base, wanted, dims)
+            if errors[name] > threshold:
                 return out
             fits[name] = weight, bias = _representable(self._layers[name], weight, bias)
             return torch.cat([wanted, base * weight.view(shape) + bias.view(shape)])
@@ -225,10 +233,7 @@ class _Trial:
                     self._net(inputs)
                 else:
                     got = _answers(self._net, inputs)
-        shapes: dict[str, Any] = {name: self._layers[name].weight.shape for name in fits}
-        return self._judge(threshold, got, len(fits)), {
-            name: (weight.view(shapes[name]), bias.view(shapes[name])) for name, (weight, bias) in fits.items()
-        }
+        return _Choice(self._judge(threshold, got, len(fits)), errors, fits)
 
     def _judge(self, threshold: float, got: Sequence[Tensor], layers: int) -> Stage:
         """Compare answers with those of the network as it is."""
@@ -247,26 +252,24 @@ class _Trial:
         same = None if first.ndim != 2 else float((first.argmax(1) == got[0].argmax(1)).float().mean())
         return Stage(threshold, layers, float(squares.mean().sqrt()), float(worst.mean().sqrt()), same)
 
-    def _calls(self, layers: Any) -> dict[nn.Module, int]:
-        """Count how often each layer is called."""
-        calls: dict[nn.Module, int] = {}
+    def _calls(self, layers: Iterable[nn.Module]) -> Counter[nn.Module]:
+        """Count how often each layer is called for an image."""
+        calls: Counter[nn.Module] = Counter()
 
         def count(layer: nn.Module, *_: Any) -> None:
-            calls[layer] = calls.get(layer, 0) + 1
+            calls[layer] += 1
 
         with ExitStack() as stack:
             for layer in layers:
                 stack.callback(layer.register_forward_hook(count).remove)
-            self._net(self._check[:1])
+            _answers(self._net, self._check[:1])  # refuses images of another shape
         return calls
 
 
-def _reasons(found: dict[str, Any], calls: dict[nn.Module, int]) -> dict[str, str]:
+def _reasons(found: dict[str, Any], calls: Counter[nn.Module]) -> dict[str, str]:
     """Say of each layer that cannot be baked why."""
     reasons = {}
-    owners: dict[int, int] = {}
-    for layer in found.values():
-        owners[id(getattr(layer, "weight", None))] = owners.get(id(getattr(layer, "weight", None)), 0) + 1
+    owners = Counter(id(getattr(layer, "weight", None)) for layer in found.values())
     for name, layer in found.items():
         if isinstance(layer, ProxyNorm | WeightStandardization):
             reasons[name] = "is constant at inference already"
@@ -276,8 +279,8 @@ def _reasons(found: dict[str, Any], calls: dict[nn.Module, int]) -> dict[str, st
             reasons[name] = "has no weight and bias of its own"
         elif owners[id(layer.weight)] > 1:
             reasons[name] = "shares its parameters with another layer"
-        elif calls.get(layer, 0) != 1:
-            reasons[name] = f"is called {calls.get(layer, 0)} times"
+        elif calls[layer] != 1:
+            reasons[name] = f"is called {calls[layer]} times"
     return reasons
 
 
@@ -305,12 +308,10 @@ def _settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
     """
     layer.set_strength(0.0)
     if not isinstance(layer, MigratedGroupNorm):
-        layer.weight.copy_(weight)
-        layer.bias.copy_(bias)
+        layer.weight.copy_(weight.view_as(layer.weight))
+        layer.bias.copy_(bias.view_as(layer.bias))
         return
-    own_weight, own_bias, wanted, offset = (
-        values.double() for values in (layer.weight, layer.bias, weight.flatten(), bias.flatten())
-    )
+    own_weight, own_bias, wanted, offset = (values.double() for values in (layer.weight, layer.bias, weight, bias))
     off = own_weight == 0
     rstd = torch.rsqrt(layer.running_var.double() + layer.source_eps) * torch.where(off, 1.0, wanted / own_weight)
     shift = torch.where(off, 0.0, (offset - own_bias) / (own_weight * rstd))
@@ -363,9 +364,3 @@ def _answers(net: nn.Module, images: Tensor) -> list[Tensor]:
     if not together or any(len(leaf) != len(images) for leaf in together):
         raise RetrofitError("baking compares outputs of one row an image, the network gives others; bake a part of it")
     return together
-
-
-def _range(trial: _Trial) -> tuple[float, float]:
-    """Return thresholds between which the choice lies: below the best layer, above the worst."""
-    errors = [max(error, 1e-6) for error in trial.errors.values()]
-    return 0.9 * min(errors), 1.1 * max(errors)

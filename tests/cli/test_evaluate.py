@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -120,7 +119,11 @@ def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: st
     assert re.search(pattern, complaint(result)), result.stderr
 
 
-def test_an_exported_file_scores_as_its_artifact(run: Run, pictures: Path) -> None:
+RUNTIMES = [("onnxruntime", "ONNX Runtime"), pytest.param("openvino", "OpenVINO", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("runtime", "name"), RUNTIMES)
+def test_an_exported_file_scores_as_its_artifact(run: Run, pictures: Path, runtime: str, name: str) -> None:
     model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3), "ln")
     model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.2, 0.3, 0.4), "crop_pct": 0.7}
     retrofit.set_strength(model, 1)
@@ -128,20 +131,17 @@ def test_an_exported_file_scores_as_its_artifact(run: Run, pictures: Path) -> No
     assert run("export", "net.safetensors").exit_code == 0
     data = ["--data-dir", pictures, "-j", "0", "-b", "4", "--json"]
     artifact = json.loads(run("evaluate", "net.safetensors", *data).stdout)
-    for runtime, name in [("onnxruntime", "ONNX Runtime"), ("openvino", "OpenVINO")]:
-        if importlib.util.find_spec(runtime) is None:  # only the benchmarks ask for openvino
-            continue
-        result = run("evaluate", "net.onnx", "--runtime", runtime, *data)
-        assert result.exit_code == 0, result.stderr
-        said = f"net.onnx: test_resnet.r160_in1k, converted to ln, strength 1, fold exact, run by {name}"
-        assert result.stderr.splitlines()[0] == said
-        assert json.loads(result.stdout) == {
-            **artifact,
-            "weights": {"kind": "onnx", "from": "net.onnx"},
-            "loss": pytest.approx(artifact["loss"], rel=1e-3),
-            "fold": "exact",
-            "runtime": runtime,
-        }
+    result = run("evaluate", "net.onnx", "--runtime", runtime, *data)
+    assert result.exit_code == 0, result.stderr
+    said = f"net.onnx: test_resnet.r160_in1k, converted to ln, strength 1, fold exact, run by {name}"
+    assert result.stderr.splitlines()[0] == said
+    assert json.loads(result.stdout) == {
+        **artifact,
+        "weights": {"kind": "onnx", "from": "net.onnx"},
+        "loss": pytest.approx(artifact["loss"], rel=1e-3),
+        "fold": "exact",
+        "runtime": runtime,
+    }
 
 
 @pytest.mark.parametrize(

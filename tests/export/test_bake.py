@@ -89,6 +89,30 @@ def test_constants_of_a_single_layer_are_the_least_squares() -> None:
         np.testing.assert_allclose(z, np.polyval(np.polyfit(x, y, 1), x), rtol=0, atol=1e-5)
 
 
+def test_each_layer_makes_up_for_the_ones_before_it() -> None:
+    """The second layer's constants take what the first one gives baked to what the second gave before."""
+    torch.manual_seed(0)
+    first, second = (MigratedGroupNorm(2, 4, strength=1.0).requires_grad_(False) for _ in range(2))
+    model = nn.Sequential(first, nn.ReLU(), second, nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
+    data = torch.cat(images(16, 6))[:, [0, 1, 2, 0]] * torch.tensor([1.0, 2.0, 0.5, 1.5]).view(4, 1, 1)
+    with torch.no_grad():
+        wanted = model[:3](data[::2])
+    _, report = bake(model, [data], tolerance=10.0)
+    with torch.no_grad():
+        drifted = first(data[::2]).relu()
+        got = second(drifted)
+    left = []
+    for channel in range(4):
+        x, y, z = (values[:, channel].double().flatten().numpy() for values in (drifted, wanted, got))
+        line = np.polyval(np.polyfit(x, y, 1), x)
+        np.testing.assert_allclose(z, line, rtol=0, atol=1e-5)
+        left.append(((y - line) ** 2).mean())
+    spread = wanted - wanted.mean((0, 2, 3), keepdim=True)
+    assert report.layers[1].error == pytest.approx(
+        float(np.sqrt(np.mean(left) / float(spread.square().mean()))), rel=1e-4
+    )
+
+
 def test_within_the_tolerance_as_many_layers_as_were_found() -> None:
     model = converted("ln")
     everything = bake(copy.deepcopy(model), images(), tolerance=10.0)[1].chosen
@@ -97,6 +121,8 @@ def test_within_the_tolerance_as_many_layers_as_were_found() -> None:
     assert report.chosen.error <= 0.5 * everything.error
     assert report.chosen.layers == max(one.layers for one in report.stages if one.error <= report.tolerance)
     assert {layer.reason for layer in report.layers if not layer.baked} == {"costs too much"}
+    errors = {layer.baked: [one.error for one in report.layers if one.baked == layer.baked] for layer in report.layers}
+    assert max(errors[True]) <= report.chosen.threshold < min(errors[False])  # the errors of this choice
     assert [one.threshold for one in report.stages] == sorted(one.threshold for one in report.stages)
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import onnx
 import pytest
-import torch
 
 from retrofit.errors import RetrofitError
 from retrofit.export.onnx.model import silence
-from retrofit.export.onnx.runtime import check_model, runner
+from retrofit.export.onnx.write import check_model
 
 SCRIPT = """
 import sys, torch, retrofit
@@ -71,24 +70,6 @@ def model(operator: str) -> onnx.ModelProto:
     graph = onnx.helper.make_graph([node], "network", values[:1], values[1:])
     domains = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("nowhere", 1)]
     return onnx.helper.make_model(graph, opset_imports=domains, ir_version=10)
-
-
-def test_what_onnx_runtime_cannot_run_is_one_line() -> None:
-    with pytest.raises(
-        RetrofitError, match=r"ONNX Runtime cannot run the exported model \(.*; please report it"
-    ) as one:
-        runner(model("Unheard").SerializeToString())
-    assert "\n" not in str(one.value)
-
-
-def test_an_input_that_onnx_runtime_refuses_is_one_line() -> None:
-    run = runner(onnx.parser.parse_model(
-        """<ir_version: 10, opset_import: ["": 18]>
-        network (float[2, 3] input) => (float[2, 3] output) { output = Relu(input) }"""
-    ).SerializeToString())  # fmt: skip
-    assert run(torch.ones(2, 3))[0].shape == (2, 3)
-    with pytest.raises(RetrofitError, match="cannot run"):
-        run(torch.ones(1, 4))
 
 
 def test_an_invalid_model_is_one_line() -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,12 @@ from retrofit.export.forms.channel_map import ChannelMap
 from retrofit.export.forms.operations import constant_norm
 from retrofit.export.parity import largest_gap, scale_of
 from retrofit.layers.lambdas import lambda_values
+from retrofit.utils.onnx_runtimes import Runtime
 from retrofit.utils.placement import device_of
 
 AFFINE = 1e-3  # with a degree given: what is as good as affine
 _FEW = 8  # images that show what errors do
 _ROOM = 0.98  # of the tolerance: the folded network rounds differently from the one that choices are tried in
-
-Runtime = Literal["onnxruntime", "openvino"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Family:
     each: float
 
 
-RUNTIMES: Mapping[Runtime, Sequence[Family]] = {
+FAMILIES: Mapping[Runtime, Sequence[Family]] = {
     "onnxruntime": [Family(PolynomialFitter, -0.125, 0.125)],
     "openvino": [Family(LineFitter, -0.04, 0.04), Family(PolynomialFitter, 0.055, 0.007)],
 }
@@ -111,7 +109,7 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
     """
     assert wanted.runtime is not None
     functions = _functions(net, transforms, wanted.fit)
-    families = RUNTIMES[wanted.runtime]
+    families = FAMILIES[wanted.runtime]
     if wanted.degree is not None:
         return {layer: _of_size(function, families[0].fitter, wanted.degree) for layer, function in functions.items()}
     limit, best = _ROOM * wanted.tolerance, math.inf

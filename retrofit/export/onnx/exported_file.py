@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 from torch import Tensor, nn
 
-from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximation.choose import Runtime
-from retrofit.export.onnx.runtime import runner
+from retrofit.errors import RetrofitError
 from retrofit.networks.library import Preprocess
-from retrofit.utils.text import one_line
+from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
 
 SUFFIX = ".onnx"
-_TITLES: dict[Runtime, str] = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 
 
 class ExportedNetwork(nn.Module):
     """A file as a module, for code that takes one; there are no parameters in it.
 
     Args:
-        run: Takes a batch and returns the outputs.
+        run: What runs it.
     """
 
-    def __init__(self, run: Callable[[Tensor], list[Tensor]]) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
         """Return the output; of several, a list."""
-        outputs = self._run(x)
+        outputs = [torch.from_numpy(values) for values in self._run(x.float().numpy())]
         return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -66,7 +60,7 @@ class ExportedFile:
             parts.append(f"converted to {self.facts['target']}")
         if self.facts.get("strength") is not None:
             parts.append(f"strength {self.facts['strength']:.3g}")
-        return ", ".join([*parts, f"fold {self.facts.get('fold', 'unknown')}, run by {_TITLES[self.runtime]}"])
+        return ", ".join([*parts, f"fold {self.facts.get('fold', 'unknown')}, run by {RUNTIMES[self.runtime]}"])
 
 
 def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
@@ -76,13 +70,7 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
         UsageError: If the runtime is not installed.
         RetrofitError: If the file cannot be read or run, or does not say how its images are prepared.
     """
-    if not path.is_file():
-        raise RetrofitError(f"there is no file {path}; retrofit export MODEL -o {path} writes one")
-    try:
-        entries = onnx.load(path, load_external_data=False).metadata_props
-    except Exception as error:  # protobuf's errors have no common class
-        raise RetrofitError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
-    known = {entry.key: _value(entry.value) for entry in entries}
+    known = metadata(path)
     wanted = {field.name for field in fields(Preprocess)}
     try:
         preprocess = Preprocess.from_dict({name: known[name] for name in sorted(wanted)})
@@ -91,30 +79,6 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
             f"{path} does not say how its images are prepared (its metadata lack {lacking}); "
             "evaluate takes the files that retrofit export writes"
         ) from None
-    run = _openvino(path) if runtime == "openvino" else runner(path, str(path), "export it again")
-    facts = {name: known[name] for name in ("model", "target", "strength", "fold") if name in known}
+    run = open_onnx(path, runtime, advice="export it again")
+    facts: dict[str, Any] = {name: known[name] for name in ("model", "target", "strength", "fold") if name in known}
     return ExportedFile(path, runtime, ExportedNetwork(run), preprocess, known.get("labels"), facts)
-
-
-def _value(text: str) -> Any:
-    """Read a value of the metadata: JSON, or a string as it is."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _openvino(path: Path) -> Callable[[Tensor], list[Tensor]]:
-    try:
-        import openvino
-    except ImportError:
-        raise UsageError("openvino is not installed; pip install openvino, or leave out --runtime openvino") from None
-    try:
-        compiled = openvino.Core().compile_model(str(path), "CPU")
-    except Exception as error:  # as its C++ raises
-        raise RetrofitError(f"OpenVINO cannot run {path} ({one_line(error)}); try --runtime onnxruntime") from error
-
-    def run(x: Tensor) -> list[Tensor]:
-        return [torch.from_numpy(value.copy()) for value in compiled(x.float().numpy()).values()]
-
-    return run

@@ -44,9 +44,9 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
 
     with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
         written, target = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
-        onnx.save_model(model, written)
         try:
             with silence():
+                onnx.save_model(model, written)
                 quantize_static(
                     written,
                     target,
@@ -95,10 +95,6 @@ class _Images:
         """Return the next batch; None after the last."""
         batch = next(self._left, None)
         return None if batch is None else {INPUT: batch.float().numpy()}
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        while (batch := self.get_next()) is not None:
-            yield batch
 
 
 def _in_float(model: onnx.ModelProto) -> list[str]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
+import torch
 from torch import Tensor
 
-from retrofit.export.onnx.runtime import check_model, runner
+from retrofit.errors import RetrofitError
 from retrofit.export.parity import Check, Parity, ParityError, compare
 from retrofit.utils.files import atomic_write, ensure_writable, termination_unwinds
+from retrofit.utils.onnx_runtimes import Run, open_onnx
+from retrofit.utils.text import one_line
 
 LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
 
@@ -41,7 +44,7 @@ def write(
         return _write_apart(model, path, force, checks)
     check_model(model)
     content = model.SerializeToString(deterministic=True)
-    found = _checked(runner(content), checks)
+    found = _checked(open_onnx(content), checks)
     with atomic_write(path, force) as temporary:
         temporary.write_bytes(content)
     return found, len(content)
@@ -62,7 +65,7 @@ def _write_apart(
         weights, before = aside.with_name(data.name), aside.with_name("before")
         onnx.save_model(model, aside, save_as_external_data=True, location=data.name, size_threshold=1024)
         check_model(aside)
-        found = _checked(runner(aside), checks)
+        found = _checked(open_onnx(aside), checks)
         length = aside.stat().st_size + weights.stat().st_size
         try:
             if data.exists():
@@ -79,9 +82,24 @@ def _write_apart(
     return found, length
 
 
-def _checked(run: Callable[[Tensor], list[Tensor]], checks: Sequence[Check]) -> Parity:
+def check_model(model: onnx.ModelProto | Path) -> None:
+    """Run ONNX's own checker, with shape inference.
+
+    Raises:
+        RetrofitError: If it complains.
+    """
+    try:
+        onnx.checker.check_model(str(model) if isinstance(model, Path) else model, full_check=True)
+    except Exception as error:
+        raise RetrofitError(f"the exported model is not valid ONNX ({one_line(error)}); please report it") from error
+
+
+def _checked(run: Run, checks: Sequence[Check]) -> Parity:
+    def answers(images: Tensor) -> list[Tensor]:
+        return [torch.from_numpy(values) for values in run(images.float().numpy())]
+
     for check in checks:
-        found = compare(run, check)
+        found = compare(answers, check)
         if not found.passed:
             raise ParityError(found, "ONNX Runtime differs from PyTorch", check.advice)
     return found

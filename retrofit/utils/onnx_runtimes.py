@@ -1,0 +1,111 @@
+"""ONNX models run on the CPU by ONNX Runtime or OpenVINO, in float32 on every processor, and what their files say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.utils.text import one_line
+
+Runtime = Literal["onnxruntime", "openvino"]
+RUNTIMES: dict[Runtime, str] = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+
+Array = np.ndarray[Any, Any]
+Run = Callable[[Array], list[Array]]
+
+
+def open_onnx(
+    model: bytes | Path,
+    runtime: Runtime = "onnxruntime",
+    *,
+    shape: Sequence[int] | None = None,
+    threads: int | None = None,
+    advice: str = "please report it",
+) -> Run:
+    """Return a function that takes the images (N, C, H, W) in float32, and returns the model's outputs.
+
+    Args:
+        model: The model, or its file.
+        runtime: What runs it. OpenVINO computes in bfloat16 by itself where the processor does; not here.
+        shape: Of the images, where it is fixed: only then does OpenVINO fuse chains of elementwise operations.
+        threads: Of the runtime; its own choice if None.
+        advice: What an error says to do.
+
+    Raises:
+        UsageError: If the runtime is not installed.
+        RetrofitError: If it cannot run the model; so does the function.
+    """
+    what = "the exported model" if isinstance(model, bytes) else str(model)
+
+    def refused(error: Exception) -> RetrofitError:
+        return RetrofitError(f"{RUNTIMES[runtime]} cannot run {what} ({one_line(error)}); {advice}")
+
+    opened = {"onnxruntime": _in_onnxruntime, "openvino": _in_openvino}[runtime]
+    try:
+        run = opened(model, shape, threads)
+    except ImportError:
+        raise UsageError(f"{runtime} is not installed; pip install {runtime}, or take another --runtime") from None
+    except Exception as error:  # the runtimes' exceptions have no common class
+        raise refused(error) from error
+
+    def answer(images: Array) -> list[Array]:
+        try:
+            return run(images)
+        except Exception as error:
+            raise refused(error) from error
+
+    return answer
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """Return what a file says of itself, each value as JSON where it is JSON.
+
+    Raises:
+        RetrofitError: If there is no such file, or no ONNX in it.
+    """
+    if not path.is_file():
+        raise RetrofitError(f"there is no file {path}; retrofit export MODEL -o {path} writes one")
+    try:
+        entries = onnx.load(path, load_external_data=False).metadata_props
+    except Exception as error:  # protobuf's errors have no common class
+        raise RetrofitError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
+    return {entry.key: _value(entry.value) for entry in entries}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _in_onnxruntime(model: bytes | Path, _shape: Sequence[int] | None, threads: int | None) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads or 0
+    content = model if isinstance(model, bytes) else str(model)
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda images: session.run(None, {name: images})
+
+
+def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int | None) -> Run:
+    import openvino
+
+    core = openvino.Core()
+    read = core.read_model(model)
+    if shape is not None:
+        read.reshape(list(shape))
+    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    if threads is not None:
+        settings["INFERENCE_NUM_THREADS"] = threads
+    request = core.compile_model(read, "CPU", settings).create_infer_request()
+    return lambda images: [value.copy() for value in request.infer({0: images}).values()]
