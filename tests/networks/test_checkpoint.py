@@ -16,36 +16,21 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.networks.checkpoint import read_checkpoint
-
-
-def _net(width: int = 4, classes: int = 3, channels: int = 3) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(channels, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 4, classes)
-    )
-
-
-def _state(**options: int) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    return dict(_net(**options).state_dict())
-
-
-def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
+from tests.networks.small_states import same_tensors, small_state
 
 # --- reading
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin", ".pth.tar"])
 def test_reads_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
-    state, path = _state(), tmp_path / f"a{suffix}"
+    state, path = small_state(), tmp_path / f"a{suffix}"
     (save_file if suffix == ".safetensors" else torch.save)(state, path)
-    assert _equal(read_checkpoint(path).tensors, state)
+    assert same_tensors(read_checkpoint(path).tensors, state)
 
 
 def test_reads_the_format_of_old_torch(tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pth", _use_new_zipfile_serialization=False)
-    assert _equal(read_checkpoint(tmp_path / "a.pth").tensors, _state())
+    torch.save(small_state(), tmp_path / "a.pth", _use_new_zipfile_serialization=False)
+    assert same_tensors(read_checkpoint(tmp_path / "a.pth").tensors, small_state())
 
 
 @pytest.mark.parametrize(
@@ -64,8 +49,8 @@ def test_reads_the_format_of_old_torch(tmp_path: Path) -> None:
     ],
 )
 def test_opens_what_training_scripts_wrap_around(tmp_path: Path, wrap: Callable[[dict[str, Tensor]], Any]) -> None:
-    torch.save(wrap(_state()), tmp_path / "a.pth")
-    assert _equal(read_checkpoint(tmp_path / "a.pth").tensors, _state())
+    torch.save(wrap(small_state()), tmp_path / "a.pth")
+    assert same_tensors(read_checkpoint(tmp_path / "a.pth").tensors, small_state())
 
 
 @pytest.mark.parametrize(
@@ -92,16 +77,16 @@ def test_opens_what_training_scripts_wrap_around(tmp_path: Path, wrap: Callable[
     ],
 )
 def test_which_of_several_weights(tmp_path: Path, wrap: Any, key: str, taken: str, others: tuple[str, ...]) -> None:
-    wrong = {name: value + 1 for name, value in _state().items()}
-    torch.save(wrap(_state(), wrong), tmp_path / "a.pth")
+    wrong = {name: value + 1 for name, value in small_state().items()}
+    torch.save(wrap(small_state(), wrong), tmp_path / "a.pth")
     found = read_checkpoint(tmp_path / "a.pth", key)
-    assert _equal(found.tensors, _state())
+    assert same_tensors(found.tensors, small_state())
     assert (found.key, found.others) == (taken, others)
     assert bool(found.left_out) == (taken == "state_dict.teacher")
 
 
 def test_a_key_that_is_not_there(tmp_path: Path) -> None:
-    torch.save({"g": _state(), "d": _state()}, tmp_path / "a.pth")
+    torch.save({"g": small_state(), "d": small_state()}, tmp_path / "a.pth")
     with pytest.raises(RetrofitError, match=r"no weights under 'e' \(it holds g, d\); give --checkpoint-key"):
         read_checkpoint(tmp_path / "a.pth", "e")
 
@@ -109,7 +94,7 @@ def test_a_key_that_is_not_there(tmp_path: Path) -> None:
 def test_a_wrapper_s_prefix_that_only_some_names_have_hides_nothing(tmp_path: Path) -> None:
     state = {"module.a": torch.zeros(1), "a": torch.ones(1)}
     torch.save(state, tmp_path / "a.pth")
-    assert _equal(read_checkpoint(tmp_path / "a.pth").tensors, state)
+    assert same_tensors(read_checkpoint(tmp_path / "a.pth").tensors, state)
 
 
 def _cut(path: Path, state: Any) -> None:
@@ -137,8 +122,8 @@ def _looped(path: Path) -> None:
     [
         ("a.pth", lambda path: None, "there is no checkpoint"),
         ("a.pth", Path.mkdir, "is a folder"),
-        ("a.pth", lambda path: _cut(path, _state()), "not a whole checkpoint"),
-        ("a.safetensors", lambda path: _cut(path, _state()), "not a whole safetensors"),
+        ("a.pth", lambda path: _cut(path, small_state()), "not a whole checkpoint"),
+        ("a.safetensors", lambda path: _cut(path, small_state()), "not a whole safetensors"),
         ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),
         ("a.safetensors", lambda path: path.write_text("hello"), "not a whole safetensors"),
         ("a.pth", lambda path: path.write_bytes(b""), "not a whole checkpoint"),
@@ -153,7 +138,11 @@ def _looped(path: Path) -> None:
         ("a.pth", lambda path: torch.save({"epoch": 3}, path), "no tensors"),
         ("a.pth", lambda path: torch.save([torch.zeros(2)], path), "no tensors"),
         ("a.pth", lambda path: torch.save({}, path), "no tensors"),
-        ("a.pth", lambda path: torch.save({"g": _state(), "d": _state()}, path), r"several sets of weights \(g, d\)"),
+        (
+            "a.pth",
+            lambda path: torch.save({"g": small_state(), "d": small_state()}, path),
+            r"several sets of weights \(g, d\)",
+        ),
         (
             "a.pth",
             lambda path: torch.save({0: torch.zeros(1), 1: torch.zeros(1)}, path),
@@ -181,7 +170,7 @@ def test_executes_nothing(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             return Path.touch, (tmp_path / "touched",)
 
-    torch.save({"state_dict": _state(), "extra": Evil()}, tmp_path / "a.pth")
+    torch.save({"state_dict": small_state(), "extra": Evil()}, tmp_path / "a.pth")
     with pytest.raises(RetrofitError, match="Python objects"):
         read_checkpoint(tmp_path / "a.pth")
     assert not (tmp_path / "touched").exists()

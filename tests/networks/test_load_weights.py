@@ -14,36 +14,21 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.checkpoint import read_checkpoint
 from retrofit.networks.load_weights import Loaded, load_into
-
-
-def _net(width: int = 4, classes: int = 3, channels: int = 3) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(channels, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 4, classes)
-    )
-
-
-def _state(**options: int) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    return dict(_net(**options).state_dict())
-
-
-def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
+from tests.networks.small_states import same_tensors, small_net, small_state
 
 # --- loading by name
 
 
 def test_loads_by_name() -> None:
-    model, state = _net(), _state()
+    model, state = small_net(), small_state()
     assert load_into(model, state) == Loaded()
-    assert _equal(dict(model.state_dict()), state)
+    assert same_tensors(dict(model.state_dict()), state)
 
 
 def test_the_batch_counter_may_be_absent_or_extra() -> None:
-    state = {name: value for name, value in _state().items() if "num_batches" not in name}
-    assert load_into(_net(), state) == Loaded()
-    assert load_into(_net(), {**_state(), "3.num_batches_tracked": torch.tensor(1)}) == Loaded()
+    state = {name: value for name, value in small_state().items() if "num_batches" not in name}
+    assert load_into(small_net(), state) == Loaded()
+    assert load_into(small_net(), {**small_state(), "3.num_batches_tracked": torch.tensor(1)}) == Loaded()
 
 
 @pytest.mark.parametrize(
@@ -52,22 +37,25 @@ def test_the_batch_counter_may_be_absent_or_extra() -> None:
         (lambda s: s.pop("3.bias"), ["1 missing (3.bias)", "pass --checkpoint-partial"]),
         (lambda s: s.update(extra=torch.zeros(1)), ["1 unexpected (extra)", "pass --checkpoint-partial"]),
         (
-            lambda s: s.update(_state(classes=7)),
+            lambda s: s.update(small_state(classes=7)),
             ["2 of another shape (3.weight [7, 16] for [3, 16]", "--num-classes 7"],
         ),
-        (lambda s: s.update(_state(channels=1)), ["1 of another shape (0.weight [4, 1, 3, 3]", "--in-chans 1"]),
-        (lambda s: s.update(_state(width=8)), ["7 of another shape", " and 4 more)", "check which network"]),
-        (lambda s: (s.update({f"n{k}": v for k, v in s.items()}), [s.pop(k) for k in _state()]), ["--match order"]),
+        (lambda s: s.update(small_state(channels=1)), ["1 of another shape (0.weight [4, 1, 3, 3]", "--in-chans 1"]),
+        (lambda s: s.update(small_state(width=8)), ["7 of another shape", " and 4 more)", "check which network"]),
+        (
+            lambda s: (s.update({f"n{k}": v for k, v in s.items()}), [s.pop(k) for k in small_state()]),
+            ["--match order"],
+        ),
         (lambda s: s.update({"0.bias": s["0.bias"].to(torch.int8)}), ["1 of another type (0.bias int8 for float32)"]),
         (lambda s: s.update({"0.bias": s["0.bias"] + 0j}), ["1 of another type (0.bias complex64 for float32)"]),
         (lambda s: s.update({"a\nb" * 9999: torch.zeros(1)}), [r"1 unexpected (a\nba\nb", "..."]),
     ],
 )
 def test_says_what_does_not_fit(change: Callable[[dict[str, Tensor]], object], expected: list[str]) -> None:
-    state = _state()
+    state = small_state()
     change(state)
     with pytest.raises(RetrofitError) as caught:
-        load_into(_net(), state)
+        load_into(small_net(), state)
     for words in expected:
         assert words in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -104,17 +92,17 @@ def test_torchs_hooks_for_old_names_are_asked() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("match", ["name", "order"])
 def test_warns_of_weights_that_are_not_finite(value: float, match: Any) -> None:
-    state = _state()
+    state = small_state()
     state["3.weight"][0, 0] = value
     state["1.running_var"][1] = value
-    (said,) = load_into(_net(), state, match).warnings
+    (said,) = load_into(small_net(), state, match).warnings
     assert "2 tensors" in said
     assert "1.running_var, 3.weight" in said
 
 
 def test_unknown_way_of_matching() -> None:
     with pytest.raises(UsageError, match="choose name or order"):
-        load_into(_net(), _state(), "shape")  # type: ignore[arg-type]
+        load_into(small_net(), small_state(), "shape")  # type: ignore[arg-type]
 
 
 # --- names with something before them, and parts
@@ -126,61 +114,61 @@ def _under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("prefix", ["model.", "net.", "model.backbone.", "encoder.module."])
 def test_one_prefix_of_all_names_is_taken_off(prefix: str) -> None:
-    model, state = _net(), _state()
+    model, state = small_net(), small_state()
     assert load_into(model, _under(prefix, state)) == Loaded()
-    assert _equal(dict(model.state_dict()), state)
+    assert same_tensors(dict(model.state_dict()), state)
 
 
 def test_an_average_of_torch_is_loaded() -> None:
-    source = _net()
-    source.load_state_dict(_state())
+    source = small_net()
+    source.load_state_dict(small_state())
     average = torch.optim.swa_utils.AveragedModel(source, use_buffers=True)
-    model = _net()
+    model = small_net()
     assert load_into(model, average.state_dict()) == Loaded()
-    assert _equal(dict(model.state_dict()), _state())
+    assert same_tensors(dict(model.state_dict()), small_state())
 
 
 def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
-    state = {**_under("model.", _state()), "criterion.weight": torch.ones(3)}
+    state = {**_under("model.", small_state()), "criterion.weight": torch.ones(3)}
     with pytest.raises(RetrofitError, match=r"1 unexpected \(criterion.weight\); pass --checkpoint-key model to take"):
-        load_into(_net(), state)
-    model = _net()
+        load_into(small_net(), state)
+    model = small_net()
     loaded = load_into(model, state, partial=True)
     assert (loaded.left_out, loaded.left_random) == (["criterion.weight"], [])
     assert loaded.warnings == ["PARTIAL: 1 tensors of the checkpoint are left out (criterion.weight)"]
-    assert _equal(dict(model.state_dict()), _state())
+    assert same_tensors(dict(model.state_dict()), small_state())
 
 
 def test_two_prefixes_that_fit_alike_are_a_question() -> None:
-    state = {**_under("student.", _state()), **_under("teacher.", _state())}
+    state = {**_under("student.", small_state()), **_under("teacher.", small_state())}
     for partial in (False, True):
         with pytest.raises(RetrofitError, match=r"under student., teacher.; choose with --checkpoint-key student"):
-            load_into(_net(), state, partial=partial)
+            load_into(small_net(), state, partial=partial)
 
 
 def test_a_backbone_without_classifier() -> None:
-    model, fresh = _net(), _net()
+    model, fresh = small_net(), small_net()
     fresh.load_state_dict(model.state_dict())
-    backbone = {name: value for name, value in _state().items() if not name.startswith("3.")}
+    backbone = {name: value for name, value in small_state().items() if not name.startswith("3.")}
     with pytest.raises(RetrofitError, match=r"2 missing \(3.weight, 3.bias\); pass --checkpoint-partial"):
         load_into(fresh, backbone)
     loaded = load_into(fresh, backbone, partial=True)
     assert (loaded.left_random, loaded.left_out) == (["3.weight", "3.bias"], [])
     assert loaded.warnings == ["PARTIAL: 2 of the network's 8 tensors are left RANDOM (3.weight, 3.bias)"]
     for name, value in fresh.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name] if name.startswith("3.") else _state()[name]), name
+        assert torch.equal(value, model.state_dict()[name] if name.startswith("3.") else small_state()[name]), name
 
 
 def test_a_part_leaves_tensors_of_another_shape_on_both_sides() -> None:
-    loaded = load_into(_net(), _state(classes=7), partial=True)
+    loaded = load_into(small_net(), small_state(classes=7), partial=True)
     assert loaded.left_random == loaded.left_out == ["3.weight", "3.bias"]
 
 
 def test_a_part_that_is_nothing_is_no_part() -> None:
     with pytest.raises(RetrofitError, match="8 missing"):
-        load_into(_net(), {"x": torch.zeros(1)}, partial=True)
+        load_into(small_net(), {"x": torch.zeros(1)}, partial=True)
     with pytest.raises(UsageError, match="drop it or --checkpoint-partial"):
-        load_into(_net(), _state(), "order", partial=True)
+        load_into(small_net(), small_state(), "order", partial=True)
 
 
 def test_a_part_through_timms_own_converter() -> None:
@@ -200,7 +188,7 @@ def _foreign(state: dict[str, Tensor], counters: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("counters", [True, False])
 def test_loads_in_order(counters: bool) -> None:
-    model, state = _net(), _state()
+    model, state = small_net(), small_state()
     state["1.num_batches_tracked"] += 5
     assert load_into(model, _foreign(state, counters), "order") == Loaded()
     for name, value in model.state_dict().items():
@@ -211,7 +199,7 @@ def test_loads_in_order(counters: bool) -> None:
 
 def test_in_order_a_wrong_shape_names_both() -> None:
     with pytest.raises(RetrofitError, match=r"tensor 7 is 3.weight \[3, 16\] in the network, x7.weight \[5, 16\]"):
-        load_into(_net(), _foreign(_state(classes=5), True), "order")
+        load_into(small_net(), _foreign(small_state(classes=5), True), "order")
 
 
 @pytest.mark.parametrize(
@@ -227,9 +215,9 @@ def test_in_order_a_tensor_too_many(ours: int, theirs: int, side: str) -> None:
 
 
 def test_in_order_pairs_against_the_names_are_told() -> None:
-    state = _state()
+    state = small_state()
     state = {"1.bias" if k == "1.weight" else "1.weight" if k == "1.bias" else k: v for k, v in state.items()}
-    (said,) = load_into(_net(), state, "order").warnings
+    (said,) = load_into(small_net(), state, "order").warnings
     assert "2 tensors were paired against their names (1.bias as 1.weight" in said.replace(": ", " (")
 
 
