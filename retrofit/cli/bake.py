@@ -79,13 +79,8 @@ def command(
 
 def _show(report: BakeReport) -> None:
     """Write what was tried, what was taken, and what stays."""
-    show_table(
-        ("layers", "output changes by", "in the worst 1%", "same top-1"),
-        [
-            (str(one.layers), f"{one.error:.3g}", f"{one.worst:.3g}", _share(one))
-            for one in dict.fromkeys(report.stages)
-        ],
-    )
+    rows = [(str(one.layers), f"{one.error:.3g}", f"{one.worst:.3g}", _share(one)) for one in report.stages]
+    show_table(("layers", "output changes by", "in the worst 1%", "same top-1"), list(dict.fromkeys(rows)))
     kept: dict[str, list[str]] = {}
     for layer in report.layers:
         if not layer.baked:

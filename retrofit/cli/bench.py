@@ -125,7 +125,9 @@ def _bench_files(
         raise UsageError(f"{model} is measured against another file; name it with --against")
     files = {name: Path(name) for name in (model, against)}
     with progress_bar("measuring") as move:
-        found = measure_files(files, runtime, batch_size=batch_size, rounds=rounds, progress=move)
+        found = measure_files(
+            files, runtime, batch_size=batch_size, rounds=rounds, threads=torch.get_num_threads(), progress=move
+        )
     rows = []
     for cost in found:
         time = f"{cost.seconds.median * 1e3:.1f} ({cost.seconds.low * 1e3:.1f} to {cost.seconds.high * 1e3:.1f})"
@@ -185,6 +187,8 @@ def _machine(place: Any) -> str:
 
     import torch
 
+    from retrofit.utils.text import plural
+
     if place.type == "cuda":
         return f"{torch.cuda.get_device_name(place)}, torch {torch.__version__}"
-    return f"{torch.get_num_threads()} threads of a {platform.machine()} CPU, torch {torch.__version__}"
+    return f"{plural(torch.get_num_threads(), 'thread')} of a {platform.machine()} CPU, torch {torch.__version__}"
