@@ -329,7 +329,7 @@ def exact(network: Network) -> None:
 
 @slow_command
 def poly(network: Network) -> None:
-    """On the pictures that it was not fitted on, an approximation is as near as the command says, and as it has to be."""
+    """On pictures that it was not fitted on, an approximation is as near as the command says, and has to be."""
     words = ["--fold", "poly", "--calibrate", network.pictures, "-o", "poly.onnx", "--json"]
     found = network.run("export", network.artifact, *network.own, *words)
     assert found["parity"]["passed"]
