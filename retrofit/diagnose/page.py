@@ -19,8 +19,8 @@ body { margin: 0 auto; max-width: 1180px; padding: 1rem; color: var(--ink); back
   font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.5rem; margin: .5rem 0 0 } h2 { font-size: 1.1rem; margin: 0 0 .25rem }
 p { margin: .25rem 0 .75rem } .soft { color: var(--soft) }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1.5rem }
-figure { margin: 0 } figure img { width: 100%; height: auto; display: block }
+.figures { columns: 2 480px; column-gap: 1.5rem }
+figure { margin: 0 0 1.5rem; break-inside: avoid } figure img { width: 100%; height: auto; display: block }
 figcaption { color: var(--soft); font-size: .875rem; margin-top: .25rem }
 ul { padding-left: 1.2rem } .wide { overflow-x: auto; margin: .5rem 0 1rem } .figures ~ h2 { margin-top: 1.5rem }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; width: 100% }

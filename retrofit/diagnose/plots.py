@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from retrofit.diagnose.diagnosis import FEWEST, INJECTED, Diagnosis, Layer
+from retrofit.diagnose.robustness import Attenuation
 
 Theme = Literal["light", "dark"]
 Networks = Mapping[str, Diagnosis]
@@ -100,11 +101,13 @@ def plots(networks: Networks) -> list[Plot]:
         Plot(
             "noise",
             "Noise through the layers",
-            f"Relative error left at each layer when Gaussian noise of {INJECTED:g} of a channel's spread is added at "
-            "an earlier one, where each line starts. Falling lines: the network attenuates noise (appendix A.1). A "
-            "line joins layers in the order in which they are called. So it jumps at layers of parallel branches, such "
-            "as the shortcut of a residual block; a layer that the noise does not reach has no point.",
+            f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. Each "
+            "mark is the relative error that is left at a layer, and lines join layers that follow each other. Hollow "
+            "marks and dashed lines: a branch beside the longest path, such as the convolution in a shortcut. Falling "
+            "curves: the network attenuates noise (appendix A.1). A layer has no mark if the noise does not reach it, "
+            "or if its output does not vary.",
             lambda figure: _noise(figure, networks),
+            height=3.6,
         ),
     ]
     if any(layer.henze_zirkler is not None for diagnosis in networks.values() for layer in diagnosis.layers):
@@ -142,17 +145,18 @@ def plots(networks: Networks) -> list[Plot]:
     return found
 
 
-def _lines(axes: Axes, networks: Networks, value: Callable[[Layer], float | None], **style: Any) -> None:
+def _lines(axes: Axes, networks: Networks, value: Callable[[Layer], float | None]) -> None:
     for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
         points = [(i, v) for i, layer in enumerate(diagnosis.layers) if (v := value(layer)) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
+            axes.plot(*zip(*points, strict=True), color=colour, label=name, marker="o", markersize=3)
     _by_layer(axes)
+    axes.set_xlim(-0.5, max(len(diagnosis.layers) for diagnosis in networks.values()) - 0.5)
 
 
 def _gaussianity(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
-    _lines(axes, networks, lambda layer: layer.r2, marker="o", markersize=3)
+    _lines(axes, networks, lambda layer: layer.r2)
     for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
         before = [(i, layer.r2_before) for i, layer in enumerate(diagnosis.layers) if layer.r2_before is not None]
         if before:
@@ -219,17 +223,34 @@ def _independence(figure: Figure, networks: Networks) -> None:
 def _noise(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
-        places = {layer.name: i for i, layer in enumerate(diagnosis.layers)}
         for number, followed in enumerate(diagnosis.noise):
-            # A layer on a branch beside the noisy one hears nothing of it.
-            points = sorted((places[n], e) for n, e in zip(followed.layers, followed.errors, strict=True) if e > 0)
-            label = None if number else name
-            if points:
-                axes.plot(*zip(*points, strict=True), color=colour, alpha=1 - 0.18 * number, label=label, marker=".")
+            _paths(axes, diagnosis, followed, color=colour, alpha=1 - 0.18 * number)
+        axes.plot([], [], color=colour, marker=".", label=name)
+        if any(layer.parallel for layer in diagnosis.layers):
+            label = f"{name}, parallel branch"
+            axes.plot([], [], "--o", color=colour, markersize=4, markerfacecolor="none", linewidth=1, label=label)
     _by_layer(axes)
     axes.set_ylabel("relative error")
     axes.set_yscale("log")
     _legend(figure, axes)
+
+
+def _paths(axes: Axes, diagnosis: Diagnosis, followed: Attenuation, **style: Any) -> None:
+    """Draw what is left of one noise: a mark a layer, and a line from each layer to those that follow it."""
+    errors = {name: error for name, error in zip(followed.layers, followed.errors, strict=True) if error > 0}
+    places = {layer.name: number for number, layer in enumerate(diagnosis.layers)}
+    parallel = {layer.name for layer in diagnosis.layers if layer.parallel}
+    for layer in diagnosis.layers:
+        if layer.name not in errors:
+            continue
+        here = places[layer.name], errors[layer.name]
+        face = {"markersize": 4, "markerfacecolor": "none"} if layer.parallel else {"markersize": 3.5}
+        axes.plot(*here, "o", **face, **style)
+        for earlier in layer.follows:
+            if earlier in errors:
+                beside = layer.parallel or earlier in parallel
+                ends = zip((places[earlier], errors[earlier]), here, strict=True)
+                axes.plot(*ends, linestyle="--" if beside else "-", linewidth=1 if beside else 1.5, **style)
 
 
 def _lambda(figure: Figure, networks: Networks) -> None:
@@ -257,7 +278,7 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
         ]
         axes.plot([entry.level for entry in diagnosis.input_noise], values, "o-", color=colour, label=name)
     axes.set_xlabel("standard deviation of the noise")
-    axes.set_ylabel("top-1, %" if labelled else "same answer as without noise, %")
+    axes.set_ylabel("top-1, %" if labelled else "same answer, %")
     axes.set_ylim(0, 102)
     _legend(figure, axes)
 

@@ -45,8 +45,8 @@ def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], fo
         folder: Where to.
     """
     drawn = plots(networks)
-    title = "Diagnosis of " + " and ".join(networks)
     models = facts.get("models", {})
+    title = "Diagnosis of " + " and ".join(_titled(name, models.get(name, {})) for name in networks)
     about = [_about(name, diagnosis, models.get(name, {})) for name, diagnosis in networks.items()]
     with atomic_folder(folder) as staged:
         for plot in drawn:
@@ -54,6 +54,14 @@ def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], fo
         results = {**facts, "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()}}
         (staged / _OURS).write_text(json.dumps(results, indent=1) + "\n")
         (staged / "index.html").write_text(page(networks, drawn, sentences(networks), title, about), encoding="utf-8")
+
+
+def _titled(name: str, model: Mapping[str, Any]) -> str:
+    """Name a network with how far it is converted; the name of a run's file says which run it is from."""
+    if not model.get("target"):
+        return name
+    strength = "" if model.get("strength") is None else f", t = {model['strength']:.3g}"
+    return f"{name} ({model['model']} to {model['target']}{strength})"
 
 
 def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import retrofit
@@ -200,6 +201,34 @@ def test_a_report_is_one_folder(one: Any, tmp_path: Path) -> None:
     assert results["schema"] == 1
     assert set(results["networks"]) == {"a <b>", "other"}
     assert all(sentence.startswith(("a <b>: ", "other: ")) for sentence in sentences({"a <b>": one, "other": one}))
+
+
+def test_the_heading_says_which_network_and_at_which_strength(one: Any, tmp_path: Path) -> None:
+    models = {"digits-best": {"model": "resnet18", "target": "bnn", "strength": 0.5}, "plain": {"model": "resnet18"}}
+    write_report({"digits-best": one, "plain": one}, {"models": models}, tmp_path / "report")
+    heading = "<h1>Diagnosis of digits-best (resnet18 to bnn, t = 0.5) and plain</h1>"
+    assert heading in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_lines_of_noise_join_layers_that_follow_each_other(one: Any) -> None:
+    figure = Figure()
+    next(plot for plot in plots({"a": one}) if plot.name == "noise").draw(figure)
+    places = {layer.name: number for number, layer in enumerate(one.layers)}
+    parallel = {places[layer.name] for layer in one.layers if layer.parallel}
+    edges = set()
+    for noise in one.noise:
+        heard = {name for name, error in zip(noise.layers, noise.errors, strict=True) if error > 0}
+        edges |= {
+            (places[before], places[layer.name])
+            for layer in one.layers
+            for before in layer.follows
+            if {before, layer.name} <= heard
+        }
+    drawn = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 2]
+    assert {tuple(line.get_xdata()) for line in drawn} == edges
+    dashed = {tuple(line.get_xdata()) for line in drawn if line.get_linestyle() == "--"}
+    assert dashed == {edge for edge in edges if parallel & set(edge)}
+    assert dashed
 
 
 def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Any) -> None:

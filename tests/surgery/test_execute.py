@@ -50,6 +50,20 @@ def test_source_narrows_normal() -> None:
     assert {n for n, s in statuses(made).items() if s == "converted"} == {"3.0", "5"}
 
 
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("family", ["bn", "ln", "gn", "in"])
+def test_what_a_hint_says_works(to: str, family: str) -> None:
+    try:
+        said = " ".join(row.reason for row in plan(mixed(), to, source=family).layers)
+    except RetrofitError as error:
+        said = str(error)
+    hints = set(re.findall(r"--from (\S+) adds it", said))
+    assert hints or to != "normal"
+    for other in hints:
+        made = statuses(plan(mixed(), to, source=[family, other]))
+        assert made[{"bn": "1", "gn": "3.0", "in": "3.1", "ln": "5"}[other]] == "converted"
+
+
 def test_source_that_has_no_path_is_unsupported_with_a_reason() -> None:
     made = plan(mixed(), "bnn", source=["bn", "ln"])
     assert statuses(made)["5"] == "unsupported"
