@@ -67,6 +67,8 @@ class _Grouped(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {}
         title = ""
         for option in self.get_params(ctx):
+            if isinstance(option, click.Argument):  # of which some versions of click have a record too
+                continue
             title = _GROUPS.get(option.name or "", title)
             if (record := option.get_help_record(ctx)) is not None:
                 groups.setdefault(title, []).append(record)
