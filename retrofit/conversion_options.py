@@ -85,6 +85,16 @@ class ConversionOptions:
             instead=dict.fromkeys(("dbn", "dbnn"), "--group-size N, the channels in each group"),
         ),
     )
+    group_channels: int | None = field(
+        default=None,
+        metadata=known_as(
+            int,
+            ("gn", "gn-pn", "evonorm-s0"),
+            "Channels in each group, in place of a number of groups; it must divide the channels of every layer.",
+            low=1,
+            instead=dict.fromkeys(("dbn", "dbnn"), "--group-size N, the channels in each group"),
+        ),
+    )
     noise: float | Literal["paper"] | None = field(
         default=None,
         metadata=known_as(
@@ -174,6 +184,8 @@ class ConversionOptions:
                 raise UsageError(f"--{flag(name)} means nothing to this target ({to}); {instead}")
             if problem := known.problem(value):
                 raise UsageError(f"{name} must be {problem}, not {value!r}; leave it out for the default")
+        if self.groups is not None and self.group_channels is not None:
+            raise UsageError("--groups and --group-channels both say how many groups a layer gets; leave one out")
 
     def record(self) -> dict[str, Any]:
         """Return what the plan keeps of the options, as JSON values."""

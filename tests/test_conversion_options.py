@@ -17,8 +17,8 @@ from retrofit.layers.normality_norm import NoiseKind
 from retrofit.surgery import TARGETS
 
 VALUES: dict[str, Any] = {
-    "groups": 4, "noise": 0.1, "noise_kind": "unscaled", "alpha": 0.5, "newton_steps": 2, "group_size": 4,
-    "whitening": "eigen", "pn_params": False, "pn_restore": False, "ws": True, "calibrate": [],
+    "groups": 4, "group_channels": 4, "noise": 0.1, "noise_kind": "unscaled", "alpha": 0.5, "newton_steps": 2,
+    "group_size": 4, "whitening": "eigen", "pn_params": False, "pn_restore": False, "ws": True, "calibrate": [],
 }  # fmt: skip
 """A value of each that is in range."""
 
@@ -62,6 +62,9 @@ def test_each_option_is_refused_where_it_means_nothing(name: str, to: str) -> No
         ("gn", {"groups": 2.5}, "groups must be a whole number, not 2.5"),
         ("gn", {"groups": "many"}, "groups must be a number or auto, not 'many'"),
         ("gn", {"groups": True}, "groups must be a whole number"),
+        ("gn", {"group_channels": 0}, "group_channels must be at least 1, not 0"),
+        ("gn", {"group_channels": 16, "groups": 8}, "--groups and --group-channels both say"),
+        ("gn", {"group_channels": 16, "groups": "auto"}, "--groups and --group-channels both say"),
         ("bnn", {"noise": -1}, "noise must be at least 0"),
         ("bnn", {"noise": float("nan")}, "noise must be at least 0"),
         ("bnn", {"noise": float("inf")}, "noise must be at least 0"),

@@ -1,4 +1,4 @@
-"""How many groups a layer gets: the largest divisor of its channels, or the most that leave its output as it was."""
+"""How many groups a layer gets: as many as asked for, or the most that leave its output as it was."""
 
 from __future__ import annotations
 
@@ -8,13 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.errors import RetrofitError
+from retrofit.conversion_options import ConversionOptions
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.layers.inverse_square_root import largest_divisor
 from retrofit.layers.migrated_group_norm import group_gain
 from retrofit.utils.evaluating import evaluating
 
 GROUP_TOLERANCE = 0.08
 """Largest relative change of a layer's output that `most_groups` accepts."""
 MOST_GROUPS = 32
+
+
+def group_count(name: str, channels: int, options: ConversionOptions, default: int) -> tuple[int, str]:
+    """Return how many groups a layer gets by the options, and what is to be said of it.
+
+    Args:
+        name: The layer's.
+        channels: Of the layer.
+        options: Their `group_channels`, or their `groups` as the most there may be.
+        default: The most groups if the options name none.
+
+    Raises:
+        UsageError: If `group_channels` does not divide the channels.
+    """
+    if (each := options.group_channels) is not None:
+        if channels % each:
+            raise UsageError(
+                f"--group-channels {each} does not divide the {channels} channels of {name or 'the layer'}; "
+                "name a divisor, or leave the layer out with --skip"
+            )
+        return channels // each, ""
+    wanted = options.groups if isinstance(options.groups, int) else default
+    groups = largest_divisor(channels, wanted)
+    return groups, "" if groups == wanted else f"{groups} groups: {wanted} do not divide {channels} channels"
 
 
 def most_groups(

@@ -21,10 +21,10 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import check_call, replace_call, replace_module
 from retrofit.graph.site import Site, Sites
-from retrofit.layers.inverse_square_root import largest_divisor
 from retrofit.layers.settings import check_groups, hold_settings
 from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, left_activations, register
 from retrofit.surgery.families import FAMILIES, NormLayer, classify
+from retrofit.surgery.group_count import group_count
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 
 _GROUPS = 32  # EvoNorm's own
@@ -113,10 +113,7 @@ class BaselineConverter(Converter):
             return Decision("unsupported", reason=reason)
         settled: dict[str, Any] = {"apply_act": any(site.activation is not None for site in own)}
         if self.grouped:
-            wanted = _GROUPS if options.groups is None else int(options.groups)
-            groups = settled["groups"] = largest_divisor(module.num_features, wanted)
-            if groups != wanted:
-                reason = f"{groups} groups: {wanted} do not divide {module.num_features} channels"
+            settled["groups"], reason = group_count(found.name, module.num_features, options, _GROUPS)
         return Decision("converted", self.layer, reason, settled)
 
     def _edits(self, sites: Sites, converted: set[str]) -> tuple[EditRow, ...]:

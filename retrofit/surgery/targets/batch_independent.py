@@ -18,7 +18,6 @@ from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import check_call, replace_call, replace_module
 from retrofit.graph.site import Site, Sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm, weight_standardization
-from retrofit.layers.inverse_square_root import largest_divisor
 from retrofit.layers.migrated_group_norm import group_gain
 from retrofit.surgery.converter import (
     Converter,
@@ -32,7 +31,7 @@ from retrofit.surgery.converter import (
     thawed_note,
 )
 from retrofit.surgery.families import FAMILIES, NormLayer, classify
-from retrofit.surgery.group_count import most_groups
+from retrofit.surgery.group_count import group_count, most_groups
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 
 _FUSED = ("BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d", "FrozenBatchNormAct")
@@ -132,9 +131,7 @@ class BatchIndependentConverter(Converter):
             groups, error = picked
             reason = f"{groups} groups change its output by {error:.0%}"
         else:
-            wanted = options.groups if isinstance(options.groups, int) else self.groups
-            groups = largest_divisor(channels, wanted)
-            reason = "" if groups == wanted else f"{groups} groups: {wanted} do not divide {channels} channels"
+            groups, reason = group_count(found.name, channels, options, self.groups)
         settled: dict[str, Any] = {"num_groups": groups, "eps": _group_eps(module, groups)}
         if self._drops_shift(found, options, sites):
             settled["bias"] = False

@@ -165,6 +165,7 @@ def test_groups_are_evonorms_alone() -> None:
     assert row.options == {"apply_act": False, "groups": 24}
     assert row.reason == "24 groups: 32 do not divide 24 channels"
     assert retrofit.plan(model, "evonorm-s0", groups=8).layers[0].options["groups"] == 8
+    assert retrofit.plan(model, "evonorm-s0", group_channels=8).layers[0].options["groups"] == 3
     for to, groups in (("frn-tlu", 8), ("evonorm-s0", 0), ("evonorm-s0", "auto")):
         with pytest.raises(UsageError, match="groups"):
             retrofit.plan(model, to, groups=groups)

@@ -218,6 +218,15 @@ def test_groups_are_the_largest_divisor_and_adjustments_are_reported() -> None:
     assert [row.options["num_groups"] for row in plan(model, "ln").layers] == [1, 1, 1]
 
 
+def test_groups_by_their_channels() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(32), nn.BatchNorm2d(16), nn.BatchNorm2d(24))
+    planned = plan(model, "gn", group_channels=16, skip=["2"])
+    assert [row.options.get("num_groups") for row in planned.layers] == [2, 1, None]
+    assert planned.options["group_channels"] == 16
+    with pytest.raises(UsageError, match="--group-channels 16 does not divide the 24 channels of 2; name a divisor"):
+        plan(model, "gn", group_channels=16)
+
+
 def test_auto_groups_follow_the_data() -> None:
     """Channels that share their moments keep their output with few groups; unlike ones as well with many."""
     torch.manual_seed(0)
