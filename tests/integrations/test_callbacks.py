@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
+import transformers
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import retrofit
 
-lightning = pytest.importorskip("lightning", reason="needs the dependency group `clients`")
-transformers = pytest.importorskip("transformers", reason="needs the dependency group `clients`")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 EPOCHS, BATCH, ACCUMULATE = 4, 32, 2

@@ -16,38 +16,36 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import lightning
 import pytest
+import schedulefree
 import timm
 import torch
 import torchvision
+import transformers
+from opacus.grad_sample.utils import wrap_model
+from opacus.validators import ModuleValidator
+from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d
+from timm.models import save_for_hf
+from timm.models._features_fx import FeatureGraphNet
+from timm.utils import CheckpointSaver, ModelEmaV3, distribute_bn, freeze
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, update_bn
+from torchvision.models._utils import IntermediateLayerGetter
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
-
-pytest.importorskip("opacus", reason="needs the dependency group `clients`")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-import accelerate  # noqa: E402
-import lightning  # noqa: E402
-import schedulefree  # noqa: E402
-import transformers  # noqa: E402
-from opacus.grad_sample.utils import wrap_model  # noqa: E402
-from opacus.validators import ModuleValidator  # noqa: E402
-from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d  # noqa: E402
-from timm.models import save_for_hf  # noqa: E402
-from timm.models._features_fx import FeatureGraphNet  # noqa: E402
-from timm.utils import CheckpointSaver, ModelEmaV3, distribute_bn, freeze  # noqa: E402
-from torch.optim.swa_utils import AveragedModel, update_bn  # noqa: E402
-from torchvision.models._utils import IntermediateLayerGetter  # noqa: E402
-from torchvision.models.feature_extraction import create_feature_extractor  # noqa: E402
 
 with warnings.catch_warnings(action="ignore"):  # of its docstrings
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-import retrofit.opacus  # noqa: E402
+import retrofit.opacus
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 STRENGTHS = (0.0, 0.5, 1.0)

@@ -9,20 +9,17 @@ import pytest
 import timm
 import torch
 import torchvision
+from opacus import PrivacyEngine
+from opacus.grad_sample.utils import wrap_model
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import retrofit
+import retrofit.opacus
 
-pytest.importorskip("opacus", reason="needs the dependency group `clients`")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-from opacus import PrivacyEngine  # noqa: E402
-from opacus.grad_sample.utils import wrap_model  # noqa: E402
-from opacus.validators import ModuleValidator  # noqa: E402
-from opacus.validators.errors import UnsupportedModuleError  # noqa: E402
-
-import retrofit.opacus  # noqa: E402
 
 
 def network(name: str) -> nn.Module:

@@ -1,0 +1,117 @@
+"""Two processes that train a converted network by DDP and by FSDP2, against one process with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import retrofit
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+Batch = tuple[Tensor, Tensor]
+
+
+def converted(to: str) -> nn.Module:
+    """A small network whose statistics have moved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+    )
+    with torch.no_grad():
+        model(torch.randn(16, 3, 10, 10))
+    model, _ = retrofit.convert(model, to)
+    return model.train()
+
+
+def batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 3, 10, 10, generator=generator), torch.randint(4, (8,), generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def train(model: nn.Module, share: slice) -> None:
+    """Take a step a batch while the strength goes to 1."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step, (x, y) in enumerate(batches(), 1):
+        retrofit.set_strength(model, step / STEPS)
+        optimizer.zero_grad()
+        cross_entropy(model(x[share]), y[share]).backward()
+        optimizer.step()
+
+
+def by_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def by_fsdp(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": by_ddp, "FSDP2": by_fsdp}
+TARGETS = ("bnn", "ln", "ln-pn", "gn-pn")
+
+
+def work(rank: int, folder: str) -> None:
+    """Train every network by every wrapper, as one of two processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        for to in TARGETS:
+            for name, wrap in WRAPPERS.items():
+                model = converted(to)
+                if to == "bnn":
+                    retrofit.sync_norms(model)
+                model = wrap(model)
+                train(model, slice(4 * rank, 4 * rank + 4))
+                state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+                torch.save(
+                    (retrofit.strength_of(model), state, dict(model.named_buffers())), f"{folder}/{to} {name} {rank}.pt"
+                )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What both processes end with, of every target and wrapper."""
+    made = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, args=(str(made),), nprocs=2)
+    return made
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("to", TARGETS)
+def test_two_processes_are_one_with_the_whole_batch(to: str, wrapper: str, folder: Path) -> None:
+    """That of bnn with its statistics, and lambda, over both, by `sync_norms`."""
+    whole = converted(to)
+    train(whole, slice(None))
+    ranks = [torch.load(folder / f"{to} {wrapper} {rank}.pt", weights_only=True) for rank in range(2)]
+    assert [strength for strength, _, _ in ranks] == [1.0, 1.0]
+    state = ranks[0][1]  # of FSDP2 rank 0 alone holds what the shards are together
+    assert set(state) == set(whole.state_dict())
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    for name, buffer in ranks[0][2].items():
+        assert torch.equal(buffer, ranks[1][2][name]), name
