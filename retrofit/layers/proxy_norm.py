@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrofit.errors import RetrofitError
 from retrofit.layers.base import StrengthMixin, shown
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.normality_norm import compute_dtype
@@ -151,8 +152,16 @@ class ProxyNorm(StrengthMixin):
         """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the present gamma and beta.
 
         With `kind`, the activation as `channelwise` knows it, they are computed there, in float32.
+
+        Raises:
+            RetrofitError: If gamma is sharded apart from this module.
         """
         gamma, beta = (getattr(self.norm, name, None) for name in ("weight", "bias"))
+        if type(gamma).__name__ == "DTensor":  # to import its class takes longer than to import this package
+            raise RetrofitError(
+                "ProxyNorm reads gamma and beta of the norm before it, which are sharded apart from it; "
+                "call fully_shard on the block that holds both, not on the norm"
+            )
         device = self._code.device
         scale, shift = (
             torch.ones(self.num_features, device=device, dtype=dtype),

@@ -72,7 +72,7 @@ TARGETS = ("bnn", "ln", "ln-pn", "gn-pn")
 
 
 def work(rank: int, folder: str) -> None:
-    """Train every network by every wrapper, as one of two processes."""
+    """Train every network by every wrapper, as one of two; a norm sharded without its ProxyNorm is refused."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
@@ -87,6 +87,11 @@ def work(rank: int, folder: str) -> None:
                 torch.save(
                     (retrofit.strength_of(model), state, dict(model.named_buffers())), f"{folder}/{to} {name} {rank}.pt"
                 )
+        model = converted("ln-pn")
+        fully_shard(model.get_submodule("0.1"), mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))  # else the norm is the root, which stays whole
+        with pytest.raises(retrofit.RetrofitError, match="call fully_shard on the block that holds both"):
+            model(batches()[0][0])
     finally:
         dist.destroy_process_group()
 
