@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.surgery import convert
-from retrofit.utils.evaluating import evaluating
+from retrofit.utils.evaluating import evaluating, modes_of, restore_modes
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     if not found:
         return 0
     momenta = {layer: layer.momentum for layer in found}
-    modes = {module: module.training for module in model.modules()}
+    modes = modes_of(model)
     model.train()
     try:
         for layer in found:
@@ -52,8 +52,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         empty = all(layer.num_batches_tracked == 0 for layer in found)
         for layer, momentum in momenta.items():
             layer.momentum = momentum
-        for module, mode in modes.items():
-            module.training = mode
+        restore_modes(modes)
     if empty:
         raise RetrofitError("the loader held no batch to estimate statistics from: they are reset; give it data")
     return len(found)

@@ -17,6 +17,8 @@ from retrofit.graph.trace import MODES, Mode, Tracer, reason_of, untouched
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, enum.Enum)
 
+_REPLACED = "retrofit_replaced"  # notes on a node the call that it stands for
+
 Edit = tuple[Call, str]
 
 
@@ -91,7 +93,7 @@ def method_source(
     codes: dict[Mode, Any] = {}
     for mode in MODES:
         graph = _traced(block, method, given, mode, read)
-        _replace(graph, edits, mode, label)
+        replace_calls(graph, edits, mode, label)
         codes[mode] = graph.python_code("self")
     body = _body(codes["eval"].src)
     known = dict(codes["eval"].globals)
@@ -150,12 +152,18 @@ def _traced(block: nn.Module, method: str, given: Collection[str], mode: Mode, r
     return graph
 
 
-def _replace(graph: fx.Graph, edits: Sequence[Edit], mode: Mode, label: str) -> None:
-    """Replace calls in a fresh trace. A call counts among all calls of its target, or among those not yet replaced."""
+def replace_calls(graph: fx.Graph, edits: Sequence[Edit], mode: Mode, label: str) -> None:
+    """Replace calls in a graph. A call counts among all calls of its target, or among those not yet replaced.
+
+    Raises:
+        RewriteError: If the graph does not make such a call.
+    """
     found: dict[Any, list[fx.Node]] = {}
+    left: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        found.setdefault((node.op, node.target), []).append(node)
-    left = {key: list(nodes) for key, nodes in found.items()}
+        key = (node.op, node.target)
+        found.setdefault(node.meta.get(_REPLACED, key), []).append(node)
+        left.setdefault(key, []).append(node)
     for call, child in edits:
         run = getattr(call, mode)
         if run is None:
@@ -163,12 +171,13 @@ def _replace(graph: fx.Graph, edits: Sequence[Edit], mode: Mode, label: str) -> 
         index, total = run
         key = (call.op, call.target)
         nodes = next((n for n in (found.get(key, []), left.get(key, [])) if len(n) == total), [])
-        if not nodes or nodes[index] not in left[key]:
+        if not nodes or nodes[index] not in left.get(key, []):
             raise RewriteError(f"{label} does not call {call.target} {total} times, or the call is replaced already")
         node = nodes[index]
         left[key].remove(node)
         value = node.args[0] if node.args else node.kwargs["input"]
         with graph.inserting_before(node):
             new = graph.call_module(child, (value,))
+        new.meta[_REPLACED] = key
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import linecache
@@ -11,10 +12,11 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch import nn
+from torch import fx, nn
 
-from retrofit.graph.codegen import Edit, RewriteError, fact, method_source
+from retrofit.graph.codegen import Edit, RewriteError, fact, method_source, replace_calls
 from retrofit.graph.site import Call
+from retrofit.graph.trace import MODES
 
 _classes: WeakValueDictionary[tuple[Any, ...], type[nn.Module]] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -47,6 +49,7 @@ def replace_call(model: nn.Module, call: Call, module: nn.Module, name: str) -> 
     a new child. Its class becomes a subclass, of the same name, whose method is generated from a trace of the block
     with its children as leaves: what the trace builds in from the block's attributes is traced again when one of them
     is set, and what differs between train and eval mode stays so. deepcopy, pickle and torch.compile work as before.
+    An fx.GraphModule gets a new graph instead, one for each mode where it has two, as torchvision's feature extractors.
 
     Args:
         model: The model that `find_sites` searched; changed in place.
@@ -57,7 +60,15 @@ def replace_call(model: nn.Module, call: Call, module: nn.Module, name: str) -> 
     Raises:
         RewriteError: If the block cannot be rewritten; nothing is changed then.
     """
-    block, recipe = _prepared(model, call, name)
+    block = _owner(model, call, name)
+    if isinstance(block, fx.GraphModule):
+        graphs = _rewired(block, call, name)
+        block.add_module(name, module)
+        for attribute, graph in graphs.items():
+            setattr(block, attribute, graph)
+        block.graph = graphs.get("train_graph" if block.training else "eval_graph") or graphs["graph"]
+        return
+    recipe = _prepared(block, call, name)
     block.__class__ = recipe.make()
     block.add_module(name, module)
 
@@ -68,19 +79,39 @@ def check_call(model: nn.Module, call: Call) -> None:
     Raises:
         RewriteError: If the block cannot be rewritten.
     """
-    _prepared(model, call, "_retrofit_probe")
+    block = _owner(model, call, "_retrofit_probe")
+    if isinstance(block, fx.GraphModule):
+        _rewired(block, call, "_retrofit_probe")
+    else:
+        _prepared(block, call, "_retrofit_probe")
 
 
-def _prepared(model: nn.Module, call: Call, name: str) -> tuple[nn.Module, RewriteRecipe]:
-    """The block that makes a call, and the recipe of the class that calls its child `name` instead."""
+def _owner(model: nn.Module, call: Call, name: str) -> nn.Module:
+    """The block that makes a call, which can get a child called `name`."""
     block = model.get_submodule(call.owner)
     if hasattr(block, name):
         raise RewriteError(f"{type(block).__name__} {call.owner} already has an attribute {name}".replace("  ", " "))
     if call.method in block.__dict__:
         raise RewriteError(f"{call.owner or 'the model'} has a {call.method} of its own, set on the instance")
+    return block
+
+
+def _rewired(block: fx.GraphModule, call: Call, name: str) -> dict[str, fx.Graph]:
+    """Copies of a block's graphs that call its child `name` instead, by the attribute that holds them."""
+    own = {mode: f"{mode}_graph" for mode in MODES if isinstance(getattr(block, f"{mode}_graph", None), fx.Graph)}
+    graphs: dict[str, fx.Graph] = {}
+    for mode in own or MODES[:1]:
+        attribute = own.get(mode, "graph")
+        graphs[attribute] = copy.deepcopy(getattr(block, attribute))
+        replace_calls(graphs[attribute], [(call, name)], mode, type(block).__name__)
+    return graphs
+
+
+def _prepared(block: nn.Module, call: Call, name: str) -> RewriteRecipe:
+    """The recipe of the class that calls its child `name` instead."""
     recipe: RewriteRecipe | None = getattr(type(block), "_retrofit_recipe", None)
     base, edits = (recipe.base, recipe.edits) if recipe else (type(block), ())
-    return block, _recipe(block, base, (*edits, (replace(call, owner=""), name)))
+    return _recipe(block, base, (*edits, (replace(call, owner=""), name)))
 
 
 @dataclass(frozen=True, eq=False)

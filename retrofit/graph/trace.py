@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from retrofit.graph import kinds
 from retrofit.graph.inplace import InplaceProxy
+from retrofit.utils.evaluating import modes_of, restore_modes
 from retrofit.utils.text import with_class
 
 Mode = Literal["eval", "train"]
@@ -92,9 +93,11 @@ def untouched(model: nn.Module) -> Iterator[list[tuple[nn.Module, dict[str, Any]
         Each module with its attributes as they were.
     """
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
+    modes = modes_of(model)
     try:
         yield saved
     finally:
+        restore_modes(modes)  # through `train`, which may do more than set attributes
         for module, attributes in saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)

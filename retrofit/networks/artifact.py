@@ -262,7 +262,7 @@ def _fingerprint_of(model: nn.Module, dtype: torch.dtype, size: Sequence[int]) -
 def _answers_otherwise(model: nn.Module, known: Mapping[str, Any]) -> str | None:
     """Say how a network's answer differs from the one that is known; None if it does not."""
     try:
-        return fingerprint.difference(known, fingerprint.measure(model, known["size"]))
+        return fingerprint.difference(known, fingerprint.measure(model, known["size"], known["values"]))
     except fingerprint.CannotTakeError as error:
         return str(error)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from retrofit.utils.text import printable
 
@@ -33,6 +34,8 @@ _RECORDS = frozenset(
 )
 # What a layer works out at its first call: no difference between a network that ran and one that did not.
 _WORKED_OUT = {"torchvision.MultiScaleRoIAlign": frozenset({"scales", "map_levels"})}
+# What a GraphModule makes of its graph, which for torchvision's feature extractors is that of the present mode.
+_MADE_OF_GRAPH = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start", "_tracer_cls"})
 _LIBRARIES = frozenset({"torch", "timm", "torchvision", "retrofit"})
 _DEEPEST = 4
 _LONGEST = 1000
@@ -144,6 +147,10 @@ def _attributes(module: nn.Module, names: Mapping[int, str]) -> dict[str, Any]:
     cls = type(module)
     passed_over = _TORCHS | _RECORDS | _WORKED_OUT.get(_name(cls), frozenset())
     found: dict[str, Any] = {}
+    if isinstance(module, fx.GraphModule):
+        passed_over |= _MADE_OF_GRAPH
+        if not hasattr(module, "eval_graph"):
+            found["graph"] = _canonical(module.graph, names, _DEEPEST)
     for key, value in vars(module).items():
         if key in passed_over or key.startswith("_retrofit_") or _is_wrapper(module, key, value):
             continue
@@ -187,6 +194,8 @@ def _canonical(value: Any, names: Mapping[int, str], depth: int) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return {"tensor": list(value.shape)}
+    if isinstance(value, fx.Graph):
+        return {"code": hashlib.sha256(value.python_code("self").src.encode()).hexdigest()}
     if isinstance(value, nn.Module):
         return {"module": names[id(value)]} if id(value) in names else {"module of": describe(value)}
     if isinstance(value, Mapping):

@@ -7,7 +7,7 @@ numbers by far less than `TOLERANCE`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -90,12 +90,13 @@ def check_cost(skeleton: nn.Module, size: Sequence[int]) -> None:
         raise CannotTakeError(f"it does not run without its tensors' values ({with_class(error, 100)})") from error
 
 
-def measure(model: nn.Module, size: Sequence[int]) -> dict[str, Any]:
+def measure(model: nn.Module, size: Sequence[int], layers: Collection[str] | None = None) -> dict[str, Any]:
     """Run a network on an image and sample its output and those of some of its layers.
 
     Args:
         model: A network on the CPU; its modes are put back.
         size: (C, H, W) of its images.
+        layers: Names of the layers, of which those that it has count; some of all if None.
 
     Returns:
         JSON values: {"size": [C, H, W], "values": {name: {"scale", "samples"}}}; "" names the network's output. A
@@ -105,8 +106,11 @@ def measure(model: nn.Module, size: Sequence[int]) -> dict[str, Any]:
         CannotTakeError: If it does not run on such images.
     """
     stage, shapes = _call(model, size)
-    layers = [name for name, module in model.named_modules() if name and _holds_tensors(module)]
-    chosen = layers[:: max(1, -(-len(layers) // _LAYERS))]
+    chosen = [name for name, module in model.named_modules() if name and _holds_tensors(module)]
+    if layers is None:
+        chosen = chosen[:: max(1, -(-len(chosen) // _LAYERS))]
+    else:
+        chosen = [name for name in chosen if name in layers]
     values: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[..., None]:

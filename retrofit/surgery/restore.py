@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from retrofit.surgery.families import find_norms
 
@@ -32,6 +32,8 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
             for table, entries in tables:
                 table.clear()
                 table.update(entries)
+            if isinstance(module, fx.GraphModule):
+                module.recompile()  # its graph is an attribute, the code made of it is not
         put_back(values)
         raise
 

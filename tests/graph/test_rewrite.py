@@ -14,12 +14,14 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.models.feature_extraction import create_feature_extractor
 
 from retrofit.errors import RetrofitError
 from retrofit.graph.codegen import RewriteError
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import check_call, replace_call, replace_module
 from retrofit.graph.site import Activation
+from retrofit.surgery.restore import unchanged_on_failure
 from tests.graph import blocks
 
 tv = torchvision.models
@@ -266,6 +268,11 @@ def test_blocks_that_cannot_be_rewritten(make: Callable[[], nn.Module], message:
     assert not hasattr(model, "new")
 
 
+class PicklesItself(blocks.Functional):
+    def __reduce__(self) -> Any:
+        return PicklesItself, ()
+
+
 def test_refusals_before_any_trace() -> None:
     model = blocks.Functional()
     call = find_first_call(model)
@@ -274,9 +281,51 @@ def test_refusals_before_any_trace() -> None:
     model.forward = model.forward  # type: ignore[method-assign]
     with pytest.raises(RewriteError, match="set on the instance"):
         check_call(model, call)
-    graph = torch.fx.symbolic_trace(blocks.Functional())
+    pickling = PicklesItself()
     with pytest.raises(RewriteError, match="its own pickling"):
-        check_call(graph, find_first_call(graph))
+        check_call(pickling, find_first_call(pickling))
+
+
+GRAPHS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "shared": (lambda: torch.fx.symbolic_trace(blocks.Shared()), 2),
+    "functional": (lambda: torch.fx.symbolic_trace(blocks.Functional()), 2),
+    "in a network": (lambda: nn.Sequential(torch.fx.symbolic_trace(blocks.Loop()), blocks.Shared()), 4),
+    "a graph for each mode": (lambda: create_feature_extractor(blocks.BehindDropout(), ["silu"]), 2),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graph_modules(name: str) -> None:
+    make, count = GRAPHS[name]
+    torch.manual_seed(0)
+    source = make()
+    torch.manual_seed(0)
+    model = make()
+    assert wrap(model) == count
+    assert sum(key.endswith("seen") for key in model.state_dict()) == count
+    x = torch.randn(2, 4, 5, 5)
+    assert_same(source, model, x)
+    for again in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
+        assert_same(again(source), again(model), x)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_fails_later_leaves_the_graph(name: str) -> None:
+    model, x = GRAPHS[name][0](), torch.randn(2, 4, 5, 5)
+    before = run(model, x, training=False)
+    model.eval()
+
+    def fail() -> None:
+        with unchanged_on_failure(model):
+            wrap(model)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    model(x)
+    assert not [key for key in model.state_dict() if key.endswith("seen")]
+    for expected, got in zip(before, run(model, x, training=False), strict=True):
+        assert torch.equal(expected, got)
 
 
 def test_a_block_that_must_be_traced_deeper() -> None:
