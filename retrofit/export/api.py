@@ -154,8 +154,8 @@ def export_onnx(
         degree: Of all polynomials, or the number of lines, 2 to 8; if None, each layer gets one by what its error does
             to the output, as low as the tolerance allows.
         tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, 0.05 for
-            approximate exports, 0.02 in float16 and 0.3 in INT8. With those two it judges the file, and folding is
-            judged by its own.
+            approximate exports, 0.02 in float16 and 0.3 in INT8. With those two it judges the file; folding is
+            judged by its own, and an approximation by the larger of its own and this.
         calibrate: Batches of preprocessed images to check on. Where something is approximated, every second image is
             fitted on and the others are checked on.
         freeze_lambda: Give layers that estimate lambda from their input (layer, group and instance normality
@@ -176,7 +176,10 @@ def export_onnx(
     check_opset(opset)
     size = _size(model, input_size)
     fitted, judged = _narrow_images(precision, calibrate, size)
-    own = tolerance if precision == "float32" else None
+    own = tolerance
+    if precision != "float32":  # the tolerance judges the file; what is approximated must not be further off than that
+        approximated = fold == "poly" or freeze_lambda
+        own = max(tolerance, APPROXIMATE_TOLERANCE) if approximated and tolerance is not None else None
     wanted = _approximation(fold, runtime, degree, own, calibrate, freeze_lambda, size)
     approximation = wanted[0]
     target = ensure_writable(path, force)

@@ -111,6 +111,18 @@ def test_float16_keeps_input_and_output(tmp_path: Path) -> None:
     assert metadata["target"] == "ln"
 
 
+def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Path) -> None:
+    model = network("bnn")
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_lambda"):
+            buffer.copy_(torch.linspace(0.0, 2.0, len(buffer)))
+    options: dict[str, object] = {"precision": "int8", "fold": "poly", "degree": 2}
+    with pytest.raises(RetrofitError, match=r"the folded network differs .* more than 0.05; .*raise the tolerance"):
+        export(model, tmp_path / "a.onnx", **options)
+    report, _ = export(model, tmp_path / "a.onnx", tolerance=10.0, **options)
+    assert 0.05 < report.parity.share < 10
+
+
 def test_the_same_bytes_every_time(tmp_path: Path) -> None:
     for precision in ("float16", "int8"):
         one, other = (tmp_path / f"{precision}-{number}.onnx" for number in range(2))
