@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,14 @@ import retrofit
 import retrofit.opacus
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Everything in float64: what is left is no rounding of a deep network."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def network(name: str) -> nn.Module:
@@ -55,14 +64,19 @@ def assert_gradients_are_a_loops(model: nn.Module, mode: str, size: int = 64) ->
 
 @pytest.mark.parametrize("name", ["test_efficientnet", "tf_efficientnet_lite0"])
 @pytest.mark.parametrize(("to", "strength"), [("ln", 1.0), ("ln", 0.4), ("gn", 1.0), ("gn-pn", 1.0), ("frozen", None)])
+@pytest.mark.usefixtures("double")
 def test_converted_networks_by_hooks(name: str, to: str, strength: float | None) -> None:
-    model = converted(name, to, strength).double()
+    model = converted(name, to, strength)
     assert ModuleValidator.validate(model, strict=True) == []
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert_gradients_are_a_loops(model, "hooks")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert_gradients_are_a_loops(model, "hooks")
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+@pytest.mark.usefixtures("double")
+def test_plain_lite0_of_layer_norms_in_every_mode(mode: str) -> None:
+    model = retrofit.plain(converted("tf_efficientnet_lite0", "ln")).train()
+    assert ModuleValidator.validate(model, strict=True) == []
+    assert_gradients_are_a_loops(model, mode)
 
 
 def test_lite0_in_single_precision() -> None:
