@@ -82,7 +82,7 @@ class ConversionOptions:
             "auto: per layer the most that keep its output, measured on the images of calibrate.",
             words=("auto",),
             low=1,
-            instead=dict.fromkeys(("dbn", "dbnn"), "--group-size N, the channels in each group"),
+            instead=dict.fromkeys(("dbn", "dbnn"), "`group_size`, the channels in each group"),
         ),
     )
     group_channels: int | None = field(
@@ -92,7 +92,7 @@ class ConversionOptions:
             ("gn", "gn-pn", "evonorm-s0"),
             "Channels in each group, in place of a number of groups; it must divide the channels of every layer.",
             low=1,
-            instead=dict.fromkeys(("dbn", "dbnn"), "--group-size N, the channels in each group"),
+            instead=dict.fromkeys(("dbn", "dbnn"), "`group_size`, the channels in each group"),
         ),
     )
     noise: float | Literal["paper"] | None = field(
@@ -181,11 +181,11 @@ class ConversionOptions:
                 continue
             if to not in known.targets:
                 instead = f"use {known.instead[to]}" if to in known.instead else "leave it out"
-                raise UsageError(f"--{flag(name)} means nothing to this target ({to}); {instead}")
+                raise UsageError(f"`{name}` means nothing to this target ({to}); {instead}")
             if problem := known.problem(value):
-                raise UsageError(f"{name} must be {problem}, not {value!r}; leave it out for the default")
+                raise UsageError(f"`{name}` must be {problem}, not {value!r}; leave it out for the default")
         if self.groups is not None and self.group_channels is not None:
-            raise UsageError("--groups and --group-channels both say how many groups a layer gets; leave one out")
+            raise UsageError("`groups` and `group_channels` both say how many groups a layer gets; leave one out")
 
     def record(self) -> dict[str, Any]:
         """Return what the plan keeps of the options, as JSON values."""
@@ -194,11 +194,6 @@ class ConversionOptions:
 
 OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(ConversionOptions)}
 """Every option by name, in the order of the record."""
-
-
-def flag(name: str) -> str:
-    """Return an option's name on the command line, without its dashes."""
-    return name.replace("_", "-")
 
 
 def takes_options(function: Function) -> Function:

@@ -6,8 +6,9 @@ from __future__ import annotations
 class RetrofitError(Exception):
     """Something the user can mend.
 
-    The message is one line that says what happened and what to do; the command line prints it after `error: ` without a
-    traceback and exits with `exit_code`.
+    The message is one line that says what happened and what to do. It names arguments as Python does, in backticks:
+    "pass `num_classes=7`". The command line prints it after `error: `, with its flags in their places
+    (`retrofit.cli.flags`), without a traceback, and exits with `exit_code`.
     """
 
     exit_code = 1

@@ -11,7 +11,7 @@ from torch import nn
 import retrofit
 from retrofit import UsageError
 from retrofit.cli.convert import command
-from retrofit.conversion_options import OPTIONS, ConversionOptions, flag
+from retrofit.conversion_options import OPTIONS, ConversionOptions
 from retrofit.layers.inverse_square_root import Whitening
 from retrofit.layers.normality_norm import NoiseKind
 from retrofit.surgery import TARGETS
@@ -31,7 +31,7 @@ def test_each_option_is_a_keyword_a_flag_and_a_line_of_the_record() -> None:
         for function in (retrofit.plan, retrofit.convert):
             assert inspect.signature(function).parameters[name].default is None
             assert name in str(function.__doc__)
-        assert f"--{flag(name)}" in flags[name].opts
+        assert f"--{name.replace('_', '-')}" in flags[name].opts
         assert (name in plan.options) is (known.kind != "batches")
         assert set(known.targets) <= set(TARGETS)
     keywords = list(inspect.signature(retrofit.convert).parameters)
@@ -50,7 +50,7 @@ def test_each_option_is_refused_where_it_means_nothing(name: str, to: str) -> No
     if to in OPTIONS[name].targets:
         options.check(to)
     else:
-        with pytest.raises(UsageError, match=f"--{flag(name)} means nothing to this target") as caught:
+        with pytest.raises(UsageError, match=f"`{name}` means nothing to this target") as caught:
             options.check(to)
         assert "\n" not in str(caught.value)
 
@@ -58,21 +58,21 @@ def test_each_option_is_refused_where_it_means_nothing(name: str, to: str) -> No
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("gn", {"groups": 0}, "groups must be at least 1, not 0"),
-        ("gn", {"groups": 2.5}, "groups must be a whole number, not 2.5"),
-        ("gn", {"groups": "many"}, "groups must be a number or auto, not 'many'"),
-        ("gn", {"groups": True}, "groups must be a whole number"),
-        ("gn", {"group_channels": 0}, "group_channels must be at least 1, not 0"),
-        ("gn", {"group_channels": 16, "groups": 8}, "--groups and --group-channels both say"),
-        ("gn", {"group_channels": 16, "groups": "auto"}, "--groups and --group-channels both say"),
-        ("bnn", {"noise": -1}, "noise must be at least 0"),
-        ("bnn", {"noise": float("nan")}, "noise must be at least 0"),
-        ("bnn", {"noise": float("inf")}, "noise must be at least 0"),
-        ("bnn", {"noise_kind": "none"}, "noise_kind must be one of scaled, unscaled, gaussian-dropout"),
-        ("bnn", {"noise_kind": 3}, "noise_kind must be one of"),
-        ("bnn", {"alpha": 1.5}, "alpha must be from 0 to 1, not 1.5"),
-        ("bnn", {"newton_steps": 0}, "newton_steps must be at least 1"),
-        ("dbn", {"group_size": 0}, "group_size must be at least 1"),
+        ("gn", {"groups": 0}, "`groups` must be at least 1, not 0"),
+        ("gn", {"groups": 2.5}, "`groups` must be a whole number, not 2.5"),
+        ("gn", {"groups": "many"}, "`groups` must be a number or auto, not 'many'"),
+        ("gn", {"groups": True}, "`groups` must be a whole number"),
+        ("gn", {"group_channels": 0}, "`group_channels` must be at least 1, not 0"),
+        ("gn", {"group_channels": 16, "groups": 8}, "`groups` and `group_channels` both say"),
+        ("gn", {"group_channels": 16, "groups": "auto"}, "`groups` and `group_channels` both say"),
+        ("bnn", {"noise": -1}, "`noise` must be at least 0"),
+        ("bnn", {"noise": float("nan")}, "`noise` must be at least 0"),
+        ("bnn", {"noise": float("inf")}, "`noise` must be at least 0"),
+        ("bnn", {"noise_kind": "none"}, "`noise_kind` must be one of scaled, unscaled, gaussian-dropout"),
+        ("bnn", {"noise_kind": 3}, "`noise_kind` must be one of"),
+        ("bnn", {"alpha": 1.5}, "`alpha` must be from 0 to 1, not 1.5"),
+        ("bnn", {"newton_steps": 0}, "`newton_steps` must be at least 1"),
+        ("dbn", {"group_size": 0}, "`group_size` must be at least 1"),
     ],
 )
 def test_out_of_range(to: str, options: dict[str, Any], message: str) -> None:

@@ -148,7 +148,7 @@ def _step(
 
         return forward
     if not isinstance(scores, Tensor) or scores.ndim != 2:
-        raise RetrofitError(f"{name} gives no class scores to train on; measure it with --mode eval")
+        raise RetrofitError(f"{name} gives no class scores to train on; measure it with `modes=('eval',)`")
     targets = torch.arange(setting.batch_size, device=setting.device) % scores.shape[1]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 

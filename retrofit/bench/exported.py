@@ -91,5 +91,7 @@ def _input_size(path: Path) -> list[int]:
     """Return the (C, H, W) of a file's images."""
     size = metadata(path).get("input_size")
     if not (isinstance(size, list) and len(size) == 3 and all(isinstance(side, int) and side > 0 for side in size)):
-        raise RetrofitError(f"{path} does not say which images it takes; export it with retrofit export")
+        raise RetrofitError(
+            f"{path} does not say which images it takes; write it with `retrofit.export_onnx` or `retrofit export`"
+        )
     return size

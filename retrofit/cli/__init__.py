@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from retrofit import __version__
+from retrofit.cli.flags import in_flags
 from retrofit.errors import RetrofitError
 from retrofit.utils.text import printable, with_class
 
@@ -60,6 +61,14 @@ class _Commands(click.Group):
         command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what it refuses is said in its own flags."""
+        try:
+            return super().invoke(ctx)
+        except RetrofitError as error:
+            error.args = (in_flags(str(error), self.get_command(ctx, ctx.invoked_subcommand or "")),)
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""

@@ -43,7 +43,7 @@ $ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
 @click.option(
     "--runtime", type=click.Choice(["onnxruntime", "openvino"]), help="Measure exported files in this runtime."
 )
-@click.option("--mode", type=click.Choice(["both", "eval", "train"]), default="both", help="Default: both.")
+@click.option("--mode", "modes", type=click.Choice(["both", "eval", "train"]), default="both", help="Default: both.")
 @click.option("-b", "--batch-size", type=click.IntRange(min=2), default=16, metavar="N", help="Default: 16.")
 @click.option("--rounds", type=click.IntRange(min=3), default=15, metavar="N", help="Turns of each network (15).")
 @click.option("--device", metavar="NAME", help="Default: cuda if there is one, else cpu.")
@@ -58,7 +58,7 @@ def command(
     model: str,
     against: str | None,
     runtime: Runtime | None,
-    mode: str,
+    modes: str,
     batch_size: int,
     rounds: int,
     device: str | None,
@@ -71,7 +71,13 @@ def command(
 ) -> None:
     """Run `retrofit bench`."""
     if runtime is not None:
-        own = {"mode": mode != "both", "device": device, "amp": amp, "channels-last": channels_last, "compile": compile}
+        own = {
+            "mode": modes != "both",
+            "device": device,
+            "amp": amp,
+            "channels-last": channels_last,
+            "compile": compile,
+        }
         _bench_files(model, against, runtime, batch_size, rounds, as_json, {**own, **options})
         return
     if model.endswith(".onnx"):
@@ -92,7 +98,7 @@ def command(
         raise UsageError(f"{model} would be measured against itself; name another network with --against")
     setting = Setting(batch_size, rounds, place, precision, channels_last, compile)
     with progress_bar("measuring") as move:
-        found = measure(networks, setting, MODES if mode == "both" else (mode,), move)  # type: ignore[arg-type]
+        found = measure(networks, setting, MODES if modes == "both" else (modes,), move)  # type: ignore[arg-type]
     _show(found)
     sizes = ", ".join(dict.fromkeys(" x ".join(map(str, size)) for _, size in networks.values()))
     say(f"{rounds} turns each, batches of {batch_size} at {sizes}, {_machine(place)}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from retrofit.cli.flags import in_flags
 from retrofit.utils.text import printable
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def _stderr() -> Console:
 
 def say(text: str, style: str | None = None) -> None:
     """Write one line to stderr, never broken into several."""
-    _stderr().print(printable(text), style=style, soft_wrap=True)
+    _stderr().print(printable(in_flags(text)), style=style, soft_wrap=True)
 
 
 def emit(values: dict[str, Any]) -> None:
@@ -63,7 +64,7 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
 
     console = _stderr()
     filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
-    shown = [[row[number] for number in filled] for row in rows[:_ROWS]]
+    shown = [[in_flags(row[number]) for number in filled] for row in rows[:_ROWS]]
     widths = _fit([columns[number] for number in filled], shown, console.width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for place, number in enumerate(filled):
@@ -78,6 +79,7 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
 
 def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
     """Write rows to stderr, whole and aligned, however wide the terminal is."""
+    rows = [tuple(map(in_flags, row)) for row in rows]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))] if rows else []
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -107,8 +109,10 @@ def _fit(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> l
 
 def waiting(text: str) -> AbstractContextManager[Any]:
     """Show a spinner with `text` while something takes its time; nothing where stderr is no terminal."""
+    from rich.text import Text
+
     console = _stderr()
-    return console.status(text) if console.is_terminal else nullcontext()
+    return console.status(Text(printable(text))) if console.is_terminal else nullcontext()
 
 
 class ProgressCallback(Protocol):
@@ -127,7 +131,7 @@ def progress_bar(text: str, lines: bool = False) -> Iterator[ProgressCallback | 
     if not console.is_terminal:
         yield _lines(text) if lines else None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(text, total=None)
 

@@ -40,7 +40,9 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 )
 @click.option("--device", metavar="NAME", help="Default: cuda if there is one, else cpu.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Chooses channels, values and noise (default: 0).")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="NAME-diagnosis if left out.")
+@click.option(
+    "-o", "--output", "folder", type=click.Path(path_type=Path), metavar="DIR", help="NAME-diagnosis if left out."
+)
 @weights_options
 @architecture_options
 @click.option("--force", is_flag=True, help="Replace an earlier report.")
@@ -57,7 +59,7 @@ def command(
     channels: int,
     device: str | None,
     seed: int,
-    output: Path | None,
+    folder: Path | None,
     force: bool,
     as_json: bool,
     **options: Any,
@@ -71,7 +73,7 @@ def command(
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to measure on; give --data-dir DIR or --dataset NAME")
     place = chosen_device(device)
-    folder = output or Path(f"{file_stem(model)}-diagnosis")
+    folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
     opened = {file_stem(model): open_network(model, beside=against, **options)}
     if against is not None:

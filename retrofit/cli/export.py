@@ -32,7 +32,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 
 @click.command("export", help=HELP)
 @model_argument
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="NAME.onnx if left out.")
+@click.option("-o", "--output", "path", type=click.Path(path_type=Path), metavar="FILE", help="NAME.onnx if left out.")
 @click.option(
     "--fold",
     type=click.Choice(["exact", "poly"]),
@@ -72,7 +72,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 @json_option
 def command(
     model: str,
-    output: Path | None,
+    path: Path | None,
     fold: Any,
     runtime: Any,
     degree: int | None,
@@ -98,16 +98,16 @@ def command(
     if half and int8:
         raise UsageError("--half and --int8 are two precisions; choose one")
     precision: Precision = "float16" if half else "int8" if int8 else "float32"
-    output = output or Path(f"{file_stem(model)}.onnx")
+    path = path or Path(f"{file_stem(model)}.onnx")
     check_opset(opset)
-    files.ensure_writable(output, force)
+    files.ensure_writable(path, force)
     network = open_network(model, **options)
     batches = None if calibrate is None else sample_batches(calibrate, network.preprocess, images=_IMAGES)
     try:
         with waiting("exporting"):
             report = export_onnx(
                 network.model,
-                output,
+                path,
                 fold,
                 opset=opset,
                 runtime=runtime,

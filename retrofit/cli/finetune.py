@@ -106,7 +106,9 @@ def _settings(function: Any) -> Any:
 @click.command("finetune", cls=_Grouped, help=HELP)
 @click.argument("model", metavar="MODEL", required=False, shell_complete=completion.model)
 @click.option("--recipe", metavar="NAME|FILE", shell_complete=completion.recipe, help="Settings to start from.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="runs/MODEL-RECIPE if left out.")
+@click.option(
+    "-o", "--output", "folder", type=click.Path(path_type=Path), metavar="DIR", help="runs/MODEL-RECIPE if left out."
+)
 @click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in this folder.")
 @network_option
 @_settings
@@ -114,7 +116,7 @@ def _settings(function: Any) -> Any:
 def command(
     model: str | None,
     recipe: str | None,
-    output: Path | None,
+    folder: Path | None,
     resume: Path | None,
     network: str | None,
     as_json: bool,
@@ -129,13 +131,13 @@ def command(
                 f"--{flag} would change the run that --resume continues; drop it, or start a new run with "
                 f"--recipe {resume / 'recipe.yaml'}"
             )
-        if model is not None or recipe is not None or output is not None:
+        if model is not None or recipe is not None or folder is not None:
             raise UsageError("--resume takes MODEL, --recipe and -o from the run's folder; drop them")
     with _asked_to_stop() as stop:
         if resume is not None:
             folder, result = _resumed(resume, network, given, stop)
         else:
-            folder, result = _started(model, network, recipe, output, given, stop)
+            folder, result = _started(model, network, recipe, folder, given, stop)
             network = model if model is not None and model.startswith("py:") else network
     if _first_process():
         _conclude(folder, result, network, as_json)
@@ -147,7 +149,7 @@ def _started(
     model: str | None,
     network_name: str | None,
     name: str | None,
-    output: Path | None,
+    folder: Path | None,
     given: dict[str, Any],
     stop: Callable[[], int | None],
 ) -> tuple[Path, Result]:
@@ -161,7 +163,7 @@ def _started(
         raise UsageError("there is no network to train; give MODEL, an artifact or a network's name")
     if recipe.model.startswith("py:") and recipe.model != model:
         raise UsageError(f"no recipe may have {printable(recipe.model, 100)} imported; give it as MODEL yourself")
-    folder = output or _fresh_folder(recipe.model, name)
+    folder = folder or _fresh_folder(recipe.model, name)
     seed_everything(recipe.seed)
     network = open_model(
         recipe.model,

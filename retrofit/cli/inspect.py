@@ -36,9 +36,9 @@ $ retrofit inspect resnet18
 \b
 $ retrofit inspect resnet18 --to bnn --skip layer4
  count   found         becomes             names                               why
- -----------------------------------------------------------------------------------------------
+ ------------------------------------------------------------------------------------------------------
     15   BatchNorm2d   BatchNormalNorm2d   bn1, layer1.0.bn1, ... (13 more)
-     5   BatchNorm2d   (kept)              layer4.0.bn1, ... (4 more)          matched by --skip
+     5   BatchNorm2d   (kept)              layer4.0.bn1, ... (4 more)          matched by --skip layer4
 \b
 15 converted, 5 kept, 0 unsupported
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from retrofit.cli import completion
-from retrofit.conversion_options import OPTIONS, Option, flag
+from retrofit.conversion_options import OPTIONS, Option
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -62,10 +62,10 @@ def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 def _conversion_option(name: str, known: Option) -> Callable[[Command], Command]:
     """The flag of an option of a conversion."""
-    first = f"--{flag(name)}"
+    first = f"--{name.replace('_', '-')}"
     text = f"{known.help.replace('_', '-')} Targets: {', '.join(known.targets)}."
     if known.kind is bool:
-        form = first if known.switch else f"{first}/--no-{flag(name)}"
+        form = first if known.switch else f"{first}/--no-{first[2:]}"
         return click.option(form, name, is_flag=True, default=None, help=text)
     if known.kind == "batches":
         return click.option(first, name, type=click.Path(), metavar="DIR", help=text)

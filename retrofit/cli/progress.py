@@ -66,10 +66,6 @@ class Bar(Lines):
         super().__init__()
         self._progress, self._task = progress, task
 
-    def note(self, text: str) -> None:
-        """Write a sentence above the bar."""
-        self._progress.console.print(text, soft_wrap=True)
-
     def step(self, step: Step) -> None:
         """Move the bar."""
         text = f"epoch {step.epoch}/{step.epochs}  {_figures(step)}"
@@ -88,6 +84,6 @@ def run_callback() -> Iterator[RunCallback]:
     if not console.is_terminal:
         yield Lines()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield Bar(progress, progress.add_task("starting", total=None))

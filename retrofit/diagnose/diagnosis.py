@@ -176,7 +176,9 @@ def diagnose(
     options = options or DiagnosisOptions()
     found = probes(model)
     if not found:
-        raise RetrofitError("the model has no normalization layer to diagnose; retrofit inspect MODEL lists them")
+        raise RetrofitError(
+            "the model has no normalization layer to diagnose; `retrofit inspect` lists what a model has"
+        )
     batches = _Placed(batches, device_of(model))
     with evaluating(model):
         every = -(-len(batches) // options.batches)
@@ -195,7 +197,7 @@ def diagnose(
                 if progress is not None:
                     progress("layers", number + 1, len(batches))
         if not images:
-            raise RetrofitError("there are no images to measure on; name a folder of images with --data-dir")
+            raise RetrofitError("there are no images to measure on; give some")
         called = [observer for observer in observers if observer.seen]
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")

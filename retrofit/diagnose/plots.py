@@ -228,7 +228,7 @@ def _noise(figure: Figure, networks: Networks) -> None:
         axes.plot([], [], color=colour, marker=".", label=name)
         if any(layer.parallel for layer in diagnosis.layers):
             label = f"{name}, parallel branch"
-            axes.plot([], [], "--o", color=colour, markersize=4, markerfacecolor="none", linewidth=1, label=label)
+            axes.plot([], [], "o--", color=colour, markersize=4, markerfacecolor="none", linewidth=1, label=label)
     _by_layer(axes)
     axes.set_ylabel("relative error")
     axes.set_yscale("log")

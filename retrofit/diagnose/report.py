@@ -26,14 +26,14 @@ def check_folder(folder: Path, force: bool) -> None:
     """
     if folder.is_symlink() or folder.exists():
         if not force:
-            raise RetrofitError(f"{folder} exists; choose another with -o, or pass --force to replace it")
+            raise RetrofitError(f"{folder} exists; choose another `folder`, or pass `force=True` to replace it")
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / _OURS).is_file()):
-            raise RetrofitError(f"{folder} is not a report that diagnose wrote and is kept; choose another with -o")
+            raise RetrofitError(f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`")
     parent = folder.absolute().parent
     if not parent.is_dir():
-        raise RetrofitError(f"there is no folder {parent}; create it or choose another with -o")
+        raise RetrofitError(f"there is no folder {parent}; create it or choose another `folder`")
     if not os.access(parent, os.W_OK):
-        raise RetrofitError(f"cannot write to {parent}; choose another folder with -o")
+        raise RetrofitError(f"cannot write to {parent}; choose another `folder`")
 
 
 def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], folder: Path) -> None:

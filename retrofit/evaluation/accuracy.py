@@ -160,6 +160,6 @@ def _scores(answer: Any, outputs_needed: int | None) -> Tensor:
     if outputs_needed is not None and outputs_needed > answer.shape[1]:
         raise RetrofitError(
             f"the data has class {outputs_needed - 1} (from 0) but the model gives {answer.shape[1]} scores; "
-            "use the model's own data, a --class-map, or --num-classes with a matching checkpoint"
+            "use the model's own data, a `class_map`, or `num_classes` with a matching checkpoint"
         )
     return answer.float()

@@ -32,8 +32,8 @@ SCHEMA = 1
 EXACT_TOLERANCE = 1e-4
 APPROXIMATE_TOLERANCE = 0.05
 NARROW = {  # what passes, and what to do about what does not
-    "float16": (0.02, "use --fold exact, keep float32, or raise --tolerance if you can accept that"),
-    "int8": (0.3, "bake the network first, give other images, or raise --tolerance if you can accept that"),
+    "float16": (0.02, "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"),
+    "int8": (0.3, "bake the network first, give other images, or raise `tolerance` if you can accept that"),
 }
 BATCH = 32  # images at a time
 Fold = Literal["exact", "poly"]
@@ -248,18 +248,18 @@ def _approximation(
         raise UsageError(f"nothing is known of a runtime {runtime!r}; use {' or '.join(RUNTIMES)}")
     for name, value in (("degree", degree), ("runtime", runtime)):
         if value is not None and fold != "poly":
-            raise UsageError(f"a {name} matters to approximations only; use fold poly with it")
+            raise UsageError(f"`{name}` matters to approximations only; use `fold='poly'` with it")
     if degree is not None and not 2 <= degree <= MAX_SIZE:
-        raise UsageError(f"degree {degree} is not supported; use 2 to {MAX_SIZE}, or leave it out")
+        raise UsageError(f"`degree={degree}` is not supported; use 2 to {MAX_SIZE}, or leave it out")
     if tolerance is not None and not tolerance > 0:
-        raise UsageError(f"tolerance must be more than 0, not {tolerance}; {EXACT_TOLERANCE:g} is usual")
+        raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; {EXACT_TOLERANCE:g} is usual")
     images = list(torch.cat(list(calibrate))) if calibrate else []
     if freeze_lambda and not images:
-        raise UsageError("freezing lambda takes its mean over images; give --calibrate images too")
+        raise UsageError("`freeze_lambda` takes the mean of lambda over images; give `calibrate` images too")
     if fold == "exact" and not freeze_lambda:
         return None, [*sample_inputs(size), *(calibrate or ())], tolerance or EXACT_TOLERANCE
     if len(images) == 1:
-        raise UsageError("one image cannot be fitted on and checked on; give --calibrate more")
+        raise UsageError("one image cannot be fitted on and checked on; give `calibrate` more")
     tolerance = tolerance or APPROXIMATE_TOLERANCE
     check = _batches(images[1::2]) if images else sample_inputs(size)
     family: Runtime | None = (runtime or "onnxruntime") if fold == "poly" else None
@@ -275,7 +275,7 @@ def _narrow_images(
         raise UsageError(f"there is no precision {precision!r}; use {', '.join(get_args(Precision))}")
     images = list(torch.cat(list(calibrate))) if calibrate else []
     if precision == "int8" and len(images) < 2:
-        raise UsageError("INT8 takes its ranges from images and is judged on others; give --calibrate images")
+        raise UsageError("INT8 takes its ranges from images and is judged on others; give `calibrate` images")
     return _batches(images[::2]), _batches(images[1::2]) if len(images) > 1 else sample_inputs(size)
 
 

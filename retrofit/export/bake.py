@@ -118,7 +118,7 @@ def bake(model: nn.Module, images: Sequence[Tensor], *, tolerance: float = TOLER
         RetrofitError: If there is nothing to bake, too few images, or nothing can be baked within the tolerance.
     """
     if not tolerance > 0:
-        raise UsageError(f"tolerance must be more than 0, not {tolerance}; leave it out for the usual one")
+        raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; leave it out for the usual one")
     together = torch.cat(list(images)) if len(images) else torch.empty(0)
     if len(together) < 4:
         raise RetrofitError(
@@ -143,8 +143,8 @@ def bake(model: nn.Module, images: Sequence[Tensor], *, tolerance: float = TOLER
             "no layer can be baked"
             if least is None
             else f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g} of its standard "
-            f"deviation, more than {tolerance:g}; raise --tolerance, or train there and back (finetune "
-            "--strength-sched there-and-back)"
+            f"deviation, more than {tolerance:g}; raise `tolerance`, or train there and back "
+            "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched there-and-back`)"
         )
     chosen = max(within, key=lambda choice: choice.stage.layers)
     for name, (weight, bias) in chosen.fits.items():

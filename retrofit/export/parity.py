@@ -16,7 +16,7 @@ from retrofit.utils.evaluating import evaluating
 from retrofit.utils.placement import device_of, placement_of
 
 BATCHES = (1, 3)
-ADVICE = "please report it, or raise the tolerance if you can accept that"
+ADVICE = "please report it, or raise `tolerance` if you can accept that"
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
     found = [module for module in model.modules() if type(module) in forms]
     if any(isinstance(module, NormalityMixin) and module.steps > 1 for module in found):
         raise RetrofitError(
-            "synchronized statistics take one Newton step; convert without --newton-steps, or drop --sync-norm"
+            "synchronized statistics take one Newton step; convert with `newton_steps=1`, or do not synchronize"
         )
     for module in found:
         vars(module)["_retrofit_local_form"] = type(module)

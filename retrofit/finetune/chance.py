@@ -51,5 +51,5 @@ def explanation(model: nn.Module, recipe: Recipe, collapsed: bool, untrained: bo
     if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):
         layers = " for layers that take no statistics of the batch"
     warmup = " without warm-up" if recipe.warmup == 0 else ""
-    more = "give --warmup-epochs 1" if recipe.warmup == 0 else "raise --warmup-epochs"
-    return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower --lr or {more}"
+    more = "give `warmup_epochs=1`" if recipe.warmup == 0 else "raise `warmup_epochs`"
+    return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower `lr` or {more}"

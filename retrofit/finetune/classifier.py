@@ -42,7 +42,8 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     gone = [name for name in old if name not in new]
     if gone or len(fresh) > 4 or not fresh:
         raise RetrofitError(
-            f"cannot tell the classifier of {network.source} from the rest; convert it with --num-classes {classes}"
+            f"cannot tell the classifier of {network.source} from the rest; build it with {classes} outputs before "
+            f"it is converted (`retrofit convert --num-classes {classes}`)"
         )
     for name, tensor in new.items():
         if name not in fresh:

@@ -25,8 +25,8 @@ def check_untrained(network: Network) -> None:
     strengths = [float(module.strength) for module in network.model.modules() if isinstance(module, StrengthMixin)]
     if network.weights.get("steps") or any(strengths):
         raise RetrofitError(
-            "--teacher source is the network at strength 0, but this one was trained since its conversion, or its "
-            "strength raised; convert the source anew, without --strength, and train that, or drop --teacher"
+            "`teacher='source'` is the network at strength 0, but this one was trained since its conversion, or its "
+            "strength raised; convert the source anew, at strength 0, and train that, or drop `teacher`"
         )
 
 
@@ -43,7 +43,8 @@ def source_network(model: nn.Module) -> nn.Module:
         set_strength(source, 0.0)
     except RetrofitError:
         raise RetrofitError(
-            "--teacher source needs a converted network whose layers have a strength; `retrofit convert` it first"
+            "`teacher='source'` needs a converted network whose layers have a strength; convert it first, with "
+            "`retrofit.convert` or `retrofit convert`"
         ) from None
     return source.eval().requires_grad_(False)
 

@@ -132,8 +132,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         train = part(recipe.train_split)
     if recipe.labelled and train.classes == 1:
         raise RetrofitError(
-            "the data has a single class; give one folder a class, or train without labels: --teacher source "
-            "--task-loss-weight 0"
+            "the data has a single class; give one folder a class, or train without labels: `teacher='source'` "
+            "and `task_loss_weight=0`"
         )
     outputs, names = train.classes, train.names
     if train.matched == "labels":
@@ -144,9 +144,9 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     notes: tuple[str, ...] = ()
     if isinstance(val_split, str) and not _has_split(recipe, val_split):
         if val_split not in _EVAL_NAMES:
-            raise UsageError(f"the data has no part {val_split!r}; give --val-split the name of one, or a fraction")
+            raise UsageError(f"the data has no part {val_split!r}; give `val_split` the name of one, or a fraction")
         val_split = _HELD_OUT
-        notes = (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (--val-split)",)
+        notes = (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (`val_split`)",)
     if isinstance(val_split, str):
         val: ImageData | None = part(val_split)
     else:
@@ -208,8 +208,8 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[..., 
         )
     except Exception as error:  # timm asserts, and raises KeyError and ValueError
         raise UsageError(
-            f"timm cannot build the augmentation ({error or type(error).__name__}); check aa, remode, "
-            "train_interpolation and scale"
+            f"timm cannot build the augmentation ({error or type(error).__name__}); check `aa`, "
+            "`remode`, `train_interpolation` and `scale`"
         ) from error
     return transform
 

@@ -82,7 +82,7 @@ def resume_network(folder: Path, network: str | None = None) -> Network:
     """
     start = folder / "state" / "start.safetensors"
     if not start.is_file():
-        raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without --resume")
+        raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without `resume`")
     return open_model(str(start), network=network)
 
 
@@ -162,7 +162,7 @@ class _Run:
         if not self.epoch_steps:
             raise RetrofitError(
                 f"an epoch has {len(self.batches)} batches, a step takes {recipe.grad_accum_steps}; lower "
-                "--grad-accum-steps or --batch-size"
+                "`grad_accum_steps` or `batch_size`"
             )
         self.steps = self.epoch_steps * recipe.epochs
         self._prepare_model()
@@ -200,7 +200,7 @@ class _Run:
         if running and (old := (1 - min(running)) ** batches) > _OLD:
             self.callback.note(
                 f"warning: running statistics move by {min(running):g} a batch, so after {batches} batches {old:.0%} "
-                "of them are those from before; raise --bn-momentum"
+                "of them are those from before; raise `bn_momentum`"
             )
         if recipe.freeze == "all-but-norm":
             trained = freeze_all_but_norm(model, self.fresh)
@@ -230,7 +230,7 @@ class _Run:
         if recipe.strength_sched == "off" and (odd := odd_strengths(model)):
             self.callback.note(f"warning: {odd}")
         if recipe.sync_norm and not sync_norms(model, self.accelerator.device):
-            raise RetrofitError("--sync-norm finds no batch normalization to synchronize; drop it")
+            raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
         self.model, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, recipe))
         self.scheduler = build_scheduler(self.optimizer.optimizer, recipe, self.epoch_steps)
 
@@ -324,8 +324,8 @@ class _Run:
         what, step = f"the gradient of {gradient_at_fault(self.plain)}", self.position.step + 1
         if (layer := self._layer_at_fault(images)) is not None:
             raise self._diverged(what, step, f"{layer} went first")
-        advice = "start again with --no-amp" if self.recipe.amp else "start again on another --device"
-        raise self._diverged(what, step, "the loss and all layers are finite, so the cause is not --lr", advice)
+        advice = "start again with `amp=False`" if self.recipe.amp else "start again on another `device`"
+        raise self._diverged(what, step, "the loss and all layers are finite, so the cause is not `lr`", advice)
 
     def _readable(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Put readable images of the batch in the places of those that could not be read, and list these."""
@@ -495,7 +495,7 @@ class _Run:
             return first_to_diverge(self.plain, images)
 
     def _diverged(
-        self, what: str, step: int, why: str, advice: str = "lower --lr or --noise, or lengthen --strength-ramp"
+        self, what: str, step: int, why: str, advice: str = "lower `lr` or `noise`, or lengthen `strength_ramp`"
     ) -> RetrofitError:
         good = load_state(self.folder / "state")["position"]["step"]
         return RetrofitError(

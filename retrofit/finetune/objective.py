@@ -33,7 +33,9 @@ class Objective:
         mixing = recipe.mixup > 0 or recipe.cutmix > 0
         if mixing:
             if classes is None:
-                raise UsageError("mixup and cutmix need to know how many outputs the network has; set num_classes")
+                raise UsageError(
+                    "`mixup` and `cutmix` need to know how many outputs the network has; set `num_classes`"
+                )
             self._mixup = Mixup(
                 mixup_alpha=recipe.mixup,
                 cutmix_alpha=recipe.cutmix,

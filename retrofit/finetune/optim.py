@@ -40,7 +40,7 @@ def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
             parameter.requires_grad_(True)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not trained:
-        raise RetrofitError("freezing all but the converted layers leaves nothing to train; drop --freeze")
+        raise RetrofitError("freezing all but the converted layers leaves nothing to train; drop `freeze`")
     return trained
 
 
@@ -89,7 +89,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         )
     except Exception as error:  # optimizers assert, or miss a package
         raise UsageError(
-            f"timm cannot build the optimizer {recipe.opt} ({one_line(error)}); choose another --opt"
+            f"timm cannot build the optimizer {recipe.opt} ({one_line(error)}); choose another `opt`"
         ) from error
     return optimizer
 

@@ -32,7 +32,7 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
             torch.save({"schema": SCHEMA, **state}, temporary)
         except RuntimeError as error:  # torch's writer reports a full disk so
             raise RetrofitError(
-                f"cannot write the state {last} ({one_line(error)}); free space, then --resume"
+                f"cannot write the state {last} ({one_line(error)}); free space, then go on with `resume`"
             ) from error
         if last.exists():
             os.replace(last, folder / _PREVIOUS)

@@ -36,18 +36,20 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if recipe.device not in (None, "cpu") and (present is None or recipe.device != present.type):
         have = f"there is {present.type}" if present else "there is no accelerator"
-        raise UsageError(f"cannot use --device {recipe.device}: {have}; leave it out or use cpu")
+        raise UsageError(f"cannot use `device={recipe.device!r}`: {have}; leave it out or use cpu")
     cpu = recipe.device == "cpu" or present is None
     precision = "no"
     if recipe.amp:
         name = recipe.amp_dtype or ("bfloat16" if cpu else "float16")
         precision = "bf16" if name == "bfloat16" else "fp16"
         if cpu and precision == "fp16":
-            raise UsageError("mixed precision on a CPU is bfloat16's; drop --amp-dtype float16")
+            raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")
     trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
     if missing := [name for name in recipe.log_with if name not in trackers]:
         have = f"installed here: {', '.join(trackers)}" if trackers else "none is installed here"
-        raise UsageError(f"--log-with {missing[0]} is no tracker of accelerate that can be used ({have}); install it")
+        raise UsageError(
+            f"`log_with={missing[:1]!r}` is no tracker of accelerate that can be used ({have}); install it"
+        )
     return Accelerator(
         cpu=cpu,
         mixed_precision=precision,
@@ -64,7 +66,7 @@ def check_unused(folder: Path) -> None:
         RetrofitError: If that is so, or it is a file.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RetrofitError(f"{folder} exists; give another folder with -o, or --resume {folder}")
+        raise RetrofitError(f"{folder} exists; give another `folder`, or go on with the run in it by `resume`")
 
 
 def make_folder(folder: Path) -> None:
@@ -76,7 +78,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another with -o") from error
+        raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another `folder`") from error
 
 
 @contextmanager
@@ -120,8 +122,8 @@ def fit_network(
     if wanted is not None and present is not None and wanted != present:
         if recipe.teacher == "source":
             raise RetrofitError(
-                f"the source network has {present} outputs and cannot teach {wanted} classes; give --class-map, or "
-                "train without labels: --task-loss-weight 0"
+                f"the source network has {present} outputs and cannot teach {wanted} classes; give `class_map`, "
+                "or train without labels: `task_loss_weight=0`"
             )
         network, fresh = with_classes(network, wanted)
         note(f"new classifier: {wanted} outputs in place of {present}, zero")
@@ -149,9 +151,9 @@ def check_images(network: Network, own: tuple[int, int, int]) -> None:
         except Exception as error:
             what = f"{network.source} does not take images of {shape} pixels ({one_line(error)})"
             if size == own:
-                raise RetrofitError(f"{what}; give another --img-size") from error
-            build = f"build it for this size (`retrofit convert --img-size {size[-1]}`)"
-            raise RetrofitError(f"{what}; give --img-size {own[-1]}, or {build}") from error
+                raise RetrofitError(f"{what}; give another `img_size`") from error
+            build = f"build it for this size before it is converted (`retrofit convert --img-size {size[-1]}`)"
+            raise RetrofitError(f"{what}; give `img_size={own[-1]}`, or {build}") from error
     if not isinstance(answer, Tensor) or answer.ndim != 2:
         what = f"a tensor of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
         raise RetrofitError(
@@ -178,7 +180,7 @@ def validation_share(
     if len(images.images) < accelerator.num_processes:
         raise RetrofitError(
             f"{len(images.images)} images to validate on are too few for {accelerator.num_processes} processes; give "
-            "more, or a larger --val-split"
+            "more, or a larger `val_split`"
         )
     part = Part(images.images, range(accelerator.process_index, len(images.images), accelerator.num_processes))
     if teacher is None:

@@ -58,19 +58,19 @@ class StrengthSchedule:
         noise_ramp: float = 0.1,
     ) -> None:
         if shape not in get_args(Shape):
-            raise UsageError(f"shape must be one of {', '.join(get_args(Shape))}, not {shape!r}")
+            raise UsageError(f"`shape` must be one of {', '.join(get_args(Shape))}, not {shape!r}")
         for name, value in (("ramp", ramp), ("noise_start", noise_start), ("noise_ramp", noise_ramp)):
             if not 0 <= value <= 1:
-                raise UsageError(f"{name} is a fraction of the training, from 0 to 1, not {value}")
+                raise UsageError(f"`{name}` is a fraction of the training, from 0 to 1, not {value}")
         if total_steps < 1:
-            raise UsageError(f"total_steps must be at least 1, not {total_steps}")
+            raise UsageError(f"`total_steps` must be at least 1, not {total_steps}")
         try:
             self._start, self._end = check_strength(start), check_strength(end)
             self._noise = None if noise is None else check_noise(noise)
         except ValueError as error:
             raise UsageError(str(error)) from None
         if shape == "there-and-back" and self._end == 1:
-            raise UsageError("there-and-back returns to a strength below 1; set the end, 0 for the source's cost")
+            raise UsageError("there-and-back returns to a strength below 1; set `end`, 0 for the source's cost")
         self._layers = [module for module in model.modules() if isinstance(module, StrengthMixin)]
         if not self._layers:
             raise RetrofitError("the model holds no converted layer; convert it first")

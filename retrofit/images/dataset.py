@@ -107,17 +107,19 @@ def open_images(
         RetrofitError: If there is no such data, no image, or a class that the class map lacks.
     """
     if channels not in (1, 3):
-        raise RetrofitError(f"the model takes {channels} channels, images give 1 or 3; use --in-chans 1 or 3")
+        raise RetrofitError(
+            f"the model takes {channels} channels, images give 1 or 3; build it with `in_chans=3` or `in_chans=1`"
+        )
     mode = "RGB" if channels == 3 else "L"
     if dataset == "digits" and data_dir is not None:
         raise UsageError(
-            f"the digits are built in and lie in no folder; drop --dataset digits or --data-dir {data_dir}"
+            f"the digits are built in and lie in no folder; drop `dataset='digits'` or `data_dir={str(data_dir)!r}`"
         )
     if dataset == "digits":
         digits = Digits(split == "train", mode)
         return ImageData(digits, len(digits.classes), len(digits.classes), names=digits.classes)
     if data_dir is None and not dataset:
-        raise UsageError("there is nothing to read images from; give --data-dir or --dataset")
+        raise UsageError("there is nothing to read images from; give `data_dir` or `dataset`")
     if not dataset and not Path(str(data_dir)).exists():
         raise RetrofitError(f"there is no data at {data_dir}; give a folder or tar with one folder a class")
     root = None if data_dir is None else str(data_dir)

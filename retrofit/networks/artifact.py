@@ -108,7 +108,8 @@ def save(
             restore(again, description)
             if problem := _answers_otherwise(again, known):
                 raise RetrofitError(
-                    f'built again, {source} is another function than this network: {problem}; save it with source="own"'
+                    f"built again, {source} is another function than this network: {problem}; "
+                    "save it with `save(source='own')`"
                 )
     with atomic_write(path, force) as temporary:
         try:
@@ -141,8 +142,7 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     source, plans = manifest.source, manifest.plans
     if into is None and source.library == OWN:
         raise RetrofitError(
-            f"{path} holds a network of one's own, {printable(source, 100)}; build that network and pass it: "
-            "retrofit.load(path, into=network), or --network py:MODULE:CALLABLE on the command line"
+            f"{path} holds a network of one's own, {printable(source, 100)}; build that network and pass it as `into`"
         )
     if into is not None and hasattr(into, "_retrofit_plans"):
         raise RetrofitError("the network to load into is converted already; pass it as it was before its conversion")
@@ -304,7 +304,7 @@ def _identified(
     elif isinstance(hint, str):
         hint = with_options(parse(hint), model_kwargs=model_kwargs)
     elif model_kwargs:
-        raise UsageError("model_kwargs= are the arguments of a library's builder; say which with source=")
+        raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
     found = next(candidates(model, hint), stranger)
     if found.library == OWN and not own.is_typed(found.name):
         return found, None

@@ -172,7 +172,7 @@ def _chosen(sets: Mapping[str, Mapping[Any, Any]], key: str | None, path: str | 
     held = shortlist([nest or "weights at its top" for nest in sets], most=6)
     if key is None:
         if usual is None:
-            raise RetrofitError(f"{path} holds several sets of weights ({held}); choose with --checkpoint-key NAME")
+            raise RetrofitError(f"{path} holds several sets of weights ({held}); choose with `checkpoint_key=NAME`")
         return usual, ""
     key = key.strip(".")
     if key in sets:
@@ -183,7 +183,7 @@ def _chosen(sets: Mapping[str, Mapping[Any, Any]], key: str | None, path: str | 
             return nest, f"{prefix}."
     raise RetrofitError(
         f"{path} holds no weights under {printable(key, 64)!r} (it holds {held}); "
-        "give --checkpoint-key one of these, or how the names of the weights begin"
+        "give `checkpoint_key` one of these, or how the names of the weights begin"
     )
 
 

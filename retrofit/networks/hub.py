@@ -51,7 +51,7 @@ def save_for_hub(
     folder = Path(folder)
     existing = [name for name in (WEIGHTS, CONFIG, CARD) if (folder / name).exists()]
     if existing and not force:
-        raise RetrofitError(f"{folder} holds {', '.join(existing)} already; choose another folder or pass force=True")
+        raise RetrofitError(f"{folder} holds {', '.join(existing)} already; choose another folder or pass `force=True`")
     with tempfile.TemporaryDirectory() as made:
         temporary = Path(made)
         artifact.save(model, temporary / WEIGHTS, **options)

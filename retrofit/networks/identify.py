@@ -78,11 +78,14 @@ def identify(
                 left += _other_classes(source, model, shapes, found)
     if not problems:
         kind = type(model).__name__
-        raise RetrofitError(f'cannot tell which network this {kind} is; pass source="resnet50" or source="tv:resnet50"')
+        raise RetrofitError(
+            f"cannot tell which network this {kind} is; say it, as in `save(source='resnet50')` or "
+            "`save(source='tv:resnet50')`"
+        )
     nearest = min(problems, key=lambda problem: problems[problem])
     raise RetrofitError(
-        f"this network is not the one that the library builds: {nearest}; pass the matching source= and model_kwargs=, "
-        'or save it with source="own"'
+        f"this network is not the one that the library builds: {nearest}; say which it is with "
+        "`save(source=NAME, model_kwargs=ARGUMENTS)`, or save it with `save(source='own')`"
     )
 
 

@@ -22,7 +22,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own
 from retrofit.utils.text import one_line
 
-# Arguments of the builders that fetch or read weights: that is the business of `pretrained` and --checkpoint, and an
+# Arguments of the builders that fetch or read weights: that is the business of `pretrained` and `checkpoint`, and an
 # artifact must not be able to ask for it.
 RESERVED_KWARGS = frozenset(
     {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "weights_backbone"}
@@ -180,17 +180,17 @@ def with_options(
         UsageError: If a value is out of range, an option is one that the library's builder has no argument for, or
             `model_kwargs` asks for weights.
     """
-    for flag, value, least in (("num-classes", num_classes, 0), ("in-chans", in_chans, 1), ("img-size", img_size, 1)):
+    for size, value, least in (("num_classes", num_classes, 0), ("in_chans", in_chans, 1), ("img_size", img_size, 1)):
         if value is not None and value < least:
-            raise UsageError(f"--{flag} {value} is out of range; it must be at least {least}")
+            raise UsageError(f"`{size}={value}` is out of range; it must be at least {least}")
     if model_kwargs and source.library == "own":
-        raise UsageError(f"--model-kwargs means nothing to {source}; write a function that passes them, and name that")
+        raise UsageError(f"`model_kwargs` means nothing to {source}; write a function that passes them, and name that")
     kwargs = dict(model_kwargs or {})
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
     if in_chans is not None:
         if source.library == "torchvision":
-            raise UsageError(f"torchvision's {source.name} has no option for --in-chans; take timm's network instead")
+            raise UsageError(f"torchvision's {source.name} has no `in_chans`; take timm's network instead")
         kwargs["in_chans"] = in_chans
     if img_size is not None and (name := _size_argument(source)):
         kwargs[name] = img_size
@@ -215,7 +215,9 @@ def _size_argument(source: ModelSource) -> str | None:
 
 def _refuse_reserved(source: ModelSource) -> None:
     if refused := sorted(RESERVED_KWARGS & source.kwargs.keys()):
-        raise UsageError(f"{refused[0]!r} is not a model argument to set here; use --pretrained or --checkpoint FILE")
+        raise UsageError(
+            f"{refused[0]!r} is not a model argument to set here; use `pretrained=True` or `checkpoint=FILE`"
+        )
 
 
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
@@ -338,11 +340,11 @@ def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> Ret
     if isinstance(error, LocalEntryNotFoundError):  # its message is three sentences long
         said = "it is not in the cache, and the hub cannot be reached"
     if isinstance(error, OSError) and (pretrained or source.name.startswith("hf-hub:")):
-        instead = "or pass --checkpoint FILE" + (" with a plain timm name" if source.name.startswith("hf-hub:") else "")
+        instead = "or pass `checkpoint=FILE`" + (" with a plain timm name" if source.name.startswith("hf-hub:") else "")
         return RetrofitError(f"cannot download {source} ({said}); check the network, {instead}")
     if pretrained and ("No pretrained weights" in said or isinstance(error, KeyError | AttributeError)):
         return RetrofitError(
-            f"there are no pretrained weights for {source}; pass --checkpoint FILE or drop --pretrained"
+            f"there are no pretrained weights for {source}; pass `checkpoint=FILE` or drop `pretrained`"
         )
     given = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
     if given:
@@ -372,7 +374,7 @@ def timm_source(model: nn.Module) -> ModelSource | None:
     except TypeError as error:
         raise RetrofitError(
             f"{name} was built with an argument that a file cannot hold ({error}); build it from names and numbers, or "
-            'save it with source="own"'
+            "save it with `save(source='own')`"
         ) from error
     kwargs = {key: value for key, value in plain.items() if defaults.get(key) != value and key not in RESERVED_KWARGS}
     return ModelSource("timm", name, kwargs)

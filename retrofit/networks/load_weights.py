@@ -54,9 +54,9 @@ def load_into(
         RetrofitError: If the tensors do not fit; the network may then be half loaded.
     """
     if match not in ("name", "order"):
-        raise UsageError(f"unknown --match {match!r}; choose name or order")
+        raise UsageError(f"`match={match!r}` is unknown; choose name or order")
     if match == "order" and partial:
-        raise UsageError("--match order pairs all tensors; drop it or --checkpoint-partial")
+        raise UsageError("`match='order'` pairs all tensors; drop it or `checkpoint_partial`")
     loaded = _load_by_name(model, state, partial) if match == "name" else _load_by_order(model, state)
     broken = [
         name
@@ -113,7 +113,7 @@ def _prefix(model: nn.Module, state: Mapping[str, Tensor]) -> str:
     if len(fitting) > 1:
         raise RetrofitError(
             f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; "
-            f"choose with --checkpoint-key {printable(fitting[0].strip('.'), 64)}"
+            f"choose with `checkpoint_key={printable(fitting[0].strip('.'), 64)!r}`"
         )
     return fitting[0]
 
@@ -167,16 +167,18 @@ class _Misfit:
             pairs = [(own[name].shape, state[name].shape) for name in self.unfit]
             classes = {theirs[:1] for ours, theirs in pairs if ours != theirs and ours[1:] == theirs[1:]}
             if len(classes) == 1 and all(ours[1:] == theirs[1:] for ours, theirs in pairs):
-                return f"only the classifier differs: pass --num-classes {classes.pop()[0]}, or --checkpoint-partial"
+                return (
+                    f"only the classifier differs: pass `num_classes={classes.pop()[0]}`, or `checkpoint_partial=True`"
+                )
             ours, theirs = pairs[0]
             if len(pairs) == 1 and len(ours) == len(theirs) == 4 and (ours[0], *ours[2:]) == (theirs[0], *theirs[2:]):
-                return f"only the input channels differ: pass --in-chans {theirs[1]}"
+                return f"only the input channels differ: pass `in_chans={theirs[1]}`"
         if prefix and not self.missing and not self.unfit:
-            return f"pass --checkpoint-key {printable(prefix.strip('.'), 64)} to take what is under it and no more"
+            return f"pass `checkpoint_key={printable(prefix.strip('.'), 64)!r}` to take what is under it and no more"
         if _order_problem(own, state) is None:
-            return "all tensors pair up in order and shape: pass --match order"
+            return "all tensors pair up in order and shape: pass `match='order'`"
         if 2 * len(self.left_random) <= len(own):
-            return "pass --checkpoint-partial to take what fits"
+            return "pass `checkpoint_partial=True` to take what fits"
         return "check which network the checkpoint is of"
 
 

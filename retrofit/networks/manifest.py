@@ -82,6 +82,10 @@ class Manifest:
             check_numbers([row.options for row in plan.layers] + [row.options for row in plan.edits], shapes)
 
 
+class PlainCheckpointError(RetrofitError):
+    """A safetensors file holds tensors alone, and nothing says of which network."""
+
+
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """Read what an artifact says about itself, as it stands in the file.
 
@@ -91,14 +95,18 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         problem = "is a folder" if file.is_dir() else "does not exist"
-        raise RetrofitError(f"{path} {problem}; give the path of an artifact that `retrofit convert` wrote")
+        raise RetrofitError(
+            f"{path} {problem}; give the path of an artifact, which `retrofit.save` and `retrofit convert` write"
+        )
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise damaged(path, one_line(error)) from error
     if KEY not in metadata:
-        raise RetrofitError(f"{path} is a plain checkpoint; give the network's name and --checkpoint {path}")
+        raise PlainCheckpointError(
+            f"{path} is a plain checkpoint, which holds no network; build the network and load it with load_state_dict"
+        )
     try:
         values = json.loads(metadata[KEY])
         schema = values["schema"]

@@ -16,6 +16,7 @@ from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
 from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
 from retrofit.networks.load_weights import load_into
 from retrofit.networks.locate import artifact_behind
+from retrofit.networks.manifest import PlainCheckpointError
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
 from retrofit.utils.text import plural, printable, shortlist
 
@@ -85,13 +86,13 @@ def weights_sentence(weights: Mapping[str, Any]) -> str:
     """Say whose weights a network has, in words that nobody can miss."""
     match weights.get("kind"):
         case "random":
-            return "weights: RANDOM (pass --pretrained or --checkpoint FILE for trained ones)"
+            return "weights: RANDOM (pass `pretrained=True` or `checkpoint=FILE` for trained ones)"
         case "pretrained":
             return f"weights: pretrained ({printable(weights.get('from'), 200)})"
         case "checkpoint":
             key, others = weights.get("key"), weights.get("others") or []
             taken = f", its {printable(key, 64)}" if key else ""
-            instead = f" (it also holds {shortlist(others)}: --checkpoint-key NAME)" if others else ""
+            instead = f" (it also holds {shortlist(others)}: `checkpoint_key=NAME`)" if others else ""
             part = " in PART" if weights.get("left_random") else ""
             return f"weights: checkpoint {printable(weights.get('from'), 200)}{taken}{part}{instead}"
         case _:
@@ -139,27 +140,27 @@ def open_model(
     """
     options = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size, "model_kwargs": model_kwargs}
     if is_artifact(text):
-        flags = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
-        given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, False)]
+        others = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
+        given = [f"`{name}`" for name, value in others.items() if value not in (None, False)]
         if given:
             raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}")
         return _open_artifact(str(artifact_behind(text) or text), network)
     if network is not None:
-        raise UsageError(f"--network builds what an artifact of your own network holds; {text} is none, drop it")
+        raise UsageError(f"`network` builds what an artifact of your own network holds; {text} is none, drop it")
     if text.endswith(".onnx") and ":" not in text:
         raise UsageError(
             f"{text} is an exported file, which evaluate and bench alone take; give the artifact it was made of"
         )
     if text.endswith(_CHECKPOINTS) and ":" not in text:
-        raise UsageError(f"{text} is not a network's name or an artifact; give a name, and --checkpoint {text}")
+        raise UsageError(f"{text} is not a network's name or an artifact; give a name, and `checkpoint={text!r}`")
     if pretrained and checkpoint is not None:
-        raise UsageError("--pretrained and --checkpoint are two sources of weights; pass one of them")
+        raise UsageError("`pretrained` and `checkpoint` are two sources of weights; pass one of them")
     if "weights" in (model_kwargs or {}) and not pretrained:
-        raise UsageError("'weights' in --model-kwargs chooses among pretrained weights; pass --pretrained too")
+        raise UsageError("'weights' in `model_kwargs` chooses among pretrained weights; pass `pretrained=True` too")
 
     source = with_options(parse(text), **options)  # type: ignore[arg-type]
     if pretrained and source.library == "own":
-        raise UsageError(f"no library has weights for {text}; drop --pretrained, load them in it or give --checkpoint")
+        raise UsageError(f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`")
     read = _read(checkpoint, checkpoint_key) if checkpoint is not None else None
     model = build(source, pretrained)
     source = vars(model)["_retrofit_source"]
@@ -168,7 +169,7 @@ def open_model(
         if (
             with_options(source, img_size=img_size) != source
         ):  # only now is known what lies behind hf-hub: or local-dir:
-            raise UsageError(f"{text} is built for one size; pass --model-kwargs img_size={img_size}")
+            raise UsageError(f"{text} is built for one size; pass `model_kwargs={{'img_size': {img_size}}}`")
         preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
     labels, warnings = None, []
     weights: dict[str, Any] = {"kind": "random", "from": None}
@@ -202,13 +203,18 @@ def _read(checkpoint: str | Path, key: str | None) -> Checkpoint:
 
 
 def _open_artifact(path: str, network: str | None) -> Network:
-    into = None
-    if network is not None:
+    try:
         held = artifact.source_in(path)
-        if held.library != "own":
-            raise UsageError(f"{path} holds {held}, which its library builds; drop --network")
-        into = _own_network(network, held)
-    model = artifact.load(path, into=into)
+    except PlainCheckpointError:
+        raise PlainCheckpointError(
+            f"{path} is a plain checkpoint; give the network's name and `checkpoint={path!r}`"
+        ) from None
+    if network is None and held.library == "own":
+        whose = f"{path} holds a network of one's own, {printable(held, 100)}"
+        raise UsageError(f"{whose}; say what builds it with `network='py:MODULE:CALLABLE'`")
+    if network is not None and held.library != "own":
+        raise UsageError(f"{path} holds {held}, which its library builds; drop `network`")
+    model = artifact.load(path, into=None if network is None else _own_network(network, held))
     known = vars(model)
     return Network(
         model,

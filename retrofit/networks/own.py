@@ -1,7 +1,7 @@
 """Networks of one's own: `py:package.module:callable`, imported because the user typed it, and for no other reason.
 
 An artifact of such a network holds that name for people to read. Nothing is imported by it: what builds the network is
-said anew each time, as MODEL or --network.
+said anew each time, as MODEL or `network`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     if name not in _typed:
         raise RetrofitError(f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here")
     if missing := [key for key in kwargs if not takes(name, key)]:
-        raise UsageError(f"{name} takes no {missing[0]}; give it that argument, or leave out --{_flag(missing[0])}")
+        raise UsageError(f"{name} takes no {missing[0]}; give it that argument, or leave out `{missing[0]}`")
     try:
         model = _typed[name](**kwargs)
     except Exception as error:  # anything may come out of the user's own code
@@ -91,7 +91,3 @@ def takes(name: str, argument: str) -> bool:
 def name_of(model: nn.Module) -> str:
     """Name the class of a network that no name was typed for."""
     return f"{type(model).__module__}:{type(model).__qualname__}"
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")

@@ -37,7 +37,7 @@ def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
     groups = kwargs.get("num_groups")
     to = kwargs.get("to") or ("gn" if groups else "frozen" if _trained(module) else "ln")
     if to not in ("frozen", "ln", "gn"):
-        raise UsageError(f"to={to!r} is nothing that Opacus trains here; choose frozen, ln or gn")
+        raise UsageError(f"`to={to!r}` is nothing that Opacus trains here; choose frozen, ln or gn")
     options: dict[str, Any] = {"groups": groups} if to == "gn" else {}
     holder, _ = convert(nn.Sequential(module), to, check=False, **options)
     if to != "frozen":

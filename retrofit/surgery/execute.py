@@ -119,7 +119,7 @@ def convert(
         result = ready.compare(model, layers=converter.identity)
         if problem := result.problem(converter.identity):
             raise RetrofitError(
-                f"{problem}; the model is left as it was: keep the layers concerned with skip=, or pass check=False "
+                f"{problem}; the model is left as it was: keep the layers concerned with `skip`, or pass `check=False` "
                 "where it is known to amplify rounding errors"
             )
     return model, replace(report, check=result)

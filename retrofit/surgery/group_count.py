@@ -34,8 +34,8 @@ def group_count(name: str, channels: int, options: ConversionOptions, default: i
     if (each := options.group_channels) is not None:
         if channels % each:
             raise UsageError(
-                f"--group-channels {each} does not divide the {channels} channels of {name or 'the layer'}; "
-                "name a divisor, or leave the layer out with --skip"
+                f"`group_channels={each}` does not divide the {channels} channels of {name or 'the layer'}; "
+                "name a divisor, or leave the layer out with `skip`"
             )
         return channels // each, ""
     wanted = options.groups if isinstance(options.groups, int) else default
@@ -78,13 +78,11 @@ def most_groups(
         for handle in handles:
             handle.remove()
     if not seen:
-        raise RetrofitError("there are no images to pick groups by; name a folder of images with --calibrate")
+        raise RetrofitError("there are no images to pick groups by; give `calibrate` some")
     picked = {}
     for name, by_groups in changes.items():
         if not by_groups:
-            raise RetrofitError(
-                f"the model never calls {name}, so its groups cannot be picked; give a number of groups"
-            )
+            raise RetrofitError(f"the model never calls {name}, so its groups cannot be picked; give `groups` a number")
         relative = {n: (change / max(power, 1e-30)) ** 0.5 for n, (change, power) in by_groups.items()}
         groups = max((n for n, error in relative.items() if error <= GROUP_TOLERANCE), default=1)
         picked[name] = groups, relative[groups]

@@ -54,12 +54,12 @@ def plan(
     wanted = ConversionOptions(**options)
     wanted.check(to)
     found = list(find_norms(model))
-    for flag, patterns in (("only", only_patterns), ("skip", skip_patterns)):
+    for name, patterns in (("only", only_patterns), ("skip", skip_patterns)):
         for pattern in patterns:
             if not any(pattern.search(layer.name) for layer in found):
                 raise RetrofitError(
-                    f"--{flag} {pattern.pattern!r} matches none of the {plural(len(found), 'layer')}; "
-                    "list their names with `retrofit inspect`"
+                    f"`{name}={pattern.pattern!r}` matches none of the {plural(len(found), 'layer')}; "
+                    "`named_modules()` and `retrofit inspect` list their names"
                 )
     ruled = {
         layer.name: _rule(layer, to, converter, families, only_patterns, skip_patterns) or layer for layer in found
@@ -83,7 +83,7 @@ def plan(
     if converter.takes_activations and not taken and (converter.identity or made.activations):
         plainer = to.removesuffix("-pn") if converter.identity else "gn"
         why = made.activations or "none follows a norm"
-        raise RetrofitError(f"{to} would convert no activation: {why}; use --to {plainer}, which leaves them alone")
+        raise RetrofitError(f"{to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them alone")
     return made
 
 
@@ -99,15 +99,15 @@ def _rule(
     if layer.family is not None and layer.family not in families:
         hint = ""
         if layer.family in converter.sources:
-            hint = f" here (--from {layer.family} adds it)"
+            hint = f" here (name {layer.family!r} in `source` too)"
         elif layer.family == "frozen-bn":
             hint = " (frozen, gn, ln, gn-pn and ln-pn take it; timm.layers.unfreeze_batch_norm_2d makes it BatchNorm)"
         return Decision("kept", reason=f"{FAMILIES[layer.family]} is not a source of {to}{hint}")
     if only and not any(pattern.search(layer.name) for pattern in only):
-        return Decision("kept", reason="not matched by --only")
+        return Decision("kept", reason="not matched by `only`")
     for pattern in skip:
         if pattern.search(layer.name):
-            return Decision("kept", reason=f"matched by --skip {pattern.pattern!r}")
+            return Decision("kept", reason=f"matched by `skip={pattern.pattern!r}`")
     if layer.status == "kept":
         return Decision("kept", reason=layer.reason)
     if layer.status == "unsupported":
@@ -115,14 +115,14 @@ def _rule(
     return None
 
 
-def _compile(flag: str, patterns: Patterns) -> list[re.Pattern[str]]:
+def _compile(name: str, patterns: Patterns) -> list[re.Pattern[str]]:
     compiled = []
     for pattern in _listed(patterns):
         try:
             compiled.append(re.compile(pattern))
         except re.error as error:
             raise UsageError(
-                f"--{flag} {pattern!r} is not a regular expression ({one_line(error)}); escape or mend it"
+                f"`{name}={pattern!r}` is not a regular expression ({one_line(error)}); escape or mend it"
             ) from None
     return compiled
 
@@ -131,7 +131,7 @@ def _families(source: Patterns) -> frozenset[str]:
     families = frozenset(_listed(source))
     for family in families:
         if family not in FAMILIES:
-            raise UsageError(f"unknown source family {family!r}; choose from {', '.join(FAMILIES)}")
+            raise UsageError(f"`source={family!r}` is no family; choose from {', '.join(FAMILIES)}")
     return families
 
 
@@ -150,6 +150,8 @@ def _nothing_to_convert(to: str, families: frozenset[str], found: list[NormLayer
     other = [usual[f] for f in dict.fromkeys(layer.family for layer in found if layer.status == "known") if f in usual]
     matching = [target for target in other if target != to]
     if matching and not any(layer.family in families for layer in found):
-        return f"{to} converts {wanted} layers, of which this model has none (it holds {held}); try --to {matching[0]}"
+        return (
+            f"{to} converts {wanted} layers, of which this model has none (it holds {held}); try `to={matching[0]!r}`"
+        )
     reasons = "; ".join(dict.fromkeys(row.reason for row in made.layers if row.reason))
     return f"nothing to convert to {to} (the model holds {held}): {reasons}; `retrofit inspect MODEL` lists them"

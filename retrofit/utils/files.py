@@ -45,7 +45,7 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
     if target.exists() and not target.is_file():
         raise RetrofitError(f"{path} is not a regular file; name another one")
     if target.exists() and not force:
-        raise RetrofitError(f"{path} exists; pass --force to replace it")
+        raise RetrofitError(f"{path} exists; pass `force=True` to replace it")
     if not target.parent.is_dir():
         raise RetrofitError(f"the folder {target.parent} does not exist; create it first")
     if not os.access(target.parent, os.W_OK | os.X_OK):

@@ -50,7 +50,7 @@ def open_onnx(
     try:
         run = opened(model, shape, threads)
     except ImportError:
-        raise UsageError(f"{runtime} is not installed; pip install {runtime}, or take another --runtime") from None
+        raise UsageError(f"{runtime} is not installed; pip install {runtime}, or take another `runtime`") from None
     except Exception as error:  # the runtimes' exceptions have no common class
         raise refused(error) from error
 
@@ -70,7 +70,7 @@ def metadata(path: Path) -> dict[str, Any]:
         RetrofitError: If there is no such file, or no ONNX in it.
     """
     if not path.is_file():
-        raise RetrofitError(f"there is no file {path}; retrofit export MODEL -o {path} writes one")
+        raise RetrofitError(f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such files")
     try:
         entries = onnx.load(path, load_external_data=False).metadata_props
     except Exception as error:  # protobuf's errors have no common class

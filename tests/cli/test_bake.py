@@ -44,7 +44,7 @@ def test_bake_and_export(run: Run, artifact: str, pictures: Path) -> None:
 def test_refusals(run: Run, artifact: str, pictures: Path) -> None:
     for words, code, said in (
         (["--calibrate", "absent"], 1, "absent"),
-        (["--calibrate", str(pictures), "--tolerance", "-1"], 2, "tolerance must be more than 0"),
+        (["--calibrate", str(pictures), "--tolerance", "-1"], 2, "--tolerance must be more than 0"),
         (["--calibrate", str(pictures), "-o", artifact], 1, "--force"),
         ([], 2, "--calibrate"),
     ):

@@ -40,6 +40,17 @@ def test_names_are_fewer_where_there_is_less_room(terminal: Console) -> None:
     assert shown == ("a, b, ... (2 more)" if terminal.width == 120 else "a (+3)")
 
 
+@pytest.mark.parametrize("text", ["opening x[/bold]", "opening [red]x"])
+def test_a_name_with_brackets_is_shown_as_it_is(terminal: Console, text: str) -> None:
+    with console.waiting(text):
+        pass
+    with console.progress_bar(text) as move:
+        assert move is not None
+        move(1, 2, "[b]")
+    assert f"{text} " in terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{text}: [b]" in terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
 @given(st.text(min_size=0, max_size=60), st.integers(3, 60))
 def test_shortening_keeps_both_ends(text: str, width: int) -> None:
     short = console.shorten(text, width)

@@ -181,7 +181,11 @@ def test_a_full_disk_leaves_the_state_before(run: Run, pictures: Path, network: 
         ([], 2, "there is no network to train"),
         (["small.safetensors"], 2, "nothing to read images from"),
         (["small.safetensors", "--data-dir", "nowhere"], 1, "no data at nowhere"),
-        (["small.safetensors", "--data-dir", "pictures", "-o", "pictures"], 1, "pictures exists; give another folder"),
+        (
+            ["small.safetensors", "--data-dir", "pictures", "-o", "pictures"],
+            1,
+            "pictures exists; give another --output, ",
+        ),
         (["small.safetensors", "--lr", "-1", "--opt", "sdg", "--epochs", "x"], 2, "3 mistakes in the settings"),
         (["small.safetensors", "--recipe", "digit"], 2, "did you mean digits"),
         (["small.safetensors", "--data-dir", "pictures", "--device", "tpu"], 2, "cannot use --device tpu"),

@@ -54,7 +54,10 @@ def test_every_command_takes_it(run: Run, here: Path, converted: str) -> None:
 @pytest.mark.parametrize("command", ["inspect", "export", "bench"])
 def test_an_artifact_alone_imports_nothing(run: Run, here: Path, converted: str, command: str) -> None:
     Path("userfile.py").write_text("raise SystemExit('imported')")
-    assert "holds a network of one's own, py:userfile:small; build that network" in complaint(run(command, converted))
+    assert (
+        "holds a network of one's own, py:userfile:small; say what builds it with --network py:MODULE:CALLABLE"
+        in complaint(run(command, converted))
+    )
 
 
 def test_finetune_and_resume(run: Run, here: Path, converted: str) -> None:

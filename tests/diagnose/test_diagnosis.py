@@ -242,7 +242,7 @@ def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Any) -> Non
 def test_a_report_replaces_only_a_report(one: Any, tmp_path: Path) -> None:
     folder = tmp_path / "report"
     write_report({"a": one}, {}, folder)
-    with pytest.raises(RetrofitError, match="--force"):
+    with pytest.raises(RetrofitError, match="`force=True`"):
         check_folder(folder, force=False)
     check_folder(folder, force=True)
     write_report({"b": one}, {}, folder)

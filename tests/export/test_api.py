@@ -165,7 +165,7 @@ def test_polynomials_beyond_the_tolerance_leave_no_file(model: nn.Module, tmp_pa
     images = [torch.randn(8, 3, 6, 6)]
     with pytest.raises(RetrofitError, match="less than 1e-07"):
         export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, tolerance=1e-7)
-    with pytest.raises(RetrofitError, match="raise the tolerance"):
+    with pytest.raises(RetrofitError, match="raise `tolerance`"):
         export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, tolerance=1e-7, degree=2)
     assert not list(tmp_path.iterdir())
 
@@ -215,7 +215,7 @@ def test_nan_on_one_side_fails(model: nn.Module, tmp_path: Path, monkeypatch: py
 
 
 def test_unreachable_tolerance(model: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(RetrofitError, match="raise the tolerance"):
+    with pytest.raises(RetrofitError, match="raise `tolerance`"):
         export(model, tmp_path / "out.onnx", tolerance=1e-12)
     with pytest.raises(UsageError, match="more than 0"):
         export(model, tmp_path / "out.onnx", tolerance=0)
@@ -224,7 +224,7 @@ def test_unreachable_tolerance(model: nn.Module, tmp_path: Path) -> None:
 
 def test_existing_file_is_kept(model: nn.Module, tmp_path: Path) -> None:
     (tmp_path / "out.onnx").write_text("mine")
-    with pytest.raises(RetrofitError, match="--force"):
+    with pytest.raises(RetrofitError, match="`force=True`"):
         export(model, tmp_path / "out.onnx")
     assert (tmp_path / "out.onnx").read_text() == "mine"
     export(model, tmp_path / "out.onnx", force=True)

@@ -129,9 +129,9 @@ def test_within_the_tolerance_as_many_layers_as_were_found() -> None:
 def test_refused_and_left_as_it_was() -> None:
     model = converted("ln")
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RetrofitError, match=r"changes the output by .* more than 1e-06; raise --tolerance"):
+    with pytest.raises(RetrofitError, match=r"changes the output by .* more than 1e-06; raise `tolerance`"):
         bake(model, images(), tolerance=1e-6)
-    with pytest.raises(UsageError, match="tolerance must be more than 0"):
+    with pytest.raises(UsageError, match="`tolerance` must be more than 0"):
         bake(model, images(), tolerance=0)
     with pytest.raises(RetrofitError, match="3 images cannot be fitted and judged on"):
         bake(model, [torch.cat(images())[:3]])

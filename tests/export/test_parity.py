@@ -77,7 +77,7 @@ def test_each_output_by_its_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, lambda net: net[0].weight.mul_(1.01))
     retrofit.fold(network(), input_size=(3, 6, 6), tolerance=0.2)
-    with pytest.raises(RetrofitError, match=r"more than 0\.0001; .*raise the tolerance"):
+    with pytest.raises(RetrofitError, match=r"more than 0\.0001; .*raise `tolerance`"):
         retrofit.fold(network(), input_size=(3, 6, 6))
 
 

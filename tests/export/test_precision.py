@@ -117,7 +117,7 @@ def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Pa
         if name.endswith("running_lambda"):
             buffer.copy_(torch.linspace(0.0, 2.0, len(buffer)))
     options: dict[str, object] = {"precision": "int8", "fold": "poly", "degree": 2}
-    with pytest.raises(RetrofitError, match=r"the folded network differs .* more than 0.05; .*raise the tolerance"):
+    with pytest.raises(RetrofitError, match=r"the folded network differs .* more than 0.05; .*raise `tolerance`"):
         export(model, tmp_path / "a.onnx", **options)
     report, _ = export(model, tmp_path / "a.onnx", tolerance=10.0, **options)
     assert 0.05 < report.parity.share < 10
@@ -133,11 +133,11 @@ def test_the_same_bytes_every_time(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     model, path = network("ln"), tmp_path / "a.onnx"
-    with pytest.raises(UsageError, match="give --calibrate images"):
+    with pytest.raises(UsageError, match="give `calibrate` images"):
         retrofit.export_onnx(model, path, input_size=SIZE, precision="int8")
     with pytest.raises(UsageError, match="no precision 'int4'; use float32, float16, int8"):
         retrofit.export_onnx(model, path, input_size=SIZE, precision="int4")  # type: ignore[arg-type]
     for precision in ("float16", "int8"):
-        with pytest.raises(RetrofitError, match=r"differs from PyTorch by .* more than 1e-06; .*raise --tolerance"):
+        with pytest.raises(RetrofitError, match=r"differs from PyTorch by .* more than 1e-06; .*raise `tolerance`"):
             export(model, path, precision=precision, tolerance=1e-6)
     assert list(tmp_path.iterdir()) == []

@@ -48,7 +48,7 @@ def test_answers_that_are_alike() -> None:
             True,
             "too high for layers that take no statistics of the batch without warm",
         ),
-        ("gn", {}, False, False, "; lower --lr or raise --warmup-epochs"),
+        ("gn", {}, False, False, "; lower `lr` or raise `warmup_epochs`"),
         (
             "bnn",
             {"lr": 0.5},

@@ -240,7 +240,7 @@ def test_a_loss_that_is_not_finite_names_the_layer_and_keeps_the_last_good_state
                 self.layer.weight.data[0] = math.inf
 
     network = small_network()
-    message = r"loss is not finite at step 7 of 8: layer2\.0\.bn\d .* went first; .* step 4; lower --lr"
+    message = r"loss is not finite at step 7 of 8: layer2\.0\.bn\d .* went first; .* step 4; lower `lr`"
     with pytest.raises(RetrofitError, match=message):
         train("run", network, callback=Poison(network.model.layer2[0].conv1))
     assert load_state(tmp_path / "run" / "state")["position"]["step"] == 4
@@ -338,7 +338,7 @@ def test_a_network_that_was_trained_since_its_conversion_cannot_stand_for_its_so
     assert train("taught", resume_network(tmp_path / "taught"), resume=True, strength_ramp=0.0, **settings).finished
 
 
-@pytest.mark.parametrize(("amp", "advice"), [(False, "on another --device"), (True, "with --no-amp")])
+@pytest.mark.parametrize(("amp", "advice"), [(False, "on another `device`"), (True, "with `amp=False`")])
 def test_a_gradient_that_is_not_finite_is_blamed_itself(train: Train, tmp_path: Path, amp: bool, advice: str) -> None:
     network = small_network(size=32)
     passed: list[int] = []
@@ -350,7 +350,7 @@ def test_a_gradient_that_is_not_finite_is_blamed_itself(train: Train, tmp_path: 
     network.model.layer2[0].conv1.weight.register_hook(poison)
     message = (
         r"the gradient of layer2\.0\.conv1\.weight is not finite at step 6 of 8: the loss and all layers are finite, "
-        rf"so the cause is not --lr; .* step 4; start again {advice}$"
+        rf"so the cause is not `lr`; .* step 4; start again {advice}$"
     )
     with pytest.raises(RetrofitError, match=message):
         train("run", network, amp=amp)
@@ -399,7 +399,7 @@ def test_an_unconverted_network_is_trained_plainly(train: Train) -> None:
 def test_running_statistics_that_will_not_catch_up(train: Train, momentum: float, warned: bool) -> None:
     listener = Listener()
     train("run", epochs=1, bn_momentum=momentum, callback=listener)
-    assert any("raise --bn-momentum" in note for note in listener.notes) is warned
+    assert any("raise `bn_momentum`" in note for note in listener.notes) is warned
 
 
 @pytest.mark.parametrize("schedule", ["off", "linear"])

@@ -36,7 +36,7 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     network.model = network.model.body
     check_images(network, (3, 16, 16))
     small = replace(network.preprocess, input_size=(3, 4, 4))
-    with pytest.raises(RetrofitError, match=r"of 4 x 4 pixels \(.*\); give --img-size 16, or build it for this size"):
+    with pytest.raises(RetrofitError, match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size"):
         check_images(replace(network, preprocess=small), (3, 16, 16))
 
 
@@ -44,7 +44,7 @@ def test_folders(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "a" / "b"):
         check_unused(folder)
         make_folder(folder)
-    with pytest.raises(RetrofitError, match=r"exists; give another folder with -o, or --resume"):
+    with pytest.raises(RetrofitError, match=r"exists; give another `folder`, or .* `resume`"):
         check_unused(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(RetrofitError, match="file exists"):

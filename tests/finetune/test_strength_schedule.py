@@ -146,8 +146,8 @@ def test_several_networks_and_layers_of_every_kind() -> None:
     [
         ({"shape": "square"}, "linear, cosine, there-and-back, off"),
         ({"shape": "there-and-back"}, "returns to a strength below 1"),
-        ({"ramp": 1.5}, "ramp is a fraction"),
-        ({"noise_start": -0.1}, "noise_start is a fraction"),
+        ({"ramp": 1.5}, "`ramp` is a fraction"),
+        ({"noise_start": -0.1}, "`noise_start` is a fraction"),
         ({"end": 2.0}, "strength must lie"),
         ({"noise": -1.0}, "noise must be"),
         ({"total_steps": 0}, "total_steps"),

@@ -285,7 +285,7 @@ def test_loading_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
 def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_text("mine")
-    with pytest.raises(RetrofitError, match="--force"):
+    with pytest.raises(RetrofitError, match="`force=True`"):
         save(_network("test_vit"), path)
     assert path.read_text() == "mine"
     save(_network("test_vit"), path, force=True)
@@ -327,7 +327,7 @@ def _lying_header(path: Path) -> None:
         (lambda path: path.write_text("hello"), "not a whole artifact"),
         (lambda path: path.write_bytes(b""), "not a whole artifact"),
         (_lying_header, "not a whole artifact"),
-        (_plain, "is a plain checkpoint; give the network's name and --checkpoint"),
+        (_plain, "is a plain checkpoint, which holds no network; build the network"),
         (_header("{"), "manifest is not readable"),
         (_header("[]"), "manifest is not readable"),
         (_header("{}"), "manifest is not readable"),

@@ -87,7 +87,7 @@ def test_which_of_several_weights(tmp_path: Path, wrap: Any, key: str, taken: st
 
 def test_a_key_that_is_not_there(tmp_path: Path) -> None:
     torch.save({"g": small_state(), "d": small_state()}, tmp_path / "a.pth")
-    with pytest.raises(RetrofitError, match=r"no weights under 'e' \(it holds g, d\); give --checkpoint-key"):
+    with pytest.raises(RetrofitError, match=r"no weights under 'e' \(it holds g, d\); give `checkpoint_key`"):
         read_checkpoint(tmp_path / "a.pth", "e")
 
 

@@ -73,10 +73,10 @@ def test_follows_a_replaced_head(make: Callable[[], nn.Module]) -> None:
 def test_a_hint_settles_it() -> None:
     model = timm.create_model("resnet18")
     del model.pretrained_cfg
-    with pytest.raises(RetrofitError, match=r'pass source="resnet50"'):
+    with pytest.raises(RetrofitError, match=r"save\(source='resnet50'\)"):
         source_of(model)
     assert source_of(model, "resnet18") == ModelSource("timm", "resnet18")
-    with pytest.raises(RetrofitError, match=r"resnet34 has also layer1.2.bn1.bias, .*pass the matching source="):
+    with pytest.raises(RetrofitError, match=r"resnet34 has also layer1.2.bn1.bias, .*say which it is with `save"):
         source_of(model, "resnet34")
 
 

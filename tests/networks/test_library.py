@@ -112,12 +112,12 @@ def test_options_become_the_builders_arguments(source: ModelSource, options: Any
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("resnet18", {"num_classes": -1}, "--num-classes -1"),
-        ("resnet18", {"in_chans": 0}, "--in-chans 0"),
-        ("resnet18", {"img_size": 0}, "--img-size 0"),
-        ("tv:resnet18", {"in_chans": 1}, "no option for --in-chans"),
-        ("resnet18", {"model_kwargs": {"pretrained": True}}, "use --pretrained"),
-        ("resnet18", {"model_kwargs": {"checkpoint_path": "x"}}, "--checkpoint FILE"),
+        ("resnet18", {"num_classes": -1}, "`num_classes=-1`"),
+        ("resnet18", {"in_chans": 0}, "`in_chans=0`"),
+        ("resnet18", {"img_size": 0}, "`img_size=0`"),
+        ("tv:resnet18", {"in_chans": 1}, "has no `in_chans`"),
+        ("resnet18", {"model_kwargs": {"pretrained": True}}, "use `pretrained=True`"),
+        ("resnet18", {"model_kwargs": {"checkpoint_path": "x"}}, "`checkpoint=FILE`"),
     ],
 )
 def test_wrong_options(name: str, options: Any, message: str) -> None:
@@ -181,7 +181,7 @@ def test_errors_of_building_are_one_line(source: ModelSource, message: str) -> N
 @pytest.mark.parametrize("text", ["resnet18", "tv:resnet18", "hf-hub:timm/resnet18.a1_in1k"])
 def test_without_a_network_the_error_says_so_at_once(text: str, capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
-    with pytest.raises(RetrofitError, match=r"cannot download .* check the network.* --checkpoint FILE") as caught:
+    with pytest.raises(RetrofitError, match=r"cannot download .* check the network.* `checkpoint=FILE`") as caught:
         build(parse(text), pretrained=True)
     assert time.monotonic() - started < 10  # the hub's client alone would retry for 20 s a file
     assert "\n" not in str(caught.value)
@@ -191,7 +191,7 @@ def test_without_a_network_the_error_says_so_at_once(text: str, capfd: pytest.Ca
 def test_weights_that_do_not_exist() -> None:
     untrained = set(timm.list_models("resnet*")) - set(timm.list_models("resnet*", pretrained=True, include_tags=False))
     name = min(untrained)
-    with pytest.raises(RetrofitError, match=f"no pretrained weights for {name}; pass --checkpoint"):
+    with pytest.raises(RetrofitError, match=f"no pretrained weights for {name}; pass `checkpoint=FILE`"):
         build(parse(name), pretrained=True)
     source = ModelSource("torchvision", "shufflenet_v2_x0_5", {"weights": "NO_SUCH"})
     with pytest.raises(RetrofitError, match="no pretrained weights for tv:shufflenet_v2_x0_5"):

@@ -34,17 +34,17 @@ def test_the_batch_counter_may_be_absent_or_extra() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda s: s.pop("3.bias"), ["1 missing (3.bias)", "pass --checkpoint-partial"]),
-        (lambda s: s.update(extra=torch.zeros(1)), ["1 unexpected (extra)", "pass --checkpoint-partial"]),
+        (lambda s: s.pop("3.bias"), ["1 missing (3.bias)", "pass `checkpoint_partial=True`"]),
+        (lambda s: s.update(extra=torch.zeros(1)), ["1 unexpected (extra)", "pass `checkpoint_partial=True`"]),
         (
             lambda s: s.update(small_state(classes=7)),
-            ["2 of another shape (3.weight [7, 16] for [3, 16]", "--num-classes 7"],
+            ["2 of another shape (3.weight [7, 16] for [3, 16]", "`num_classes=7`"],
         ),
-        (lambda s: s.update(small_state(channels=1)), ["1 of another shape (0.weight [4, 1, 3, 3]", "--in-chans 1"]),
+        (lambda s: s.update(small_state(channels=1)), ["1 of another shape (0.weight [4, 1, 3, 3]", "`in_chans=1`"]),
         (lambda s: s.update(small_state(width=8)), ["7 of another shape", " and 4 more)", "check which network"]),
         (
             lambda s: (s.update({f"n{k}": v for k, v in s.items()}), [s.pop(k) for k in small_state()]),
-            ["--match order"],
+            ["`match='order'`"],
         ),
         (lambda s: s.update({"0.bias": s["0.bias"].to(torch.int8)}), ["1 of another type (0.bias int8 for float32)"]),
         (lambda s: s.update({"0.bias": s["0.bias"] + 0j}), ["1 of another type (0.bias complex64 for float32)"]),
@@ -130,7 +130,9 @@ def test_an_average_of_torch_is_loaded() -> None:
 
 def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
     state = {**_under("model.", small_state()), "criterion.weight": torch.ones(3)}
-    with pytest.raises(RetrofitError, match=r"1 unexpected \(criterion.weight\); pass --checkpoint-key model to take"):
+    with pytest.raises(
+        RetrofitError, match=r"1 unexpected \(criterion.weight\); pass `checkpoint_key=.model.` to take"
+    ):
         load_into(small_net(), state)
     model = small_net()
     loaded = load_into(model, state, partial=True)
@@ -142,7 +144,7 @@ def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
 def test_two_prefixes_that_fit_alike_are_a_question() -> None:
     state = {**_under("student.", small_state()), **_under("teacher.", small_state())}
     for partial in (False, True):
-        with pytest.raises(RetrofitError, match=r"under student., teacher.; choose with --checkpoint-key student"):
+        with pytest.raises(RetrofitError, match=r"under student., teacher.; choose with `checkpoint_key=.student.`"):
             load_into(small_net(), state, partial=partial)
 
 
@@ -150,7 +152,7 @@ def test_a_backbone_without_classifier() -> None:
     model, fresh = small_net(), small_net()
     fresh.load_state_dict(model.state_dict())
     backbone = {name: value for name, value in small_state().items() if not name.startswith("3.")}
-    with pytest.raises(RetrofitError, match=r"2 missing \(3.weight, 3.bias\); pass --checkpoint-partial"):
+    with pytest.raises(RetrofitError, match=r"2 missing \(3.weight, 3.bias\); pass `checkpoint_partial=True`"):
         load_into(fresh, backbone)
     loaded = load_into(fresh, backbone, partial=True)
     assert (loaded.left_random, loaded.left_out) == (["3.weight", "3.bias"], [])
@@ -167,7 +169,7 @@ def test_a_part_leaves_tensors_of_another_shape_on_both_sides() -> None:
 def test_a_part_that_is_nothing_is_no_part() -> None:
     with pytest.raises(RetrofitError, match="8 missing"):
         load_into(small_net(), {"x": torch.zeros(1)}, partial=True)
-    with pytest.raises(UsageError, match="drop it or --checkpoint-partial"):
+    with pytest.raises(UsageError, match="drop it or `checkpoint_partial`"):
         load_into(small_net(), small_state(), "order", partial=True)
 
 
@@ -224,7 +226,7 @@ def test_in_order_pairs_against_the_names_are_told() -> None:
 @pytest.mark.slow
 def test_a_real_checkpoint(real_weights: Path) -> None:
     state, model = read_checkpoint(real_weights).tensors, timm.create_model("tf_efficientnet_lite0")
-    with pytest.raises(RetrofitError, match="pass --match order"):
+    with pytest.raises(RetrofitError, match="pass `match='order'`"):
         load_into(model, state)
     assert load_into(model, state, "order") == Loaded()
     theirs = [value for name, value in state.items() if "num_batches" not in name]

@@ -57,12 +57,12 @@ def test_opens_a_name(text: str, options: Any, source: ModelSource, size: tuple[
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ({"kind": "random", "from": None}, ["RANDOM", "--pretrained", "--checkpoint"]),
+        ({"kind": "random", "from": None}, ["RANDOM", "`pretrained=True`", "`checkpoint=FILE`"]),
         ({"kind": "pretrained", "from": "resnet50.a1_in1k"}, ["pretrained (resnet50.a1_in1k)"]),
         ({"kind": "checkpoint", "from": "x.pth"}, ["checkpoint x.pth"]),
         (
             {"kind": "checkpoint", "from": "x.pth", "key": "ema", "others": ["model"], "left_random": ["fc.bias"]},
-            ["x.pth, its ema in PART (it also holds model: --checkpoint-key NAME)"],
+            ["x.pth, its ema in PART (it also holds model: `checkpoint_key=NAME`)"],
         ),
         ({"kind": "checkpoint", "from": "x\n" * 9999}, [r"checkpoint x\nx\n"]),
         ({"kind": "unknown", "from": None}, ["unknown"]),
@@ -95,7 +95,7 @@ def test_loads_a_checkpoint_in_order(tmp_path: Path) -> None:
     save_file({f"x{i:04}": tensor for i, tensor in enumerate(trained.values())}, tmp_path / "x.safetensors")
     path = tmp_path / "x.pth"
     torch.save({f"x{i}": tensor for i, (name, tensor) in enumerate(trained.items()) if "num_batches" not in name}, path)
-    with pytest.raises(RetrofitError, match="--match order"):
+    with pytest.raises(RetrofitError, match="pass `match='order'`"):
         open_model("test_byobnet", checkpoint=path)
     network = open_model("test_byobnet", checkpoint=path, match="order")
     assert torch.equal(network.model.state_dict()["head.fc.weight"], trained["head.fc.weight"])
@@ -135,7 +135,7 @@ def test_the_image_size_of_a_local_folder(tmp_path: Path, architecture: str, fix
     (tmp_path / "config.json").write_text(json.dumps({"architecture": architecture, "num_classes": 2}))
     text = f"local-dir:{tmp_path}"
     if fixed:
-        with pytest.raises(UsageError, match="--model-kwargs img_size=64"):
+        with pytest.raises(UsageError, match=r"`model_kwargs=\{'img_size': 64\}`"):
             open_model(text, img_size=64)
         network = open_model(text, model_kwargs={"img_size": 64})
     else:
@@ -175,18 +175,18 @@ def test_what_open_model_knows_is_saved_with_the_network(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a.safetensors", {"pretrained": True}, "is an artifact .* drop --pretrained"),
-        ("a.safetensors", {"checkpoint": "x.pth", "num_classes": 3}, "drop --checkpoint, --num-classes"),
+        ("a.safetensors", {"pretrained": True}, "is an artifact .* drop `pretrained`"),
+        ("a.safetensors", {"checkpoint": "x.pth", "num_classes": 3}, "drop `checkpoint`, `num_classes`"),
         (
             "a.safetensors",
             {"in_chans": 1, "img_size": 3, "model_kwargs": {"a": 1}},
-            "--in-chans, --img-size, --model-kw",
+            "`in_chans`, `img_size`, `model_kw",
         ),
-        ("x.pth", {}, "give a name, and --checkpoint x.pth"),
+        ("x.pth", {}, "give a name, and `checkpoint='x.pth'`"),
         ("resnet18", {"pretrained": True, "checkpoint": "x.pth"}, "pass one of them"),
-        ("tv:resnet18", {"model_kwargs": {"weights": "DEFAULT"}}, "pass --pretrained too"),
+        ("tv:resnet18", {"model_kwargs": {"weights": "DEFAULT"}}, "pass `pretrained=True` too"),
         ("resnet81", {}, "did you mean resnet18"),
-        ("resnet18", {"num_classes": -3}, "--num-classes -3"),
+        ("resnet18", {"num_classes": -3}, "`num_classes=-3`"),
         ("resnet18", {"model_kwargs": {"nonsense": 1}}, "nonsense"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_missing_artifact(tmp_path: Path, name: str) -> None:
 
 def test_a_plain_checkpoint_is_not_a_model(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(RetrofitError, match="give the network's name and --checkpoint"):
+    with pytest.raises(RetrofitError, match="give the network's name and `checkpoint="):
         open_model(str(tmp_path / "a.safetensors"))
 
 

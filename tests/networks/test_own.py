@@ -75,9 +75,7 @@ def test_loading_without_the_network_is_refused_and_imports_nothing(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own, "resolve", lambda *_: pytest.fail("nobody typed it"))
-    with pytest.raises(
-        RetrofitError, match=r"tests.networks.mynet:UNet; build that network .* into=network.*--network"
-    ):
+    with pytest.raises(RetrofitError, match=r"tests.networks.mynet:UNet; build that network .* as `into`"):
         retrofit.load(saved)
     with pytest.raises(RetrofitError, match="holds a network of one's own"):
         open_model(str(saved))
@@ -165,7 +163,7 @@ def test_a_librarys_network_may_be_saved_as_ones_own(tmp_path: Path) -> None:
         return model
 
     model, _ = retrofit.convert(make(), "bnn")
-    with pytest.raises(RetrofitError, match='save it with source="own"'):
+    with pytest.raises(RetrofitError, match=r"save it with `save\(source='own'\)`"):
         retrofit.save(model, tmp_path / "a.safetensors")
     retrofit.save(model, tmp_path / "a.safetensors", source="own")
     again = retrofit.load(tmp_path / "a.safetensors", into=make())
@@ -283,8 +281,8 @@ def test_names_that_build_nothing(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (NAME, {"pretrained": True}, "drop --pretrained"),
-        (NAME, {"model_kwargs": {"width": 4}}, "--model-kwargs means nothing to .*write a function"),
+        (NAME, {"pretrained": True}, "drop `pretrained`"),
+        (NAME, {"model_kwargs": {"width": 4}}, "`model_kwargs` means nothing to .*write a function"),
         (NAME, {"network": NAME}, "is none, drop it"),
         ("test_resnet", {"network": NAME}, "is none, drop it"),
     ],
@@ -296,7 +294,7 @@ def test_wrong_usage(text: str, options: dict[str, Any], message: str) -> None:
 
 def test_a_librarys_artifact_needs_no_network(tmp_path: Path) -> None:
     retrofit.save(build(parse("test_resnet")), tmp_path / "a.safetensors")
-    with pytest.raises(UsageError, match=r"holds test_resnet, which its library builds; drop --network"):
+    with pytest.raises(UsageError, match=r"holds test_resnet, which its library builds; drop `network`"):
         open_model(str(tmp_path / "a.safetensors"), network=NAME)
 
 

@@ -161,7 +161,7 @@ def test_what_the_library_does_not_build_is_refused(tmp_path: Path, case: str) -
     with pytest.raises(RetrofitError, match=f"{message}.*") as caught:
         retrofit.save(model, tmp_path / "a.safetensors")
     assert "\n" not in str(caught.value)
-    assert 'source="own"' in str(caught.value)
+    assert "save(source='own')" in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 

@@ -66,10 +66,10 @@ def test_an_artifact_keeps_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"alpha": 1.5}, "alpha must be from 0 to 1"),
-        ({"noise_kind": "none"}, "noise_kind must be one of scaled, unscaled, gaussian-dropout"),
-        ({"newton_steps": 0}, "steps must be at least 1"),
-        ({"noise": -1.0}, "noise must be"),
+        ({"alpha": 1.5}, "`alpha` must be from 0 to 1"),
+        ({"noise_kind": "none"}, "`noise_kind` must be one of scaled, unscaled, gaussian-dropout"),
+        ({"newton_steps": 0}, "`newton_steps` must be at least 1"),
+        ({"noise": -1.0}, "`noise` must be"),
         ({"noise": "papers"}, "a number or paper"),
     ],
 )
@@ -81,5 +81,5 @@ def test_out_of_range(option: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("to", ["gn", "ln-pn", "evonorm-s0", "frn-tlu"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_refused_where_they_mean_nothing(to: str, name: str) -> None:
-    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} means nothing to this target"):
+    with pytest.raises(UsageError, match=f"`{name}` means nothing to this target"):
         retrofit.plan(mixed(), to, **{name: OPTIONS[name]})

@@ -57,7 +57,7 @@ def test_what_a_hint_says_works(to: str, family: str) -> None:
         said = " ".join(row.reason for row in plan(mixed(), to, source=family).layers)
     except RetrofitError as error:
         said = str(error)
-    hints = set(re.findall(r"--from (\S+) adds it", said))
+    hints = set(re.findall(r"name '(\S+)' in `source` too", said))
     assert hints or to != "normal"
     for other in hints:
         made = statuses(plan(mixed(), to, source=[family, other]))
@@ -77,7 +77,7 @@ def test_only_and_skip() -> None:
     assert converted == {"layer1.0.bn1", "layer1.1.bn1", "layer2.0.bn1", "layer2.1.bn1"}
     assert len(made.layers) == 20
     reasons = {row.name: row.reason for row in made.layers}
-    assert "--only" in reasons["bn1"]
+    assert "`only`" in reasons["bn1"]
     assert r"\.bn2$" in reasons["layer1.0.bn2"]
 
 
@@ -88,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], type[RetrofitError], str]] = [
     ({"only": "("}, UsageError, "not a regular expression"),
     ({"skip": ["layer1", "*"]}, UsageError, "not a regular expression"),
     ({"source": "xn"}, UsageError, "bn, ln, gn, in"),
-    ({"to": "lnn"}, RetrofitError, "20 BatchNorm2d.*--to bnn"),
+    ({"to": "lnn"}, RetrofitError, "20 BatchNorm2d.*try .to='bnn'."),
     ({"groups": 8}, UsageError, "groups"),
     ({"noise": -1.0}, UsageError, "noise"),
     ({"noise": float("nan")}, UsageError, "noise"),

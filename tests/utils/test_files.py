@@ -51,7 +51,7 @@ def test_a_failing_body_leaves_nothing(tmp_path: Path, error: BaseException) -> 
 def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_text("old")
-    with pytest.raises(RetrofitError, match=r"exists; pass --force"), atomic_write(path):
+    with pytest.raises(RetrofitError, match=r"exists; pass `force=True`"), atomic_write(path):
         pytest.fail("the body must not run")
     assert path.read_text() == "old"
     with pytest.raises(ValueError, match="half-way"):

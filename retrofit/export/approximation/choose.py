@@ -120,10 +120,10 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
         if difference <= limit:
             return chosen
         best = min(best, difference)
-    advice = "raise --tolerance" if wanted.fit else "raise --tolerance, give --calibrate images"
+    advice = "raise `tolerance`" if wanted.fit else "raise `tolerance`, give `calibrate` images"
     raise RetrofitError(
         f"approximations change the output by {best:.2g} of its scale, not safely less than "
-        f"{wanted.tolerance:g}; {advice} or use --fold exact"
+        f"{wanted.tolerance:g}; {advice} or use `fold='exact'`"
     )
 
 

@@ -77,7 +77,7 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
     except KeyError as lacking:
         raise RetrofitError(
             f"{path} does not say how its images are prepared (its metadata lack {lacking}); "
-            "evaluate takes the files that retrofit export writes"
+            "evaluate takes files that `retrofit.export_onnx` or `retrofit export` wrote"
         ) from None
     run = open_onnx(path, runtime, advice="export it again")
     facts: dict[str, Any] = {name: known[name] for name in ("model", "target", "strength", "fold") if name in known}

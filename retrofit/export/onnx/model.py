@@ -30,7 +30,7 @@ def check_opset(opset: int) -> None:
         UsageError: If there is no such opset here.
     """
     if opset not in OPSETS:
-        raise UsageError(f"opset {opset} is not supported; use {OPSETS.start} to {OPSETS.stop - 1}")
+        raise UsageError(f"`opset={opset}` is not supported; use {OPSETS.start} to {OPSETS.stop - 1}")
 
 
 def to_onnx(
@@ -79,7 +79,7 @@ def to_onnx(
     model = program.model_proto
     found = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     if found != opset:
-        raise RetrofitError(f"the exporter cannot write this network for opset {opset}; use --opset {found}")
+        raise RetrofitError(f"the exporter cannot write this network for opset {opset}; use `opset={found}`")
     _anonymous(model, dynamic_size)
     for key, value in metadata.items():
         model.metadata_props.add(key=key, value=value)
@@ -136,4 +136,4 @@ def _cause(error: BaseException) -> str:
 
 
 def _advice(dynamic_size: bool) -> str:
-    return "leave out --dynamic-size" if dynamic_size else "only networks that torch.export can trace can be exported"
+    return "leave out `dynamic_size`" if dynamic_size else "only networks that torch.export can trace can be exported"

@@ -1,6 +1,6 @@
 """The targets of a conversion: importing this package registers them all."""
 
-# In the order in which `--to` lists them.
+# In the order in which `to` lists them.
 from retrofit.surgery.targets import normality  # isort: split
 
 from retrofit.surgery.targets import batch_independent  # isort: split

@@ -52,7 +52,7 @@ class BaselineConverter(Converter):
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
         """Convert every BatchNorm over maps whose activations can be taken in, and take those in."""
         if options.groups == "auto":
-            raise UsageError(f"groups auto means nothing to {self.layer}; give a number or leave it out")
+            raise UsageError(f"`groups='auto'` means nothing to {self.layer}; give a number or leave it out")
         sites = _sites(model)
         blocked: dict[str, str] = {}
         for site in sites.sites:

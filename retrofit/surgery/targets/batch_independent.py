@@ -60,11 +60,11 @@ class BatchIndependentConverter(Converter):
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
         """Convert every BatchNorm that has running statistics; trace and measure where the options ask for it."""
         if options.pn_restore is not None and not (self.proxy or options.ws):
-            raise UsageError("--pn-restore means nothing without ProxyNorm or --ws; leave it out")
+            raise UsageError("`pn_restore` means nothing without ProxyNorm or `ws`; leave it out")
         picked: dict[str, tuple[int, float]] = {}
         if options.groups == "auto":
             if options.calibrate is None:
-                raise UsageError("groups auto measures on images; pass some with --calibrate")
+                raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
             taken = [layer for layer in layers if layer.family in self.sources and _migratable(layer.module)]
             norms = {layer.name: layer.module for layer in taken}
             picked = most_groups(model, norms, options.calibrate) if norms else {}

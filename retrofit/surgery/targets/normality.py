@@ -79,7 +79,7 @@ class NormalityConverter(Converter):
         target = _BY_KIND.get(found.kind)
         if target is None or (self.family is not None and found.family != self.family):
             other = FAMILIES[str(found.family)]
-            own = "its normality counterpart" if self.family is None else f"{FAMILIES[self.family]}; use --to normal"
+            own = "its normality counterpart" if self.family is None else f"{FAMILIES[self.family]}; use `to='normal'`"
             return Decision("unsupported", reason=f"{other} has no function-preserving path to {own}")
         return Decision("converted", target=target.__name__, options=layer_options(options))
 

@@ -222,7 +222,7 @@ def test_nearly_affine_layer_folds_away(images: list[Tensor]) -> None:
 
 
 def test_tolerance_that_no_degree_meets(images: list[Tensor]) -> None:
-    with pytest.raises(RetrofitError, match="raise --tolerance"):
+    with pytest.raises(RetrofitError, match="raise `tolerance`"):
         fold(network(-1.5, 3.5, nn.SiLU()), images, tolerance=1e-9)
 
 
@@ -250,13 +250,13 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
     ("options", "complaint"),
     [
         ({"fold": "cubic"}, "use exact or poly"),
-        ({"degree": 3}, "use fold poly"),
-        ({"runtime": "openvino"}, "use fold poly"),
+        ({"degree": 3}, "use `fold=.poly.`"),
+        ({"runtime": "openvino"}, "use `fold=.poly.`"),
         ({"fold": "poly", "runtime": "tflite"}, "use onnxruntime or openvino"),
         ({"fold": "poly", "degree": 1}, "use 2 to 8"),
         ({"fold": "poly", "degree": 9}, "use 2 to 8"),
-        ({"freeze_lambda": True}, "--calibrate"),
-        ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "--calibrate more"),
+        ({"freeze_lambda": True}, "`calibrate`"),
+        ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
         ({"tolerance": -1.0}, "more than 0"),
     ],
 )

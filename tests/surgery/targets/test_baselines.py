@@ -169,7 +169,7 @@ def test_groups_are_evonorms_alone() -> None:
     for to, groups in (("frn-tlu", 8), ("evonorm-s0", 0), ("evonorm-s0", "auto")):
         with pytest.raises(UsageError, match="groups"):
             retrofit.plan(model, to, groups=groups)
-    with pytest.raises(UsageError, match="--ws means nothing"):
+    with pytest.raises(UsageError, match="`ws` means nothing"):
         retrofit.plan(model, "evonorm-s0", ws=True)
 
 
@@ -179,7 +179,7 @@ def test_there_is_no_strength(to: str) -> None:
     with pytest.raises(RetrofitError, match="no converted layer that has a strength"):
         retrofit.set_strength(model, 1.0)
     assert strength_of(model) is None
-    with pytest.raises(RetrofitError, match="--teacher source needs"):
+    with pytest.raises(RetrofitError, match="`teacher='source'` needs"):
         source_network(model)
 
 

@@ -223,7 +223,7 @@ def test_groups_by_their_channels() -> None:
     planned = plan(model, "gn", group_channels=16, skip=["2"])
     assert [row.options.get("num_groups") for row in planned.layers] == [2, 1, None]
     assert planned.options["group_channels"] == 16
-    with pytest.raises(UsageError, match="--group-channels 16 does not divide the 24 channels of 2; name a divisor"):
+    with pytest.raises(UsageError, match="`group_channels=16` does not divide the 24 channels of 2; name a divisor"):
         plan(model, "gn", group_channels=16)
 
 
@@ -248,7 +248,7 @@ def test_auto_groups_follow_the_data() -> None:
         ({"to": "gn", "groups": "auto", "calibrate": []}, RetrofitError, "no images"),
         ({"to": "ln", "groups": 4}, UsageError, "groups"),
         ({"to": "gn", "noise": 0.4}, UsageError, "noise"),
-        ({"to": "gn", "pn_params": True}, UsageError, "pn-params"),
+        ({"to": "gn", "pn_params": True}, UsageError, "pn_params"),
         ({"to": "bnn", "ws": True}, UsageError, "ws"),
     ],
 )
@@ -339,7 +339,7 @@ class DataDependent(nn.Module):
 @pytest.mark.parametrize("to", ["gn-pn", "ln-pn"])
 def test_proxying_nothing_is_refused(to: str) -> None:
     model = DataDependent()
-    with pytest.raises(RetrofitError, match=rf"{to} would convert no activation.*use --to {to[:2]}, ") as caught:
+    with pytest.raises(RetrofitError, match=rf"{to} would convert no activation.*use `to='{to[:2]}'`, ") as caught:
         retrofit.convert(model, to)
     assert "what follows its norm is unknown" in str(caught.value)
     assert "\n" not in str(caught.value)

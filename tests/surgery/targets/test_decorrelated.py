@@ -197,15 +197,15 @@ def test_layers_that_cannot_whiten_are_reported(to: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"to": "dbn", "groups": 4}, "--group-size N"),
-        ({"to": "dbnn", "groups": "auto"}, "--group-size N"),
-        ({"to": "dbn", "group_size": 0}, "group_size must be at least 1"),
-        ({"to": "dbn", "whitening": "pca"}, "whitening must be one of eigen, newton-schulz"),
-        ({"to": "dbn", "noise": 0.4}, "--noise means nothing"),
-        ({"to": "dbnn", "noise": -1.0}, "noise must be"),
-        ({"to": "dbnn", "ws": True}, "--ws means nothing"),
-        ({"to": "bnn", "group_size": 4}, "--group-size means nothing"),
-        ({"to": "gn", "whitening": "eigen"}, "--whitening means nothing"),
+        ({"to": "dbn", "groups": 4}, "use `group_size`, "),
+        ({"to": "dbnn", "groups": "auto"}, "use `group_size`, "),
+        ({"to": "dbn", "group_size": 0}, "`group_size` must be at least 1"),
+        ({"to": "dbn", "whitening": "pca"}, "`whitening` must be one of eigen, newton-schulz"),
+        ({"to": "dbn", "noise": 0.4}, "`noise` means nothing"),
+        ({"to": "dbnn", "noise": -1.0}, "`noise` must be"),
+        ({"to": "dbnn", "ws": True}, "`ws` means nothing"),
+        ({"to": "bnn", "group_size": 4}, "`group_size` means nothing"),
+        ({"to": "gn", "whitening": "eigen"}, "`whitening` means nothing"),
     ],
 )
 def test_wrong_options(arguments: dict[str, Any], message: str) -> None:

@@ -1,0 +1,67 @@
+"""Arguments become flags: the library's sentences name them as Python does, in backticks, a command line's as it does.
+
+An option goes by the name of the Python argument that it sets, so `source` is --from where a command declares
+`click.option("--from", "source")`. What the running command has no option for stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+_ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
+
+
+def in_flags(text: str, command: click.Command | None = None) -> str:
+    """Return a sentence with the arguments that a command has an option for as flags.
+
+    Args:
+        text: For example "pass `num_classes=7` or drop `checkpoint`".
+        command: The one that is run; click's current one if None.
+
+    Returns:
+        For example "pass --num-classes 7 or drop --checkpoint".
+    """
+    if command is None and (context := click.get_current_context(silent=True)) is not None:
+        command = context.command
+    options = {} if command is None else {option.name: option for option in _options(command)}
+
+    def flag(found: re.Match[str]) -> str:
+        option = options.get(found[1])
+        return found[0] if option is None else _typed(option, found[2])
+
+    return _ARGUMENT.sub(flag, text)
+
+
+def _options(command: click.Command) -> Iterator[click.Option]:
+    """Yield the options of a command, and of those in a group."""
+    yield from (one for one in command.params if isinstance(one, click.Option))
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from _options(inner)
+
+
+def _typed(option: click.Option, text: str | None) -> str:
+    """Return an option as a user types it, with a value that Python's text names."""
+    name = max(option.opts, key=len)
+    if text is None:
+        return name
+    value = _value(text)
+    if option.is_flag:
+        return option.secondary_opts[0] if value is False and option.secondary_opts else name
+    if isinstance(value, dict):
+        return " ".join(f"{name} {shlex.quote(f'{key}={entry}')}" for key, entry in value.items())
+    words = value if isinstance(value, list | tuple) else [value]
+    return " ".join([name, *(shlex.quote(str(word)) for word in words)])
+
+
+def _value(text: str) -> Any:
+    """Read a literal; a placeholder (FILE) stays a word."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
