@@ -55,14 +55,8 @@ class Setup:
 
     def difference(self, arm: str, against: str, batch: int) -> str:
         """Return the paired difference of test top-1 between two arms, with both standard errors."""
-        ours, theirs = ({line["seed"]: line for line in self.of(name, batch)} for name in (arm, against))
-        seeds = sorted(ours.keys() & theirs.keys())
-        if arm == against or not seeds:
-            return "" if arm != against else "best baseline"
-        gains = [ours[seed]["test"] - theirs[seed]["test"] for seed in seeds]
-        each = np.mean([right(ours[seed]) - right(theirs[seed]) for seed in seeds], axis=0)
-        by_picture = 100 * each.std(ddof=1) / len(each) ** 0.5
-        return f"{statistics.fmean(gains):+.1f} ± {error(gains)} / {by_picture:.1f}"
+        ours, theirs = (self.of(name, batch) for name in (arm, against))
+        return "best baseline" if arm == against else paired(ours, theirs)
 
     def against_baseline(self) -> list[str]:
         """Return the table: batch size against method."""
@@ -97,6 +91,17 @@ class Setup:
             if tried:
                 text.append(f"| {ARMS[name].label} | {' | '.join(cells)} |")
         return text
+
+
+def paired(ours: Sequence[Line], theirs: Sequence[Line]) -> str:
+    """Return the difference of test top-1 over the seeds that both have, with its errors over seeds and pictures."""
+    pairs = [(one, other) for one in ours for other in theirs if one["seed"] == other["seed"]]
+    if not pairs:
+        return ""
+    gains = [one["test"] - other["test"] for one, other in pairs]
+    each = np.mean([right(one) - right(other) for one, other in pairs], axis=0)
+    by_picture = 100 * each.std(ddof=1) / len(each) ** 0.5
+    return f"{statistics.fmean(gains):+.1f} ± {error(gains)} / {by_picture:.1f}"
 
 
 def right(line: Line) -> np.ndarray:

@@ -99,6 +99,15 @@ class Case:
         torch.manual_seed(0)
         return self.converted(_Tokens())
 
+    def of_two_layers(self) -> nn.Module:
+        """A network that a compiler is soon done with."""
+        if self.to == "lnn":
+            return self.without_attention()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 15), nn.Flatten())
+        model.train()(10 * X)
+        return self.converted(model)
+
     def converted(self, model: nn.Module, strength: float | None = None) -> nn.Module:
         model, _ = retrofit.convert(model, self.to, check=False)
         return self.walk(model, self.strength if strength is None else strength)
@@ -409,6 +418,42 @@ def _export(case: Case) -> None:
     model = case.model().eval()
     exported = torch.export.export(model, (X,)).module()
     same(exported.forward, model, 1e-3)
+
+
+def _steps_alike(case: Case, model: nn.Module, backend: str, tolerance: float) -> None:
+    """Compare training steps with a network's own, at two strengths, and its answers: one compilation sees both."""
+    torch.compiler.reset()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend)
+    losses = []
+    try:
+        for strength in (0.25, case.strength):
+            for network in (eager, model):
+                case.walk(network, strength).train().zero_grad()
+            again = strength == case.strength
+            with torch.compiler.set_stance("fail_on_recompile" if again else "default"):
+                loss = cross_entropy(compiled(X), Y)
+            loss.backward()
+            losses.append(cross_entropy(eager(X), Y))
+            losses[-1].backward()
+            torch.testing.assert_close(loss, losses[-1], rtol=tolerance, atol=tolerance)
+            for (name, one), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+                error = (one.grad - other.grad).abs().max()
+                assert error <= 10 * tolerance * other.grad.abs().max().clamp_min(1e-3), (name, float(error))
+        assert case.to == "frozen" or (losses[0] - losses[1]).abs() > 10 * tolerance  # a strength that stood is seen
+        model.eval(), eager.eval()
+        for strength in (0.75, case.strength):
+            for network in (eager, model):
+                case.walk(network, strength)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(X), eager(X), rtol=tolerance, atol=tolerance)
+    finally:
+        torch.compiler.reset()
+
+
+@client("torch.compile, training steps")
+def _compile(case: Case) -> None:
+    _steps_alike(case, case.of_two_layers(), "aot_eager", 1e-5)
 
 
 @client("activation checkpointing")
