@@ -1,4 +1,4 @@
-"""What the trained networks of the evidence do on corrupted pictures: is bnn steadier than BatchNorm with its noise?
+"""What the trained networks of the evidence do on corrupted pictures, each against its best baseline.
 
     python benchmarks/evidence_shift.py --checkpoint efficientnet-lite0.pth --keep DIR --test test.tar
 
@@ -48,6 +48,7 @@ def _jpeg(picture: Image.Image, _: np.random.Generator) -> Image.Image:
     return Image.open(file).convert("RGB")
 
 
+AGAINST = {"ln": "bn-frozen", "ln-pn": "bn-frozen", "bnn-0.1": "bn-noise-0.1", "bnn": "bn"}
 CORRUPTIONS: dict[str, _Corruption] = {
     "clean": lambda picture, _: picture,
     "Gaussian noise, 20 of 255": _noise,
@@ -65,26 +66,30 @@ def corrupted(pictures: Labelled, name: str, size: int) -> tuple[torch.Tensor, t
     return still([(CORRUPTIONS[name](picture, generator), label) for picture, label in pictures], size)
 
 
-def table(lines: list[Line], arms: list[str], batch: int, against: str) -> list[str]:
+def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
     """Return top-1 of each arm under each corruption, and the calibration error, with the paired difference."""
-    text = [f"| batch {batch} | " + " | ".join(ARMS[name].label for name in arms) + " |", "|---|" + "---|" * len(arms)]
+    names = [name for name in arms if any(line["arm"] == name for line in lines)]
+    heads = [
+        ARMS[name].label + (f" (against {ARMS[AGAINST[name]].label})" if name in AGAINST else "") for name in names
+    ]
+    text = [f"| batches of {batch} | {' | '.join(heads)} |", "|---|" + "---|" * len(names)]
     rows = [(name, "top1") for name in CORRUPTIONS] + [("mean of the corrupted", "top1")]
     rows += [("clean", "ece"), ("mean of the corrupted", "ece")]
     for corruption, measured in rows:
         wanted = [name for name in CORRUPTIONS if name != "clean"] if "mean" in corruption else [corruption]
         cells = []
-        for name in arms:
-            means: dict[str, list[float]] = {}
-            for one in (name, against):
-                own = [line for line in lines if (line["arm"], line["batch"]) == (one, batch)]
-                own.sort(key=lambda line: line["seed"])
-                means[one] = [statistics.fmean(line[measured][key] for key in wanted) for line in own]
-            if not means[name]:
-                cells.append("")
-                continue
-            gains = [a - b for a, b in zip(means[name], means[against], strict=False)]
-            gain = "" if name == against else f" ({statistics.fmean(gains):+.1f} ± {error(gains)})"
-            cells.append(f"{statistics.fmean(means[name]):.1f}{gain}")
+        for name in names:
+            own, theirs = (
+                {
+                    line["seed"]: statistics.fmean(line[measured][key] for key in wanted)
+                    for line in lines
+                    if (line["arm"], line["batch"]) == (one, batch)
+                }
+                for one in (name, AGAINST.get(name))
+            )
+            gains = [own[seed] - theirs[seed] for seed in sorted(own.keys() & theirs.keys())]
+            gain = f" ({statistics.fmean(gains):+.1f} ± {error(gains)})" if gains else ""
+            cells.append(f"{statistics.fmean(own.values()):.1f}{gain}")
         what = "calibration error, " if measured == "ece" else ""
         text.append(f"| {what}{corruption} | {' | '.join(cells)} |")
     return text
@@ -96,9 +101,10 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="of the source network")
     parser.add_argument("--test", metavar="TAR")
     parser.add_argument("--images", type=int, default=100, help="test pictures of each class")
-    parser.add_argument("--arms", nargs="+", default=["bn-noise-0.1", "bnn-0.1", "bn", "bnn"], choices=list(ARMS))
-    parser.add_argument("--against", default="bn-noise-0.1", choices=list(ARMS))
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[32])
+    parser.add_argument(
+        "--arms", nargs="+", default=list(dict.fromkeys([*AGAINST.values(), *AGAINST])), choices=list(ARMS)
+    )
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8])
     parser.add_argument("--runs", type=Path, default=RESULTS / "evidence.jsonl")
     parser.add_argument("--out", type=Path, default=RESULTS / "evidence_shift.jsonl")
     args = parser.parse_args()
@@ -128,10 +134,13 @@ def main() -> None:
                 with args.out.open("a") as file:
                     file.write(json.dumps(done[-1]) + "\n")
                 print(name, batch, line["seed"], made, flush=True)
-    text = ["Top-1 in percent, mean over seeds; in brackets the paired difference to "]
-    text[0] += f"{ARMS[args.against].label}, ± standard error over seeds; {10 * args.images:,} test pictures."
+    seeds = sorted({line["seed"] for line in done})
+    text = [
+        f"Top-1 in percent, mean over {len(seeds)} seeds, {10 * args.images:,} test pictures; in brackets the paired "
+    ]
+    text[0] += "difference to the baseline, ± standard error over seeds."
     for batch in args.batch_sizes:
-        text += ["", *table(done, args.arms, batch, args.against)]
+        text += ["", *table(done, args.arms, batch)]
     args.out.with_suffix(".md").write_text("\n".join(text) + "\n")
 
 
