@@ -363,5 +363,5 @@ def test_the_user_may_say_what_the_builder_got(tmp_path: Path) -> None:
     retrofit.save(model, tmp_path / "a.safetensors", source="test_byobnet", model_kwargs=kwargs)
     assert read_manifest(tmp_path / "a.safetensors")["model"]["kwargs"] == kwargs
     assert retrofit.load(tmp_path / "a.safetensors")(torch.zeros(2, 1, 64, 64)).shape == (2, 4)
-    with pytest.raises(UsageError, match="say which with source="):
+    with pytest.raises(UsageError, match="say which with `source`"):
         retrofit.save(model, tmp_path / "b.safetensors", model_kwargs=kwargs)
