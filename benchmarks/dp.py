@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parent / "results" / "dp.jsonl"
 DELTA = 1e-4
 CLIP = 1.0  # largest norm of a sample's gradient
 AT_ONCE = 50  # samples whose gradients are held at a time
-RATES = {"head": [0.3, 1.0, 3.0], "norms": [0.1, 0.3, 1.0], "all": [0.03, 0.1]}  # noise grows with what is trained
+RATES = {"head": [0.3, 1.0, 3.0], "norms": [0.3, 1.0, 3.0], "all": [0.03, 0.1]}  # noise grows with what is trained
 
 
 @dataclass(frozen=True)

@@ -172,9 +172,11 @@ def _series_error(h: np.ndarray) -> tuple[float, float]:
 def trained() -> list[Row]:
     """Figures 6 and 11 and table 4 of Eftekhari and Papyan, on a small network trained from scratch on digits."""
     start, bn, bnn = (_train(to) for to in ("none", None, "bnn"))
+    noised = _train("bnn", alpha=0.0)
     better = sum((b.r2 or 0) > (a.r2 or 0) for a, b in zip(bn.layers, bnn.layers, strict=True))
     ends = {name: fmean(f.errors[-1] / f.errors[0] for f in found.noise) for name, found in (("BN", bn), ("BNN", bnn))}
-    kept = {name: found.input_noise[3].top1 for name, found in (("BN", bn), ("BNN", bnn))}
+    networks = {"BN": bn, "BN with the same noise in training": noised, "BNN": bnn}
+    kept = {name: found.input_noise[3].top1 for name, found in networks.items()}
     level = bn.input_noise[3].level
     return [
         Row(
@@ -204,13 +206,16 @@ def _r2(found: Diagnosis) -> float:
     return fmean(layer.r2 for layer in found.layers if layer.r2 is not None)
 
 
-def _train(to: str | None) -> Diagnosis:
-    """Train resnet10t on the digits with BN, or with BNN and the paper's noise; "none" does not train."""
+def _train(to: str | None, alpha: float = 1.0) -> Diagnosis:
+    """Train resnet10t on the digits with BN, or with BNN and the paper's noise; "none" does not train.
+
+    With `alpha` 0 BNN is BN with its noise.
+    """
     torch.manual_seed(0)
     network = open_model("resnet10t", img_size=32, in_chans=3, num_classes=10)
     network.model.load_state_dict(timm.create_model("resnet10t", num_classes=10).state_dict())
     if to == "bnn":
-        network.model, _ = retrofit.convert(network.model, "bnn")
+        network.model, _ = retrofit.convert(network.model, "bnn", alpha=alpha)
         retrofit.set_strength(network.model, 1.0)
     if to != "none":
         settings = {"epochs": 15, "strength_sched": "off"} | ({"noise": 0.4, "noise_start": 0.0} if to else {})
