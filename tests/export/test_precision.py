@@ -111,6 +111,23 @@ def test_float16_keeps_input_and_output(tmp_path: Path) -> None:
     assert metadata["target"] == "ln"
 
 
+def test_float16_of_a_value_that_several_operations_without_float16_read(tmp_path: Path) -> None:
+    class Thresholds(nn.Sequential):
+        """Ends in maxima, for which the converter has no float16: two of one value, and with one threshold."""
+
+        def __init__(self) -> None:
+            super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+            self.register_buffer("threshold", torch.linspace(-1, 1, 4).view(4, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return torch.cat([torch.maximum(x, self.threshold), torch.maximum(x, -2 * self.threshold)], 1).mean((2, 3))
+
+    report, proto = export(Thresholds().eval(), tmp_path / "a.onnx", precision="float16")
+    assert [node.op_type for node in proto.graph.node].count("Max") == 2
+    assert report.parity.max_abs_diff < 1e-2
+
+
 def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Path) -> None:
     model = network("bnn")
     for name, buffer in model.named_buffers():
