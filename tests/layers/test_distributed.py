@@ -1,7 +1,7 @@
 """Synchronized statistics: several gloo processes with shares of a batch against one process with the whole batch."""
 
 import copy
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from retrofit.layers import BatchNormalNorm2d, SyncBatchNormalNorm, kernels
 
 SHARES = {"equal": [4, 4], "unequal": [5, 3], "one empty": [8, 0]}
+FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -28,9 +29,19 @@ def layer(cls: type[nn.Module], noise: float = 0.0) -> nn.Module:
     return module
 
 
-def work(rank: int, shares: list[int], folder: str, memory_format: torch.memory_format) -> None:
+def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(shares))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {
+        (name, str(memory_format)): of_a_share(rank, shares, memory_format)
+        for name, shares in SHARES.items()
+        for memory_format in FORMATS
+    }
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def of_a_share(rank: int, shares: list[int], memory_format: torch.memory_format) -> dict[str, Any]:
     x, g = (part.split(shares)[rank].clone() for part in batch())
     x = x.contiguous(memory_format=memory_format).requires_grad_()
     module = layer(SyncBatchNormalNorm)
@@ -41,19 +52,15 @@ def work(rank: int, shares: list[int], folder: str, memory_format: torch.memory_
     torch.manual_seed(rank)
     noise = (noisy(x) - out).detach() / module.weight.detach().view(1, -1, 1, 1)
     module.eval()
-    torch.save(
-        {
-            "out": out.detach(),
-            "x": x.grad,
-            "weight": module.weight.grad,
-            "bias": module.bias.grad,
-            "buffers": dict(module.named_buffers()),
-            "noise": noise,
-            "eval": module(x).detach(),
-        },
-        f"{folder}/{rank}.pt",
-    )
-    dist.destroy_process_group()
+    return {
+        "out": out.detach(),
+        "x": x.grad,
+        "weight": module.weight.grad,
+        "bias": module.bias.grad,
+        "buffers": dict(module.named_buffers()),
+        "noise": noise,
+        "eval": module(x).detach(),
+    }
 
 
 KERNELS = [
@@ -63,22 +70,23 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("choice", KERNELS)
-@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES.keys())
-def test_shares_of_a_batch_are_one_batch(
-    shares: list[int],
-    choice: str,
-    memory_format: torch.memory_format,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with monkeypatch.context() as environment:  # of the processes
-        environment.setenv(kernels.VARIABLE, choice)
+@pytest.fixture(scope="module", params=KERNELS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, Any]]]:
+    """Return what each of two processes computed of its share, by the names of shares and memory format."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as environment:  # of the processes
+        environment.setenv(kernels.VARIABLE, request.param)
         environment.setenv("TRITON_INTERPRET", "1")
-        mp.spawn(work, args=(shares, str(tmp_path), memory_format), nprocs=len(shares))
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(len(shares))]
+        mp.spawn(work, args=(str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+@pytest.mark.parametrize("shares", SHARES)
+def test_shares_of_a_batch_are_one_batch(
+    shares: str, memory_format: torch.memory_format, found: list[dict[Any, dict[str, Any]]]
+) -> None:
+    ranks = [of_rank[shares, str(memory_format)] for of_rank in found]
     x, g = batch()
     x.requires_grad_()
     whole = layer(BatchNormalNorm2d)
