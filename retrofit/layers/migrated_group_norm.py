@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -67,30 +66,35 @@ def migrated_group_norm(
         (N, C, *) in the type and memory format of `x`.
 
     Raises:
-        ValueError: If `x` has fewer than 2 dimensions or not C channels.
+        ValueError: If `x` has fewer than 2 dimensions or not C channels, or G does not divide C.
     """
     channels = running_mean.numel()
     if x.ndim < 2 or x.shape[1] != channels:
         raise ValueError(f"expected (N, {channels}, *), got {tuple(x.shape)}")
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
+    source_eps = eps if source_eps is None else source_eps
+    maps = x if x.ndim > 2 else x.unsqueeze(-1)
+    given = weight, bias, running_mean.detach(), running_var.detach(), None if gain is None else gain.detach()
+    layout = channelwise.layout_of(maps, *given, per_sample=True)
+    if layout is not None:
+        numbers = num_groups, float(strength), float(eps), float(source_eps)
+        out: Tensor = channelwise.MigratedNorm.apply(maps, *given, *numbers, layout)
+        return out.view_as(x) if x.ndim == 2 else out
     dtype = compute_dtype(x)
     gamma = torch.ones_like(running_mean, dtype=dtype) if weight is None else weight.to(dtype)
     beta = torch.zeros_like(running_mean, dtype=dtype) if bias is None else bias.to(dtype)
     t = torch.as_tensor(strength, dtype=dtype, device=x.device)
-    rstd = torch.rsqrt(running_var.to(dtype) + (eps if source_eps is None else source_eps))
+    rstd = torch.rsqrt(running_var.to(dtype) + source_eps)
     gain = torch.ones_like(rstd) if gain is None else gain.to(dtype)
-    maps = x if x.ndim > 2 else x.unsqueeze(-1)
     constants = running_mean.detach().to(dtype), rstd.detach(), gain.detach()
     # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
     if transformed():
         mean, var = _moments_by_autograd(maps.to(dtype))
-        out, _, _ = _group_affine(maps, mean, var, *constants, gamma, beta, t.detach(), num_groups, eps, _affine)
+        out, _, _ = _group_affine(maps, mean, var, *constants, gamma, beta, t.detach(), num_groups, eps)
     else:
-        layout = channelwise.layout_of(maps, per_sample=True)
-        if layout is None:
-            mean, var = _moments(maps.detach().to(dtype))
-        else:
-            mean, var = channelwise.moments(maps.detach(), layout, constants[0])
-        out = _GroupAffine.apply(maps, mean, var, *constants, gamma, beta, t, num_groups, eps, layout)
+        mean, var = _moments(maps.detach().to(dtype))
+        out = _GroupAffine.apply(maps, mean, var, *constants, gamma, beta, t, num_groups, eps)
     return out.view_as(x) if x.ndim == 2 else out
 
 
@@ -124,7 +128,6 @@ def _group_affine(
     t: Tensor,
     num_groups: int,
     eps: Tensor | float,
-    apply: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result and, (N, C) each, the group's mean over the channel's gain and k of `_GroupAffine`."""
     n, channels = mean.shape
@@ -137,7 +140,7 @@ def _group_affine(
     k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
     m, k = m.expand(groups).reshape(n, channels) / gain, k.expand(groups).reshape(n, channels)
     scale = k * gamma
-    return apply(x, scale * rstd, beta - scale * (running_mean * rstd + t * m)), m, k
+    return _affine(x, scale * rstd, beta - scale * (running_mean * rstd + t * m)), m, k
 
 
 class _GroupAffine(torch.autograd.Function):
@@ -163,11 +166,8 @@ class _GroupAffine(torch.autograd.Function):
         t: Tensor,
         num_groups: int,
         eps: Tensor | float,
-        layout: channelwise.ChannelLayout | None,
     ) -> Tensor:
-        apply = _affine if layout is None else lambda x, *tables: channelwise.affine(x, layout, *tables)
-        out, m, k = _group_affine(x, mean, var, running_mean, rstd, gain, gamma, beta, t, num_groups, eps, apply)
-        ctx.layout = layout
+        out, m, k = _group_affine(x, mean, var, running_mean, rstd, gain, gamma, beta, t, num_groups, eps)
         ctx.save_for_backward(x, running_mean, rstd, gain, gamma, t, m, k)
         ctx.groups = len(mean), num_groups, mean.shape[1] // num_groups
         return out
@@ -179,11 +179,8 @@ class _GroupAffine(torch.autograd.Function):
         (grad,) = grads
         dims = tuple(range(2, x.ndim))
         wide = grad.to(k.dtype)
-        if ctx.layout is None:
-            sum_g = wide.sum(dims)
-            centred = (wide * x).sum(dims) - running_mean * sum_g
-        else:
-            centred, sum_g = channelwise.dots(x, grad, ctx.layout, running_mean)
+        sum_g = wide.sum(dims)
+        centred = (wide * x).sum(dims) - running_mean * sum_g
         sum_gx = (centred * rstd - t * m * sum_g) * k  # of grad * x^
         dx = None
         if ctx.needs_input_grad[0]:
@@ -195,13 +192,9 @@ class _GroupAffine(torch.autograd.Function):
 
             slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - running_mean) * rstd
             shift = -t * k * gain * group_mean(sum_g / gain) - slope * (running_mean * rstd + m)
-            tables = slope * rstd.square(), k * gamma * rstd, shift * rstd
-            if ctx.layout is not None:
-                dx = channelwise.combine(x, grad, ctx.layout, *tables)
-            else:
-                dx = _affine(x, tables[0], tables[2], dtype=k.dtype)
-                dx = dx.addcmul_(wide, _like(x, tables[1])).to(x.dtype)
-        return dx, None, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None, None
+            dx = _affine(x, slope * rstd.square(), shift * rstd, dtype=k.dtype)
+            dx = dx.addcmul_(wide, _like(x, k * gamma * rstd)).to(x.dtype)
+        return dx, None, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None
 
 
 def _like(x: Tensor, table: Tensor) -> Tensor:

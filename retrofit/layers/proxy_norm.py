@@ -146,12 +146,8 @@ class ProxyNorm(StrengthMixin):
         if self.restore_scale is not None:
             self.restore_scale.copy_(std)
 
-    def moments(
-        self, dtype: torch.dtype = torch.float32, kind: channelwise.ActivationCode | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the present gamma and beta.
-
-        With `kind`, the activation as `channelwise` knows it, they are computed there, in float32.
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return gamma and beta as they are now.
 
         Raises:
             RetrofitError: If gamma is sharded apart from this module.
@@ -162,6 +158,15 @@ class ProxyNorm(StrengthMixin):
                 "ProxyNorm reads gamma and beta of the norm before it, which are sharded apart from it; "
                 "call fully_shard on the block that holds both, not on the norm"
             )
+        return gamma, beta
+
+    def moments(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the present gamma and beta.
+
+        Raises:
+            RetrofitError: If gamma is sharded apart from this module.
+        """
+        gamma, beta = self._affine()
         device = self._code.device
         scale, shift = (
             torch.ones(self.num_features, device=device, dtype=dtype),
@@ -175,9 +180,6 @@ class ProxyNorm(StrengthMixin):
             shift = shift + beta.to(dtype)
         steps = torch.arange(self.samples, device=device, dtype=dtype)
         quantiles = (2**0.5) * torch.erfinv((2 * steps + 1) / self.samples - 1)
-        if kind is not None:
-            mean, var = channelwise.ProxyMoments.apply(scale, shift.expand_as(scale), quantiles, kind)
-            return mean, (var + self.eps).sqrt()
         # Samples on dimension 0 and, for channels first, two dimensions behind: parameters of the activation broadcast
         # as they do on (N, C, H, W), whether they are (C,) of PReLU's own kind or (C, 1, 1).
         behind = (1, 1) if self.channel_dim == 1 else ()
@@ -203,11 +205,9 @@ class ProxyNorm(StrengthMixin):
             return self.activation(proxy)
         return torch.func.functional_call(self.activation, cast, (proxy,))
 
-    def constants(
-        self, dtype: torch.dtype = torch.float32, kind: channelwise.ActivationCode | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def constants(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), each (C,), such that the layer is phi * scale + shift, at its present strength."""
-        mean, std = self.moments(dtype, kind)
+        mean, std = self.moments(dtype)
         scale = torch.ones_like(mean)
         if self.scale:
             scale = std.reciprocal() if self.restore_scale is None else self.restore_scale.to(dtype) / std
@@ -220,12 +220,16 @@ class ProxyNorm(StrengthMixin):
         if x.ndim < 2 or x.shape[self.channel_dim] != self.num_features:
             found = f"dimension {self.channel_dim} of {tuple(x.shape)}"
             raise ValueError(f"ProxyNorm expects {self.num_features} channels in {found}")
-        layout = channelwise.layout_of(x, self.channel_dim)
-        kind = None if layout is None else channelwise.known(self.activation)
-        scale, shift = self.constants(compute_dtype(x), kind)
+        kind = channelwise.known(self.activation)
         if kind is not None:
-            out: Tensor = channelwise.Activate.apply(x, scale, shift, kind, layout)
-            return out
+            given = *self._affine(), self.proxy_scale, self.proxy_bias, self.restore_scale, self.restore_shift
+            layout = channelwise.layout_of(x, *given, channel_dim=self.channel_dim)
+            if layout is not None:
+                numbers = kind, self.eps, float(self.strength), self.scale, self.samples
+                constants = channelwise.ProxyConstants(*numbers)
+                out: Tensor = channelwise.ProxyActivation.apply(x, *given, constants, layout)
+                return out
+        scale, shift = self.constants(compute_dtype(x))
         shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)
         phi = self.activation(x)
         return torch.addcmul(shift.view(shape), phi, scale.view(shape)).to(phi.dtype)

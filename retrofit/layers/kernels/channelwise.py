@@ -1,4 +1,4 @@
-"""Maps with a scale and a shift a channel, or a sample and channel, by channelwise.cpp: one pass over memory each.
+"""Proxy-normalized activations and migrated group normalization by channelwise.cpp, a call or two each way.
 
 They take contiguous tensors and channels_last ones as they lie, in float32 and bfloat16. Who calls them has a path of
 torch operations for everything else; `layout_of` says which it is.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class ActivationCode(NamedTuple):
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_IDENTITY, _CLAMP, _LEAKY, _HARDSWISH, _SILU, _GELU = range(6)
+_CLAMP, _LEAKY, _HARDSWISH, _SILU, _GELU = range(5)
 _RELU = ActivationCode(_CLAMP, 0.0, float("inf"))
 _RELU6 = ActivationCode(_CLAMP, 0.0, 6.0)
 _FUNCTIONS: dict[Any, ActivationCode] = {
@@ -77,10 +78,24 @@ class ChannelLayout(ctypes.Structure):
             return x.contiguous()
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
+    def sums(self) -> Tensor:
+        """Return room for two sums, an entry each."""
+        entries = self.blocks * self.channels if self.last else self.rows
+        return torch.empty(2, entries, dtype=torch.float64, device="cpu")
 
-def layout_of(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> ChannelLayout | None:
-    """Return how `x` lies for tables of (C,), or (N, C) with `per_sample`; None where no kernel takes it."""
+
+def layout_of(x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample: bool = False) -> ChannelLayout | None:
+    """Return how `x` lies for tables of (C,), or (N, C) with `per_sample`; None where no kernel takes it.
+
+    Args:
+        x: (N, C, *), or (N, *, C) by `channel_dim`.
+        given: The parameters and buffers of (C,) that go with it.
+        channel_dim: 1 or -1.
+        per_sample: Whether samples have tables of their own.
+    """
     if not (x.is_cpu and x.dtype in cpp.TYPES and kernels.fits(x) and kernels.chosen(x) is cpp):
+        return None
+    if any(g is not None and (type(g) not in (Tensor, nn.Parameter) or not g.is_cpu) for g in given):
         return None
     samples, channels = x.shape[0], x.shape[channel_dim]
     length = x.numel() // (samples * channels)
@@ -96,121 +111,136 @@ def layout_of(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> Chan
     return found
 
 
-def moments(x: Tensor, layout: ChannelLayout, about: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of each sample and channel, (N, C) in float32.
+class ProxyConstants(NamedTuple):
+    """What a proxy-normalized activation is made of beside its parameters."""
 
-    Args:
-        x: (N, C, *).
-        layout: As `layout_of` gives it, for tables per sample.
-        about: (C,) roughly the means.
-    """
-    x, centre = layout.arrange(x), _table(about.expand(x.shape[:2]))
-    count = x.numel() // centre.numel()
-    (offset, _) = _sums("channels_moments", x, layout, x, centre) / count
-    mean = (centre + offset.view_as(centre)).to(torch.float32)
-    shift, power = _sums("channels_moments", x, layout, x, mean).view(2, *mean.shape) / count
-    return mean, (power - shift * shift).clamp_min_(0).to(torch.float32)
+    phi: ActivationCode
+    eps: float
+    strength: float
+    divide: bool
+    samples: int
 
 
-def affine(x: Tensor, layout: ChannelLayout, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return x * scale + shift by tables of (N, C); autograd sees nothing of it."""
-    x = layout.arrange(x)
-    out = torch.empty_like(x)
-    _call("channels_forward", x, layout, *_arguments(ActivationCode(_IDENTITY)), out, x, _table(scale), _table(shift))
-    return out
-
-
-def dots(x: Tensor, grad: Tensor, layout: ChannelLayout, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of grad * (x - centre) and of grad for each sample and channel, (N, C) in float32."""
-    table = _table(centre.expand(x.shape[:2]))
-    x, grad = layout.arrange(x), layout.arrange(grad.to(x.dtype))
-    dot, total = _sums("channels_dots", x, layout, x, grad, table).to(torch.float32).view(2, *table.shape)
-    return dot, total
-
-
-def combine(x: Tensor, grad: Tensor, layout: ChannelLayout, by_x: Tensor, by_grad: Tensor, shift: Tensor) -> Tensor:
-    """Return x * by_x + grad * by_grad + shift by tables of (N, C)."""
-    x, grad = layout.arrange(x), layout.arrange(grad.to(x.dtype))
-    out = torch.empty_like(x)
-    _call("channels_combine", x, layout, out, x, grad, _table(by_x), _table(by_grad), _table(shift))
-    return out
-
-
-class Activate(torch.autograd.Function):
-    """phi(x) * scale + shift by tables of (C,), and its derivative."""
+class ProxyActivation(torch.autograd.Function):
+    """A proxy-normalized activation, see `ProxyNorm`; its derivatives by x, gamma, beta and the proxy's parameters."""
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, phi: ActivationCode, layout: ChannelLayout
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        proxy_scale: Tensor | None,
+        proxy_bias: Tensor | None,
+        restore_scale: Tensor | None,
+        restore_shift: Tensor | None,
+        constants: ProxyConstants,
+        layout: ChannelLayout,
     ) -> Tensor:
+        channels = layout.channels
+        tables = _room(6, channels)
+        options = ctypes.c_float(constants.eps), ctypes.c_float(constants.strength), int(constants.divide)
+        given = gamma, beta, proxy_scale, proxy_bias, restore_scale, restore_shift
+        tensors = tables, quantiles(constants.samples), *(_table(g, channels) for g in given)
+        sizes = ctypes.c_int64(channels), ctypes.c_int64(constants.samples)
+        _run("proxy_tables", *sizes, *_arguments(constants.phi), *options, *tensors)
         arranged = layout.arrange(x)
         out = torch.empty_like(arranged)
-        tables = _table(scale), _table(shift)
-        _call("channels_forward", x, layout, *_arguments(phi), out, arranged, *tables)
-        ctx.save_for_backward(x, scale)
-        ctx.phi, ctx.layout = phi, layout
+        scale, shift = tables[0], tables[1]
+        _call("channels_forward", x, layout, *_arguments(constants.phi), out, arranged, scale, shift)
+        ctx.save_for_backward(x, gamma, proxy_scale, proxy_bias, tables)
+        ctx.has_beta = beta is not None
+        ctx.phi, ctx.layout = constants.phi, layout
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        x, scale = ctx.saved_tensors
-        arranged, grad = ctx.layout.arrange(x), ctx.layout.arrange(grads[0].to(x.dtype))
-        grad_x = torch.empty_like(arranged)
-        sums = _room(ctx.layout)
-        _call("channels_backward", x, ctx.layout, *_arguments(ctx.phi), grad_x, sums, arranged, grad, _table(scale))
-        by_scale, by_shift = sums.view(2, -1, ctx.layout.channels).sum(1).to(scale.dtype)
-        return grad_x, by_scale, by_shift, None, None
+        x, gamma, proxy_scale, proxy_bias, tables = ctx.saved_tensors
+        layout, channels = ctx.layout, ctx.layout.channels
+        arranged, grad = layout.arrange(x), layout.arrange(grads[0].to(x.dtype))
+        grad_x, sums, found = torch.empty_like(arranged), layout.sums(), _room(4, channels)
+        _call("channels_backward", x, layout, *_arguments(ctx.phi), grad_x, sums, arranged, grad, tables[0])
+        sizes = ctypes.c_int64(channels), ctypes.c_int64(sums.shape[1] // channels)
+        given = (_table(g, channels) for g in (gamma, proxy_scale, proxy_bias))
+        _run("proxy_gradients", *sizes, found, sums, tables, *given)
+        there = gamma is not None, ctx.has_beta, proxy_scale is not None, proxy_bias is not None
+        return grad_x, *(g if has else None for g, has in zip(found, there, strict=True)), *(None,) * 4
 
 
-class ProxyMoments(torch.autograd.Function):
-    """Mean and variance of phi(quantile * scale + shift), (C,) each in float32, and their derivatives."""
+class MigratedNorm(torch.autograd.Function):
+    """`migrated_group_norm` of (N, C, *), and its derivatives by x, weight and bias."""
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, scale: Tensor, shift: Tensor, quantiles: Tensor, phi: ActivationCode
-    ) -> tuple[Tensor, Tensor]:
-        found = torch.empty(6, len(scale), dtype=torch.float32, device="cpu")
-        tensors = found, _table(quantiles), _table(scale), _table(shift)
-        sizes = ctypes.c_int64(len(scale)), ctypes.c_int64(len(quantiles))
-        cpp.library().channels_proxy(*sizes, *_arguments(phi), *map(_pointer, tensors))
-        mean, mean_scale, mean_shift, var, var_scale, var_shift = found
-        ctx.save_for_backward(mean_scale, mean_shift, var_scale, var_shift)
-        return mean.clone(), var.clone()
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor,
+        running_var: Tensor,
+        gain: Tensor | None,
+        num_groups: int,
+        strength: float,
+        eps: float,
+        source_eps: float,
+        layout: ChannelLayout,
+    ) -> Tensor:
+        samples, channels = x.shape[:2]
+        arranged = layout.arrange(x)
+        out, kept = torch.empty_like(arranged), _room(channels + 2 * samples * num_groups)
+        room = layout.sums(), _room(2, samples * channels)
+        given = (_table(g, channels) for g in (running_mean, running_var, gain, weight, bias))
+        options = ctypes.c_int64(num_groups), *map(ctypes.c_float, (strength, eps, source_eps))
+        _call("migrated_forward", x, layout, *options, out, arranged, kept, *room, *given)
+        ctx.save_for_backward(x, weight, running_mean, gain, kept)
+        ctx.has_bias = bias is not None
+        ctx.num_groups, ctx.strength, ctx.layout = num_groups, strength, layout
+        return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        mean_scale, mean_shift, var_scale, var_shift = ctx.saved_tensors
-        of_mean, of_var = grads
-        return of_mean * mean_scale + of_var * var_scale, of_mean * mean_shift + of_var * var_shift, None, None
+        x, weight, running_mean, gain, kept = ctx.saved_tensors
+        samples, channels = x.shape[:2]
+        arranged, grad = ctx.layout.arrange(x), ctx.layout.arrange(grads[0].to(x.dtype))
+        grad_x = torch.empty_like(arranged) if ctx.needs_input_grad[0] else None
+        found, room = _room(2, channels), (ctx.layout.sums(), _room(3, samples * channels))
+        given = (_table(g, channels) for g in (running_mean, gain, weight))
+        options = ctypes.c_int64(ctx.num_groups), ctypes.c_float(ctx.strength)
+        _call("migrated_backward", x, ctx.layout, *options, grad_x, found, arranged, grad, kept, *room, *given)
+        grad_weight, grad_bias = found
+        return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, *(None,) * 8
+
+
+@lru_cache(maxsize=16)
+def quantiles(samples: int) -> Tensor:
+    """Return values of the standard normal, uniform in probability; nobody writes to them."""
+    steps = torch.arange(samples, dtype=torch.float64, device="cpu")
+    return ((2**0.5) * torch.erfinv((2 * steps + 1) / samples - 1)).to(torch.float32)
 
 
 def _arguments(phi: ActivationCode) -> tuple[Any, ...]:
     return phi.kind, ctypes.c_float(phi.a), ctypes.c_float(phi.b)
 
 
-def _table(values: Tensor) -> Tensor:
-    return values.detach().to(torch.float32).contiguous()
+def _table(values: Tensor | None, channels: int) -> Tensor | None:
+    return None if values is None else values.detach().to(torch.float32).expand(channels).contiguous()
 
 
-def _room(layout: ChannelLayout) -> Tensor:
-    """Return room for two sums, an entry each."""
-    entries = layout.blocks * layout.channels if layout.last else layout.rows
-    return torch.empty(2, entries, dtype=torch.float64, device="cpu")
-
-
-def _sums(name: str, x: Tensor, layout: ChannelLayout, *tensors: Tensor) -> Tensor:
-    sums = _room(layout)
-    _call(name, x, layout, sums, *tensors)
-    return sums
-
-
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _room(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _call(name: str, x: Tensor, layout: ChannelLayout, *arguments: Any) -> None:
-    given = (_pointer(a) if isinstance(a, Tensor) else a for a in arguments)
     half = x.dtype == torch.bfloat16
-    getattr(cpp.library(), name)(int(half), int(layout.last), ctypes.byref(layout), *given)
+    _run(name, int(half), int(layout.last), ctypes.byref(layout), *arguments)
+
+
+def _run(name: str, *arguments: Any) -> None:
+    """Call a function of the library; tensors and None go as pointers."""
+    held = [
+        ctypes.c_void_p(None if a is None else a.data_ptr()) if a is None or isinstance(a, Tensor) else a
+        for a in arguments
+    ]
+    getattr(cpp.library(), name)(*held)

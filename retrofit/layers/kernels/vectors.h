@@ -8,6 +8,9 @@
 #include <type_traits>
 #include <utility>
 #include <omp.h>
+#if defined __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -24,7 +27,13 @@ inline V splat(float x) { return V{} + x; }
 inline I iota() { I v; for (int i = 0; i < W; i++) v[i] = i; return v; }
 
 inline V load(const float* p, Full) { V v; std::memcpy(&v, p, sizeof v); return v; }
+#if defined __AVX512F__
+inline V load(const float* p, Part k) { return (V)_mm512_maskz_loadu_ps(__mmask16((1 << k.n) - 1), p); }
+#elif defined __AVX2__
+inline V load(const float* p, Part k) { return (V)_mm256_maskload_ps(p, (__m256i)(iota() < k.n)); }
+#else
 inline V load(const float* p, Part k) { V v{}; for (int i = 0; i < k.n; i++) v[i] = p[i]; return v; }
+#endif
 inline void store(float* p, V v, Full) { std::memcpy(p, &v, sizeof v); }
 inline void store(float* p, V v, Part k) { for (int i = 0; i < k.n; i++) p[i] = v[i]; }
 

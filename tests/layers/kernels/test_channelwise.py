@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
 from retrofit.layers.kernels import VARIABLE, channelwise, cpp
+from retrofit.layers.migrated_group_norm import migrated_group_norm
 
 pytestmark = pytest.mark.compiler
 
@@ -112,7 +113,7 @@ def test_agrees_however_it_lies(
     x = arranged(shape, order, dtype)
     module = proxy(nn.SiLU(), shape[1]) if layer == "proxy" else migrated(shape[1], 3 if shape[1] % 3 == 0 else 1)
     assert_agree(module, x, monkeypatch)
-    assert "channels_forward" in used
+    assert used
     if order == "channels last" and len(shape) > 2:
         monkeypatch.setenv(VARIABLE, "cpp")
         out = module(x)
@@ -160,10 +161,11 @@ def test_a_group_far_from_the_running_mean_keeps_its_variance(monkeypatch: pytes
         assert error <= 2 * errors[1][name] + 1e-5 * exact[name].abs().max().item(), name
 
 
+@pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("order", ["contiguous", "channels last"])
-@pytest.mark.parametrize("layer", [proxy(nn.GELU(), 6), migrated(6, 2)], ids=["proxy", "migrated"])
-def test_threads(layer: nn.Module, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, found = arranged((3, 6, 33, 31), order, torch.float32), []
+@pytest.mark.parametrize("layer", [proxy(nn.GELU(), 6), migrated(6, 1), migrated(6, 2)], ids=["proxy", "one", "two"])
+def test_threads(layer: nn.Module, order: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = arranged((samples, 6, 33, 31), order, torch.float32), []
     monkeypatch.setattr(cpp, "_SINGLE_THREADED", 0)
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
@@ -182,21 +184,65 @@ def test_nothing(layer: nn.Module, shape: tuple[int, ...], monkeypatch: pytest.M
     out.sum().backward()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_moments_and_their_derivatives(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    phi = channelwise.known(ACTIVATIONS[activation]())
-    assert phi is not None
-    quantiles = torch.erfinv((2 * torch.arange(300) + 1) / 300 - 1) * 2**0.5
-    scale, shift = (torch.randn(2, 21) * torch.tensor([[1.0], [2.0]])).unbind()
-    found = []
-    for exact in (False, True):
-        s, b = ((v.double() if exact else v).detach().requires_grad_() for v in (scale, shift))
-        if exact:
-            y = ACTIVATIONS[activation]()(quantiles.double()[:, None] * s + b)
-            mean, var = y.mean(0), y.var(0, correction=0)
-        else:
-            mean, var = channelwise.ProxyMoments.apply(s, b, quantiles, phi)
-        (mean * torch.linspace(1, 2, 21) + var * torch.linspace(-1, 3, 21)).sum().backward()
-        found.append([mean.detach(), var.detach(), s.grad, b.grad])
-    for got, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=2e-5)
+def norm_of(channels: int, weight: bool, bias: bool) -> nn.Module:
+    norm = nn.LayerNorm(channels, elementwise_affine=weight, bias=bias)
+    if bias and not weight:
+        norm.bias = nn.Parameter(torch.zeros(channels))
+    return norm
+
+
+@pytest.mark.parametrize("params", [True, False])
+@pytest.mark.parametrize(("restore", "scale"), [(False, True), (True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, True), (False, False)])
+def test_what_a_proxy_may_have(
+    weight: bool, bias: bool, restore: bool, scale: bool, params: bool, used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = norm_of(37, weight, bias)
+    act = ProxyNorm(
+        nn.SiLU(), 37, norm=norm, restore=restore, scale=scale, params=params, strength=0.6, samples=300, eps=0.1
+    )
+    act.norm_of_its_own = norm
+    assert_agree(act, arranged((2, 37, 5, 7), "contiguous", torch.float32), monkeypatch)
+    assert used
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("affine", "bias"), [(True, True), (True, False), (False, False)])
+def test_what_a_migrated_norm_may_have(
+    affine: bool, bias: bool, strength: float, used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = MigratedGroupNorm(3, 21, affine=affine, bias=bias, strength=strength)
+    layer.running_mean.normal_()
+    assert_agree(layer, arranged((2, 21, 5, 7), "channels last", torch.float32), monkeypatch)
+    assert used
+
+
+def test_strength_zero_is_no_matter_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "cpp")
+    layer = MigratedGroupNorm(1, 4, strength=0.0, eps=0.0)
+    x = torch.tensor([3e38, -3e38, 3e38, 1.0]).view(1, 4, 1, 1).expand(2, 4, 3, 3)
+    assert torch.equal(layer(x), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("layer", [proxy(nn.ReLU(), 6), migrated(6, 2)], ids=["proxy", "migrated"])
+def test_parameters_of_another_type(layer: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = copy.deepcopy(layer).to(dtype)
+    x = arranged((4, 6, 5, 7), "contiguous", torch.float32)
+    got, wanted = (run(layer, x, kernels, monkeypatch) for kernels in ("cpp", "eager"))
+    for name, value in wanted.items():
+        assert got[name].dtype == value.dtype == (torch.float32 if name in ("out", "x") else dtype)
+        torch.testing.assert_close(got[name], value, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+
+
+def test_parameters_of_another_size_or_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "cpp")
+    x = torch.randn(2, 6, 4, 4)
+    for layer in (proxy(nn.ReLU(), 6), migrated(6, 2)):
+        changed = layer.norm if isinstance(layer, ProxyNorm) else layer
+        for weight in (torch.ones(5), torch.ones(6, device="meta")):
+            changed.weight = nn.Parameter(weight)
+            with pytest.raises(RuntimeError):
+                layer(x)
+    with pytest.raises(ValueError, match="num_groups must divide the 6 channels, got 4"):
+        migrated_group_norm(x, 4, torch.zeros(6), torch.ones(6))
