@@ -63,9 +63,13 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what it refuses is said in its own flags."""
+        """Run a command; what it refuses is said in its own flags, and refers to its own page of help."""
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            if error.ctx is None and (command := self.get_command(ctx, ctx.invoked_subcommand or "")):
+                error.ctx = click.Context(command, ctx, info_name=ctx.invoked_subcommand)
+            raise
         except RetrofitError as error:
             error.args = (in_flags(str(error), self.get_command(ctx, ctx.invoked_subcommand or "")),)
             raise

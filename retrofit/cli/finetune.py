@@ -247,7 +247,9 @@ def _conclude(folder: Path, result: Result, network: str | None, as_json: bool) 
         say(f"wrote {artifact}", style="bold")
     else:
         say(f"stopped and saved at step {result.step} of {result.steps}", style="bold")
-        say(f"next: retrofit finetune --resume {folder}" + (f" --network {network}" if network else ""))
+        processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        start = "retrofit" if processes == "1" else f"torchrun --nproc-per-node {processes} -m retrofit"
+        say(f"next: {start} finetune --resume {folder}" + (f" --network {network}" if network else ""))
     if as_json:
         last = result.rows[-1] if result.rows else None
         emit(

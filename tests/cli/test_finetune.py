@@ -114,7 +114,13 @@ def test_a_tar_with_a_class_map_gives_labels(run: Run, pictures: Path, network: 
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends_and_resume_goes_on(run: Run, pictures: Path, network: str) -> None:
+@pytest.mark.parametrize(
+    ("processes", "command"), [("1", "retrofit"), ("4", "torchrun --nproc-per-node 4 -m retrofit")]
+)
+def test_sigterm_saves_and_ends_and_resume_goes_on(
+    processes: str, command: str, run: Run, pictures: Path, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)  # as torchrun sets it
     words = [network, "--data-dir", pictures, *QUICK, "--epochs", "4"]
     assert run("finetune", *words, "-o", "whole").exit_code == 0
 
@@ -132,7 +138,7 @@ def test_sigterm_saves_and_ends_and_resume_goes_on(run: Run, pictures: Path, net
     assert not values["finished"]
     assert 4 <= values["step"] < 16
     assert f"stopped and saved at step {values['step']} of 16" in result.stderr
-    assert result.stderr.splitlines()[-1] == "next: retrofit finetune --resume broken"
+    assert result.stderr.splitlines()[-1] == f"next: {command} finetune --resume broken"
     assert Path(values["output"]).exists()
     again = run("finetune", "--resume", "broken")
     assert again.exit_code == 0

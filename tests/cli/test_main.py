@@ -123,6 +123,14 @@ def test_python_dash_m() -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [(["inspect", "resnet18", "--to"], "main inspect"), (["bench", "--nothing"], "main bench"), (["--nothing"], "main")],
+)
+def test_a_misuse_refers_to_its_own_page_of_help(run: Run, words: list[str], page: str) -> None:
+    assert complaint(run(*words)).endswith(f"; see {page} --help")
+
+
 def test_bare_call_shows_help_and_no_error(run: Run) -> None:
     result = run()
     assert result.exit_code == 2
