@@ -125,7 +125,11 @@ def test_python_dash_m() -> None:
 
 @pytest.mark.parametrize(
     ("words", "page"),
-    [(["inspect", "resnet18", "--to"], "main inspect"), (["bench", "--nothing"], "main bench"), (["--nothing"], "main")],
+    [
+        (["inspect", "resnet18", "--to"], "main inspect"),
+        (["bench", "--nothing"], "main bench"),
+        (["--nothing"], "main"),
+    ],
 )
 def test_a_misuse_refers_to_its_own_page_of_help(run: Run, words: list[str], page: str) -> None:
     assert complaint(run(*words)).endswith(f"; see {page} --help")
