@@ -43,6 +43,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[s
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error_of_ours(tmp_path: Path, environment: dict[str, str]) -> None:
     words = [sys.executable, "-m", "retrofit", "inspect", "test_resnet", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -56,6 +57,7 @@ def test_a_closed_pipe_is_no_error_of_ours(tmp_path: Path, environment: dict[str
     assert "BrokenPipe" not in said
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path, environment: dict[str, str]) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

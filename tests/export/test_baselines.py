@@ -48,8 +48,8 @@ def test_rival_layers(to: str, name: str, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["gn", "ln", "gn-pn"])
-@pytest.mark.parametrize("strength", [0.6, 1.0])
-@pytest.mark.parametrize("restore", [True, False])
+@pytest.mark.parametrize("strength", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("restore", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_standardised_weights_are_plain_weights(to: str, strength: float, restore: bool, tmp_path: Path) -> None:
     model, report = retrofit.convert(timm.create_model("test_resnet"), to, ws=True, pn_restore=restore, check=False)
     assert any(row.kind == "convolution" and row.status == "converted" for row in report.plan.edits)

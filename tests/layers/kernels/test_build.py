@@ -64,6 +64,7 @@ def test_a_built_library_needs_no_compiler(cache: Path) -> None:
     assert build.load().width() in (4, 8, 16)
 
 
+@pytest.mark.slow
 def test_many_processes_build_once(cache: Path) -> None:
     command = [sys.executable, "-c", "from retrofit.layers.kernels import build; print(build.load().width())"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
