@@ -171,7 +171,8 @@ def diagnose(
         progress: Called as progress(what, done, in all).
 
     Raises:
-        RetrofitError: If the network calls no normalization layer, or there are no images.
+        RetrofitError: If the network calls no normalization layer or gives scores that are not finite, or there are no
+            images.
     """
     options = options or DiagnosisOptions()
     found = probes(model)
@@ -192,6 +193,8 @@ def diagnose(
             for number, (pixels, _) in enumerate(batches):
                 scores = model(pixels)
                 if isinstance(scores, Tensor) and scores.ndim == 2:
+                    if not scores.isfinite().all():
+                        raise RetrofitError("the network gives scores that are not finite; check its weights")
                     clean.append(scores.argmax(1))
                 images += len(pixels)
                 if progress is not None:

@@ -134,7 +134,7 @@ def parse(text: str) -> ModelSource:
     if colon:
         if prefix in {"tv", "torchvision"} and rest in torchvision_names:
             return ModelSource("torchvision", rest)
-        raise _unknown(text, [f"tv:{name}" for name in torchvision_names])
+        raise _unknown(text, text, [f"tv:{name}" for name in torchvision_names])
 
     deprecated = timm.models.get_deprecated_models()
     name = deprecated.get(text, text)
@@ -145,15 +145,15 @@ def parse(text: str) -> ModelSource:
         tagged = timm.list_models(f"{base}.*", include_tags=True)
         if name == base or name in tagged:
             return ModelSource("timm", name)
-        raise _unknown(text, tagged or [base], cutoff=0.0)
+        raise _unknown(text, text, tagged or [base], cutoff=0.0)
     if text in torchvision_names:
         return ModelSource("torchvision", text)
-    raise _unknown(base if "." in text else text, [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)])
+    raise _unknown(text, base, [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)])
 
 
-def _unknown(text: str, names: list[str], cutoff: float = 0.5) -> UsageError:
-    close = difflib.get_close_matches(text.lower(), names, n=5, cutoff=cutoff)
-    close.sort(key=lambda name: not name.startswith(text.lower()))
+def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
+    close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
+    close.sort(key=lambda name: not name.startswith(sought.lower()))
     hint = (
         f"did you mean {', '.join(close)}?"
         if close

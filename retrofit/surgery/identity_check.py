@@ -98,7 +98,7 @@ class IdentityCheck:
         input_size: Shape of one sample without the batch, (C, H, W) for images; the network's own if None.
 
     Raises:
-        RetrofitError: If the network does not take such an input or gives no tensor.
+        RetrofitError: If the network does not take such an input, or gives no tensor or not one finite number.
     """
 
     def __init__(self, model: nn.Module, input_size: Sequence[int] | None = None) -> None:
@@ -116,6 +116,8 @@ class IdentityCheck:
             ) from error
         if not self._outputs:
             raise RetrofitError("the model gives no tensor to compare; convert a network that returns tensors")
+        if not any(output.numel() == 0 or output.isfinite().any() for output in self._outputs):
+            raise RetrofitError("the model answers a random input with NaN or infinity alone; mend its weights first")
         dtype = self._outputs[0].dtype
         self.tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 

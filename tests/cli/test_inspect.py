@@ -70,6 +70,7 @@ def test_a_model_without_normalization_layers(run: Run, here: Path) -> None:
     ("words", "code", "pattern"),
     [
         (["resnet51"], 2, "did you mean"),
+        (["notes.txt"], 2, "unknown model 'notes.txt'; give"),
         (["test_resnet", "--skip", "bn1"], 2, "--skip belongs to a conversion; give --to"),
         (["test_resnet", "--from", "bn"], 2, "--from belongs"),
         (["test_resnet", "--no-pn-params"], 2, "--pn-params belongs"),

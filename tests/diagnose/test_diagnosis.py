@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,11 @@ def test_the_same_seed_finds_the_same() -> None:
     [
         (nn.Sequential(nn.Conv2d(3, 2, 1)), batches(), "no normalization layer"),
         (nn.Sequential(nn.BatchNorm2d(3)), [], "no images"),
+        (
+            nn.Sequential(nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Threshold(math.inf, math.nan)),
+            batches(),
+            "not finite; check its weights",
+        ),
     ],
 )
 def test_nothing_to_measure(model: nn.Module, given: list[Batch], message: str) -> None:

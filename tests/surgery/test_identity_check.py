@@ -60,6 +60,13 @@ def test_nan_in_source_and_result_alike_is_no_difference() -> None:
     assert IdentityCheck(model, SIZE).compare(model).passed
 
 
+def test_nan_alone_proves_nothing() -> None:
+    model = Small()
+    model.head.bias.data.fill_(math.nan)
+    with pytest.raises(RetrofitError, match="NaN or infinity alone; mend its weights"):
+        IdentityCheck(model, SIZE)
+
+
 def test_nan_that_disappears_is_a_difference() -> None:
     model = Small()
     model.head.bias.data[1] = math.nan
