@@ -53,14 +53,12 @@ def command(
     **options: Any,
 ) -> None:
     """Run `retrofit bake`."""
-    from retrofit.cli.network import file_stem, open_network
+    from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.export.bake import IMAGES, TOLERANCE, bake
     from retrofit.images.dataset import sample_batches
     from retrofit.networks import artifact
-    from retrofit.utils import files
 
-    output = output or Path(f"{file_stem(model)}-baked.safetensors")
-    files.ensure_writable(output, force)
+    output = output_file(output, f"{file_stem(model)}-baked.safetensors", force)
     network = open_network(model, **options)
     batches = sample_batches(calibrate, network.preprocess, images=images or IMAGES)
     with waiting("baking"):

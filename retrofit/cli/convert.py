@@ -95,20 +95,16 @@ def command(
     from torch.nn import ModuleList
 
     from retrofit import surgery
-    from retrofit.cli.network import file_stem, open_network
+    from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.evaluation.accuracy import predictions
     from retrofit.images.dataset import sample_batches
     from retrofit.networks import artifact
     from retrofit.surgery.identity_check import IdentityCheck
-    from retrofit.utils import files
 
-    output = output or Path(f"{file_stem(model)}-{to}.safetensors")
-    if output.suffix != ".safetensors":
-        raise UsageError(f"{output} would not be recognised as an artifact; give -o a name that ends in .safetensors")
     converter = surgery.converter_for(to)
     if strength is not None and not converter.has_strength:
         raise UsageError(f"--strength means nothing to {to}, whose layers have none; leave it out")
-    files.ensure_writable(output, force)
+    output = output_file(output, f"{file_stem(model)}-{to}.safetensors", force)
     choices = take_plan_options(options)
     network = open_network(model, **options)
     if choices["calibrate"] is not None:

@@ -88,19 +88,17 @@ def command(
     **options: Any,
 ) -> None:
     """Run `retrofit export`."""
-    from retrofit.cli.network import file_stem, open_network
+    from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.export import export_onnx
     from retrofit.export.onnx.model import check_opset
     from retrofit.export.parity import ParityError
     from retrofit.images.dataset import sample_batches
-    from retrofit.utils import files
 
     if half and int8:
         raise UsageError("--half and --int8 are two precisions; choose one")
     precision: Precision = "float16" if half else "int8" if int8 else "float32"
-    path = path or Path(f"{file_stem(model)}.onnx")
     check_opset(opset)
-    files.ensure_writable(path, force)
+    path = output_file(path, f"{file_stem(model)}.onnx", force)
     network = open_network(model, **options)
     batches = None if calibrate is None else sample_batches(calibrate, network.preprocess, images=_IMAGES)
     try:

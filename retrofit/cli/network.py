@@ -46,6 +46,27 @@ def open_network(text: str, *, beside: str | None = None, **options: Any) -> Net
     return network
 
 
+def output_file(given: Path | None, default: str, force: bool) -> Path:
+    """Return the file that a command writes, after checking that it can be written and will be recognised.
+
+    Args:
+        given: What -o says; `default` if None.
+        default: The name if there is no -o; its ending is the one that a given name must have too.
+        force: Whether an existing file may be replaced.
+
+    Raises:
+        UsageError: If the name has another ending. With --force it could be that of the artifact which is being read.
+        RetrofitError: If the file cannot be written there.
+    """
+    from retrofit.utils import files
+
+    output = given or Path(default)
+    if output.suffix != (ending := Path(default).suffix):
+        raise UsageError(f"{output} would not be recognised later; give -o a name that ends in {ending}")
+    files.ensure_writable(output, force)
+    return output
+
+
 def file_stem(model: str) -> str:
     """Return the part of a MODEL string that names a file: no library prefix, no folders, no file ending."""
     prefix, _, rest = model.partition(":")

@@ -148,6 +148,9 @@ def parse(text: str) -> ModelSource:
         raise _unknown(text, text, tagged or [base], cutoff=0.0)
     if text in torchvision_names:
         return ModelSource("torchvision", text)
+    if text and Path(text).exists():
+        kind = "folder" if Path(text).is_dir() else "file"
+        raise UsageError(f"{text} is a {kind} and no network; give an artifact (*.safetensors) or a network's name")
     raise _unknown(text, base, [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)])
 
 

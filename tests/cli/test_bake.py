@@ -46,6 +46,7 @@ def test_refusals(run: Run, artifact: str, pictures: Path) -> None:
         (["--calibrate", "absent"], 1, "absent"),
         (["--calibrate", str(pictures), "--tolerance", "-1"], 2, "--tolerance must be more than 0"),
         (["--calibrate", str(pictures), "-o", artifact], 1, "--force"),
+        (["--calibrate", str(pictures), "-o", "net.onnx"], 2, "ends in .safetensors"),
         ([], 2, "--calibrate"),
     ):
         result = run("bake", artifact, *words)

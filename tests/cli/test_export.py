@@ -77,6 +77,14 @@ def test_folder_that_is_missing(run: Run, artifact: Path) -> None:
     assert "does not exist" in complaint(result)
 
 
+def test_the_file_must_be_recognisable(run: Run, artifact: Path) -> None:
+    before = artifact.read_bytes()
+    result = run("export", artifact.name, "-o", artifact.name, "--force")  # would have replaced the network
+    assert result.exit_code == 2
+    assert "ends in .onnx" in complaint(result)
+    assert artifact.read_bytes() == before
+
+
 def test_failed_check(run: Run, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = api.fold_network
 

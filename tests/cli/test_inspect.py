@@ -77,10 +77,13 @@ def test_a_model_without_normalization_layers(run: Run, here: Path) -> None:
         (["test_vit", "--to", "bnn"], 1, "--to lnn"),
         (["test_resnet", "--to", "bnn", "--only", "zzz"], 1, "matches none"),
         (["absent.safetensors"], 1, "does not exist"),
+        (["."], 2, "is a folder and no network; give an artifact"),
+        (["there.txt"], 2, "is a file and no network; give an artifact"),
         (["weights.pth"], 2, "is not a network's name or an artifact; give a name"),
     ],
 )
 def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: str) -> None:
+    (here / "there.txt").touch()
     result = run("inspect", *words)
     assert result.exit_code == code
     assert re.search(pattern, complaint(result))
