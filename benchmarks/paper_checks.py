@@ -176,7 +176,9 @@ def trained() -> list[Row]:
     better = sum((b.r2 or 0) > (a.r2 or 0) for a, b in zip(bn.layers, bnn.layers, strict=True))
     ends = {name: fmean(f.errors[-1] / f.errors[0] for f in found.noise) for name, found in (("BN", bn), ("BNN", bnn))}
     networks = {"BN": bn, "BN with the same noise in training": noised, "BNN": bnn}
-    kept = {name: found.input_noise[3].top1 for name, found in networks.items()}
+    kept = {name: found.input_noise[3].top1 or 0.0 for name, found in networks.items()}
+    rival = max(value for name, value in kept.items() if name != "BNN")
+    error = sum(value * (100 - value) / bnn.images for value in (kept["BNN"], rival)) ** 0.5  # standard, in points
     level = bn.input_noise[3].level
     return [
         Row(
@@ -196,8 +198,8 @@ def trained() -> list[Row]:
         ),
         Row(
             f"NN table 4: more accurate than BN under noise on the images (top-1 at {level:g})",
-            ", ".join(f"{name} {value:.1f}%" for name, value in kept.items()),
-            agrees((kept["BNN"] or 0) > (kept["BN"] or 0)),
+            ", ".join(f"{name} {value:.1f}%" for name, value in kept.items()) + f" of {bnn.images} images",
+            agrees(kept["BNN"] - rival > 2 * error, f"not seen ({kept['BNN'] - rival:+.1f} ± {error:.1f})"),
         ),
     ]
 
