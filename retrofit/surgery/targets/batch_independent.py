@@ -33,6 +33,7 @@ from retrofit.surgery.converter import (
 from retrofit.surgery.families import FAMILIES, NormLayer, classify
 from retrofit.surgery.group_count import group_count, most_groups
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
+from retrofit.utils.text import plural
 
 _FUSED = ("BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d", "FrozenBatchNormAct")
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
@@ -129,7 +130,7 @@ class BatchIndependentConverter(Converter):
         channels = module.running_mean.numel()
         if picked is not None:
             groups, error = picked
-            reason = f"{groups} groups change its output by {error:.0%}"
+            reason = f"with {plural(groups, 'group')} its output changes by {error:.0%}"
         else:
             groups, reason = group_count(found.name, channels, options, self.groups)
         settled: dict[str, Any] = {"num_groups": groups, "eps": _group_eps(module, groups)}
