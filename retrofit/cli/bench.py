@@ -82,6 +82,8 @@ def command(
         return
     if model.endswith(".onnx"):
         raise UsageError(f"{model} is an exported file; say with --runtime what to run it in")
+    if against is not None and against.endswith(".onnx"):
+        raise UsageError(f"{against} is an exported file and {model} is none; compare two of a kind")
     from retrofit.bench import Setting, measure
     from retrofit.bench.cost import MODES
     from retrofit.cli.network import open_network

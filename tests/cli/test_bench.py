@@ -73,6 +73,7 @@ def test_exported_files(run: Run) -> None:
     [
         (["test_resnet"], "--against"),
         (["test_resnet", "--against", "test_resnet"], "against itself"),
+        (["test_resnet", "--against", "net.onnx"], "compare two of a kind"),
         (["test_resnet", "--against", "test_vit", "--amp-dtype", "bfloat16"], "--amp"),
         (["test_resnet", "--device", "abacus"], "abacus"),
         (["test_resnet", "--rounds", "1"], "rounds"),
