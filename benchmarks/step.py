@@ -3,8 +3,8 @@
     python benchmarks/step.py --model resnet18 [--batch 16] [--mode train|eval] [--device cpu|cuda] [--repeats N]
 
 The source network, its conversion at full strength with eager and with compiled kernels (Triton's on a GPU), and the
-same network with the paper's formulas as they read, left to autograd, take turns; figures are medians over the rounds,
-ratios are of the same round. Peak memory is measured in a process of its own for each contender: what a step adds at
+same network with the paper's formulas as they read, left to autograd, take turns (or `--contenders gn-pn,ln-pn,eager`:
+targets of BatchNorm have the fast kernels); figures are medians over the rounds, ratios are of the same round. Peak memory is measured in a process of its own for each contender: what a step adds at
 most to the resident memory before it (CPU), or to the memory allocated (CUDA).
 """
 
@@ -27,13 +27,16 @@ from torch import nn
 import retrofit
 from retrofit.layers import BatchNormalNorm2d, LayerNormalNorm
 
+BATCH_INDEPENDENT = ("ln", "gn", "ln-pn", "gn-pn")
+
 
 def build(model: str, contender: str, mode: str) -> nn.Module:
     """The network; conversions at strength 1, in evaluation with running lambdas away from 1."""
     torch.manual_seed(0)
     network = timm.create_model(model, num_classes=1000)
     if contender != "source":
-        network, _ = retrofit.convert(network, to="normal", noise="paper")
+        options = {"to": contender} if contender in BATCH_INDEPENDENT else {"to": "normal", "noise": "paper"}
+        network, _ = retrofit.convert(network, **options)
         retrofit.set_strength(network, 1.0)
         for name, module in list(network.named_modules()):
             if getattr(module, "running_lambda", None) is not None:
@@ -55,7 +58,8 @@ def stepper(args: argparse.Namespace, contender: str) -> Callable[[], float]:
     if args.channels_last:
         network, x = network.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-    kernels = contender if contender in ("eager", "cpp", "triton") else "eager"
+    fast = "cpp" if args.device == "cpu" else "triton"
+    kernels = contender if contender in ("eager", "cpp", "triton") else fast if contender in BATCH_INDEPENDENT else "eager"
 
     def run() -> float:
         os.environ["RETROFIT_KERNELS"] = kernels
