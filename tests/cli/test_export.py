@@ -97,6 +97,7 @@ def test_failed_check(run: Run, artifact: Path, monkeypatch: pytest.MonkeyPatch)
     result = run("export", artifact.name, "--json")
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines()[-1].startswith("error: the folded network differs")
+    assert len(result.stderr.strip().splitlines()) <= 3
     found = json.loads(result.stdout)
     assert found["parity"]["passed"] is False
     assert found["output"] is None
