@@ -4,8 +4,9 @@
 
 The source network, its conversion at full strength with eager and with compiled kernels (Triton's on a GPU), and the
 same network with the paper's formulas as they read, left to autograd, take turns (or `--contenders gn-pn,ln-pn,eager`:
-targets of BatchNorm have the fast kernels); figures are medians over the rounds, ratios are of the same round. Peak memory is measured in a process of its own for each contender: what a step adds at
-most to the resident memory before it (CPU), or to the memory allocated (CUDA).
+targets of BatchNorm have the fast kernels); figures are medians over the rounds, ratios are of the same round. Peak
+memory is measured in a process of its own for each contender: what a step adds at most to the resident memory before
+it (CPU), or to the memory allocated (CUDA).
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def stepper(args: argparse.Namespace, contender: str) -> Callable[[], float]:
     if args.channels_last:
         network, x = network.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-    fast = "cpp" if args.device == "cpu" else "triton"
-    kernels = contender if contender in ("eager", "cpp", "triton") else fast if contender in BATCH_INDEPENDENT else "eager"
+    kernels = contender if contender in ("eager", "cpp", "triton") else "eager"
+    if contender in BATCH_INDEPENDENT:
+        kernels = "triton" if args.device == "cuda" else "cpp"
 
     def run() -> float:
         os.environ["RETROFIT_KERNELS"] = kernels
