@@ -214,7 +214,7 @@ def test_what_a_migrated_norm_may_have(
     layer = MigratedGroupNorm(3, 21, affine=affine, bias=bias, strength=strength)
     layer.running_mean.normal_()
     assert_agree(layer, arranged((2, 21, 5, 7), "channels last", torch.float32), monkeypatch)
-    assert used
+    assert bool(used) == (strength > 0)  # at 0 it is torch's own batch_norm
 
 
 def test_strength_zero_is_no_matter_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +222,19 @@ def test_strength_zero_is_no_matter_of_moments(monkeypatch: pytest.MonkeyPatch) 
     layer = MigratedGroupNorm(1, 4, strength=0.0, eps=0.0)
     x = torch.tensor([3e38, -3e38, 3e38, 1.0]).view(1, 4, 1, 1).expand(2, 4, 3, 3)
     assert torch.equal(layer(x), x)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_at_strength_zero_it_is_batch_norm_to_the_last_bit(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "cpp")
+    layer, x = migrated(shape[1]), torch.randn(shape)
+    layer.set_strength(0.0)
+    affine = torch.rand(2, shape[1])
+    layer.weight.data, layer.bias.data = affine
+    expected = functional.batch_norm(x, layer.running_mean, layer.running_var, *affine, eps=1e-3)
+    assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
