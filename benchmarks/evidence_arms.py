@@ -109,7 +109,7 @@ def convert(model: nn.Module, arm: Arm) -> nn.Module:
                 module.running_mean.zero_()
                 module.running_var.fill_(1 - module.source_eps)
                 module.gain.fill_(1)
-                module.eps = 1e-5
+                module.set_eps(1e-5, float(module.source_eps))
         retrofit.set_strength(model, arm.end)
     if arm.trained == "head":
         model.requires_grad_(False)
