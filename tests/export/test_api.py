@@ -26,7 +26,7 @@ from tests.export.networks import norm, train_a_little
 
 QUICK = [
     ("resnet18", "bnn", 1.0),
-    ("tf_efficientnet_lite0", "bnn", 0.0),
+    pytest.param("tf_efficientnet_lite0", "bnn", 0.0, marks=pytest.mark.slow),
     pytest.param("resnet18", "gn-pn", 0.5, marks=pytest.mark.slow),
     ("vit_tiny_patch16_224", "lnn", 1.0),
 ]

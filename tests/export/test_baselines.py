@@ -47,7 +47,7 @@ def test_rival_layers(to: str, name: str, size: int, tmp_path: Path) -> None:
     exported(train_a_little(model, size, 1.0), tmp_path / "out.onnx", size)
 
 
-@pytest.mark.parametrize("to", ["gn", "ln", "gn-pn"])
+@pytest.mark.parametrize("to", ["gn", pytest.param("ln", marks=pytest.mark.slow), "gn-pn"])
 @pytest.mark.parametrize("strength", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("restore", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_standardised_weights_are_plain_weights(to: str, strength: float, restore: bool, tmp_path: Path) -> None:

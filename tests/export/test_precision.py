@@ -50,7 +50,9 @@ def sources(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     return {name: node for node in model.graph.node for name in node.output}
 
 
-@pytest.mark.parametrize(("to", "strength"), [(None, 0.0), ("ln", 1.0), ("bnn", 1.0)])
+@pytest.mark.parametrize(
+    ("to", "strength"), [(None, 0.0), pytest.param("ln", 1.0, marks=pytest.mark.slow), ("bnn", 1.0)]
+)
 def test_every_convolution_is_quantized_and_judged_on_other_images(
     tmp_path: Path, to: str | None, strength: float
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Pa
     assert 0.05 < report.parity.share < 10
 
 
+@pytest.mark.slow
 def test_the_same_bytes_every_time(tmp_path: Path) -> None:
     for precision in ("float16", "int8"):
         one, other = (tmp_path / f"{precision}-{number}.onnx" for number in range(2))

@@ -59,7 +59,7 @@ def test_the_best_is_of_full_strength(train: Train, tmp_path: Path) -> None:
     assert result.best == max(row["val_top1"] for row in result.rows if row["strength"] == 1.0)
 
 
-@pytest.mark.parametrize("fail_at", [4, 6])  # before and after the turn
+@pytest.mark.parametrize("fail_at", [pytest.param(4, marks=pytest.mark.slow), 6])  # before and after the turn
 def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(
     train: Train, tmp_path: Path, fail_at: int
 ) -> None:
@@ -170,7 +170,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("fail_at", [1, 5])
+@pytest.mark.parametrize("fail_at", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_an_interruption_changes_nothing(train: Train, tmp_path: Path, fail_at: int) -> None:
     torch.manual_seed(1)
     network, same = small_network(), small_network()

@@ -309,6 +309,7 @@ def test_plans_replay_on_a_fresh_model() -> None:
     assert list(model.state_dict()) == list(reference.state_dict())
 
 
+@pytest.mark.slow
 def test_compiles_whole() -> None:
     model = retrofit.convert(trained(TV.resnet18()), "gn-pn")[0]
     retrofit.set_strength(model, 1.0)
