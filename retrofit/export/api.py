@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from retrofit.networks.library import Preprocess
 from retrofit.surgery import identity_check
 from retrofit.surgery.execute import strength_of
 from retrofit.surgery.identity_check import IdentityCheck, is_detector, own_input_size
+from retrofit.utils.batches import images_of
 from retrofit.utils.files import ensure_writable
 from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
 
@@ -89,7 +90,7 @@ def fold(
     runtime: Runtime | None = None,
     degree: int | None = None,
     tolerance: float | None = None,
-    calibrate: Sequence[Tensor] | None = None,
+    calibrate: Iterable[Any] | None = None,
     freeze_lambda: bool = False,
 ) -> nn.Module:
     """Return a copy of a network for inference, its normalization layers folded: the network that is exported.
@@ -116,7 +117,7 @@ def fold(
             not the same function.
     """
     size = _size(model, input_size)
-    wanted = _approximation(fold, runtime, degree, tolerance, calibrate, freeze_lambda, size)
+    wanted = _approximation(fold, runtime, degree, tolerance, _images(calibrate), freeze_lambda, size)
     folded, _ = _checked_fold(model, size, *wanted)
     return folded.model
 
@@ -131,7 +132,7 @@ def export_onnx(
     runtime: Runtime | None = None,
     degree: int | None = None,
     tolerance: float | None = None,
-    calibrate: Sequence[Tensor] | None = None,
+    calibrate: Iterable[Any] | None = None,
     freeze_lambda: bool = False,
     dynamic_size: bool = False,
     precision: Precision = "float32",
@@ -156,8 +157,8 @@ def export_onnx(
         tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, 0.05 for
             approximate exports, 0.02 in float16 and 0.3 in INT8. With those two it judges the file; folding is
             judged by its own, and an approximation by the larger of its own and this.
-        calibrate: Batches of preprocessed images to check on. Where something is approximated, every second image is
-            fitted on and the others are checked on.
+        calibrate: Batches of preprocessed images to check on, with labels or without, as a loader gives them. Where
+            something is approximated, every second image is fitted on and the others are checked on.
         freeze_lambda: Give layers that estimate lambda from their input (layer, group and instance normality
             normalization) its mean over the images instead.
         dynamic_size: Whether height and width may vary, besides the batch.
@@ -175,12 +176,13 @@ def export_onnx(
     """
     check_opset(opset)
     size = _size(model, input_size)
-    fitted, judged = _narrow_images(precision, calibrate, size)
+    images = _images(calibrate)
+    fitted, judged = _narrow_images(precision, images, size)
     own = tolerance
     if precision != "float32":  # the tolerance judges the file; what is approximated must not be further off than that
         approximated = fold == "poly" or freeze_lambda
         own = max(tolerance, APPROXIMATE_TOLERANCE) if approximated and tolerance is not None else None
-    wanted = _approximation(fold, runtime, degree, own, calibrate, freeze_lambda, size)
+    wanted = _approximation(fold, runtime, degree, own, images, freeze_lambda, size)
     approximation = wanted[0]
     target = ensure_writable(path, force)
     folded, check = _checked_fold(model, size, *wanted)
@@ -232,12 +234,16 @@ def _size(model: nn.Module, input_size: Sequence[int] | None) -> tuple[int, ...]
     return tuple(input_size or own_input_size(model))
 
 
+def _images(calibrate: Iterable[Any] | None) -> list[Tensor]:
+    return [] if calibrate is None else [image for batch in images_of(calibrate) for image in batch]
+
+
 def _approximation(
     fold: str,
     runtime: Runtime | None,
     degree: int | None,
     tolerance: float | None,
-    calibrate: Sequence[Tensor] | None,
+    images: Sequence[Tensor],
     freeze_lambda: bool,
     size: Sequence[int],
 ) -> tuple[Approximation | None, list[Tensor], float]:
@@ -253,11 +259,10 @@ def _approximation(
         raise UsageError(f"`degree={degree}` is not supported; use 2 to {MAX_SIZE}, or leave it out")
     if tolerance is not None and not tolerance > 0:
         raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; {EXACT_TOLERANCE:g} is usual")
-    images = list(torch.cat(list(calibrate))) if calibrate else []
     if freeze_lambda and not images:
         raise UsageError("`freeze_lambda` takes the mean of lambda over images; give `calibrate` images too")
     if fold == "exact" and not freeze_lambda:
-        return None, [*sample_inputs(size), *(calibrate or ())], tolerance or EXACT_TOLERANCE
+        return None, [*sample_inputs(size), *_batches(images)], tolerance or EXACT_TOLERANCE
     if len(images) == 1:
         raise UsageError("one image cannot be fitted on and checked on; give `calibrate` more")
     tolerance = tolerance or APPROXIMATE_TOLERANCE
@@ -268,12 +273,11 @@ def _approximation(
 
 
 def _narrow_images(
-    precision: Precision, calibrate: Sequence[Tensor] | None, size: Sequence[int]
+    precision: Precision, images: Sequence[Tensor], size: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the images to take ranges from, and those to judge a narrow file on."""
     if precision not in get_args(Precision):
         raise UsageError(f"there is no precision {precision!r}; use {', '.join(get_args(Precision))}")
-    images = list(torch.cat(list(calibrate))) if calibrate else []
     if precision == "int8" and len(images) < 2:
         raise UsageError("INT8 takes its ranges from images and is judged on others; give `calibrate` images")
     return _batches(images[::2]), _batches(images[1::2]) if len(images) > 1 else sample_inputs(size)

@@ -26,6 +26,7 @@ from retrofit.export.forms.channel_map import split_fused
 from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
 from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.utils.batches import images_of
 from retrofit.utils.placement import device_of
 from retrofit.utils.text import one_line, plural
 
@@ -98,7 +99,7 @@ class BakeReport:
 
 
 @torch.no_grad()
-def bake(model: nn.Module, images: Sequence[Tensor], *, tolerance: float = TOLERANCE) -> tuple[nn.Module, BakeReport]:
+def bake(model: nn.Module, images: Iterable[Any], *, tolerance: float = TOLERANCE) -> tuple[nn.Module, BakeReport]:
     """Turn what layers estimate from each image, and their power transforms, into constants, where little is lost.
 
     Layers that are baked stand at strength 0 afterwards, with constants of their own: they export as their source does,
@@ -106,7 +107,8 @@ def bake(model: nn.Module, images: Sequence[Tensor], *, tolerance: float = TOLER
 
     Args:
         model: A converted network; its layers change in place, or not at all.
-        images: Batches (N, C, H, W), preprocessed; every second image is fitted on and the others are judged on.
+        images: Batches (N, C, H, W), preprocessed, with labels or without; every second image is fitted on and the
+            others are judged on.
         tolerance: Largest change of the output, root mean square on the images judged on as a share of the output's
             standard deviation. Of the choices tried the one with most layers within it is taken.
 
@@ -114,12 +116,14 @@ def bake(model: nn.Module, images: Sequence[Tensor], *, tolerance: float = TOLER
         The network, and the report.
 
     Raises:
-        UsageError: If the tolerance is not above 0.
-        RetrofitError: If there is nothing to bake, too few images, or nothing can be baked within the tolerance.
+        UsageError: If the tolerance is not above 0, or a batch holds no images.
+        RetrofitError: If there is nothing to bake, too few images or NaN in them, or nothing can be baked within the
+            tolerance.
     """
     if not tolerance > 0:
         raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; leave it out for the usual one")
-    together = torch.cat(list(images)) if len(images) else torch.empty(0)
+    batches = list(images_of(images, "images"))
+    together = torch.cat(batches) if batches else torch.empty(0)
     if len(together) < 4:
         raise RetrofitError(
             f"{plural(len(together), 'image')} cannot be fitted and judged on; give 4 or more, 64 if you can"

@@ -12,6 +12,7 @@ from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.inverse_square_root import largest_divisor
 from retrofit.layers.migrated_group_norm import group_gain
+from retrofit.utils.batches import images_of
 from retrofit.utils.evaluating import evaluating
 
 GROUP_TOLERANCE = 0.08
@@ -43,9 +44,7 @@ def group_count(name: str, channels: int, options: ConversionOptions, default: i
     return groups, "" if groups == wanted else f"{groups} groups: {wanted} do not divide {channels} channels"
 
 
-def most_groups(
-    model: nn.Module, norms: dict[str, nn.Module], batches: Iterable[Tensor]
-) -> dict[str, tuple[int, float]]:
+def most_groups(model: nn.Module, norms: dict[str, nn.Module], batches: Iterable[Any]) -> dict[str, tuple[int, float]]:
     """Pick, for each BatchNorm, the most groups whose normalization keeps its output within `GROUP_TOLERANCE`.
 
     The change is that from the layer in evaluation to group normalization of the input as standardised by the running
@@ -55,7 +54,7 @@ def most_groups(
     Args:
         model: The source network; its mode is restored.
         norms: The BatchNorms by name, with running statistics.
-        batches: Images, (N, C, H, W) each, preprocessed for the model.
+        batches: Images, (N, C, H, W) each, preprocessed for the model; with labels, as a loader gives them, or without.
 
     Returns:
         For each name the number of groups (1 if no number keeps within the tolerance) and the relative change.
@@ -71,7 +70,7 @@ def most_groups(
     seen = 0
     try:
         with evaluating(model):
-            for batch in batches:
+            for batch in images_of(batches):
                 model(batch)
                 seen += len(batch)
     finally:
