@@ -16,6 +16,8 @@ from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.surgery import convert
 from retrofit.utils.evaluating import evaluating, modes_of, restore_modes
 
+_NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
+
 
 @torch.no_grad()
 def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
@@ -33,12 +35,13 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         How many layers were estimated; with none, the loader is not read.
 
     Raises:
-        RetrofitError: If the loader is empty.
+        RetrofitError: If the loader is empty, or statistics are not finite; they are then as they were.
     """
     found: list[Any] = [layer for layer in _tracking(model) if not getattr(layer, "frozen", False)]
     if not found:
         return 0
     momenta = {layer: layer.momentum for layer in found}
+    before = [(layer, *named, named[1].clone()) for layer in found for named in layer.named_buffers(recurse=False)]
     modes = modes_of(model)
     model.train()
     try:
@@ -48,13 +51,18 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         for batch in loader:
             images = batch[0] if isinstance(batch, list | tuple) else batch
             model(images if device is None else images.to(device))
+        if all(layer.num_batches_tracked == 0 for layer in found):
+            raise RetrofitError("the loader held no batch to estimate statistics from; give it data")
+        if not all(buffer.isfinite().all() for layer in found for buffer in layer.buffers()):
+            raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
+    except BaseException:
+        for layer, name, buffer, value in before:
+            layer._buffers[name] = buffer.copy_(value)  # whitening is reset to another tensor
+        raise
     finally:
-        empty = all(layer.num_batches_tracked == 0 for layer in found)
         for layer, momentum in momenta.items():
             layer.momentum = momentum
         restore_modes(modes)
-    if empty:
-        raise RetrofitError("the loader held no batch to estimate statistics from: they are reset; give it data")
     return len(found)
 
 
@@ -76,7 +84,7 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
         How many layers were brought up to date.
 
     Raises:
-        RetrofitError: If the loader is empty.
+        RetrofitError: If the loader is empty, or moments are not finite; nothing is changed then.
     """
     moments = group_moments(loader, model, device)
     for name, (mean, scale) in moments.items():
@@ -99,7 +107,7 @@ def group_moments(
         By layer: (G,) each, in float64. With k = 1 / sqrt(v + eps) the mean is E[m k] / E[k], the deviation 1 / E[k].
 
     Raises:
-        RetrofitError: If the loader is empty.
+        RetrofitError: If the loader is empty, or moments are not finite.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MigratedGroupNorm)}
     if not layers:
@@ -123,7 +131,11 @@ def group_moments(
             model(images if device is None else images.to(device))
     if not sums:
         raise RetrofitError("the loader held no batch to measure moments on; give it data")
-    return {name: (mk / k, count / k) for name, (mk, k, count) in sums.items()}
+    found = {name: (mk / k, count / k) for name, (mk, k, count) in sums.items()}
+    for name, moments in found.items():
+        if not all(values.isfinite().all() for values in moments):
+            raise RetrofitError(f"the moments of {name} are not finite; {_NOT_FINITE}")
+    return found
 
 
 def _before(measure: Callable[[Tensor], None], _layer: nn.Module, args: tuple[Tensor, ...]) -> None:

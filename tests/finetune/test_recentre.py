@@ -59,3 +59,11 @@ def test_a_network_without_migrated_norms_needs_no_data() -> None:
     assert retrofit.recentre([], nn.Linear(2, 2)) == 0
     with pytest.raises(RetrofitError, match="the loader held no batch"):
         retrofit.recentre([], network(1))
+
+
+def test_images_that_are_not_finite_change_nothing() -> None:
+    model = network(2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RetrofitError, match="the moments of 1 are not finite"):
+        retrofit.recentre([*batches(), torch.full((1, 3, 12, 12), float("nan")).double()], model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

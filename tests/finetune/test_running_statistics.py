@@ -7,10 +7,12 @@ import copy
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn as torchs
 
 import retrofit
+from retrofit.errors import RetrofitError
 
 LOADER = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) * 2 + 1 for i in range(4)]
 
@@ -57,11 +59,6 @@ def test_migrated_statistics_stay() -> None:
     torch.testing.assert_close(statistics(model), before, rtol=0, atol=0)
 
 
-def test_a_loader_without_a_batch_is_refused() -> None:
-    with pytest.raises(retrofit.RetrofitError, match="no batch"):
-        retrofit.update_bn([], network("bnn"))
-
-
 @pytest.mark.parametrize("to", [None, "bnn", "dbn", "dbnn"])
 def test_frozen_layers_evaluate_in_training(to: str | None) -> None:
     model = network(to)
@@ -81,3 +78,24 @@ def test_whitening_is_not_synchronized_in_silence() -> None:
     with pytest.raises(retrofit.RetrofitError, match="not synchronized"):
         retrofit.sync_norms(network("dbn"))
     assert retrofit.sync_norms(network("bnn")) == 15
+
+
+@pytest.mark.parametrize("to", ["bnn", "dbn"])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([], "no batch"),
+        ([LOADER[0], LOADER[0] * float("nan")], "not finite"),
+        ([LOADER[0], LOADER[0][:, :1]], "channels"),  # torch's own error
+    ],
+    ids=["empty", "nan", "shape"],
+)
+def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(to: str, wrong: list[Tensor], said: str) -> None:
+    model = network(to)
+    retrofit.update_bn(LOADER, model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises((RetrofitError, RuntimeError), match=said):
+        retrofit.update_bn(wrong, model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(layer.momentum is not None for layer in model.modules() if isinstance(layer, _BatchNorm))
