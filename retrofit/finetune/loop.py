@@ -208,10 +208,12 @@ class _Run:
         self.ema: Any = None
         if recipe.model_ema:
             self.ema = ModelEmaV3(model, recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup)
+        noisy = [module for module in model.modules() if isinstance(module, NormalityMixin)]
         if recipe.noise_kind is not None:
-            for module in model.modules():
-                if isinstance(module, NormalityMixin):
-                    module.noise_kind = recipe.noise_kind
+            for layer in noisy:
+                layer.noise_kind = recipe.noise_kind
+        if recipe.noise and self._converted and not noisy:
+            self.callback.note(f"no layer of the network draws noise: the {recipe.noise:g} of the recipe does nothing")
         self.schedule = None
         if self._converted:
             self.schedule = StrengthSchedule(
@@ -221,7 +223,7 @@ class _Run:
                 ramp=recipe.strength_ramp,
                 start=recipe.strength_start,
                 end=recipe.strength_end,
-                noise=recipe.noise,
+                noise=recipe.noise if noisy else None,
                 noise_start=recipe.noise_start,
                 noise_ramp=recipe.noise_ramp,
             )

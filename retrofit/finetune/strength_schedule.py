@@ -40,7 +40,7 @@ class StrengthSchedule:
         noise_ramp: Fraction of the training over which it grows to `noise`, in a few equal stages.
 
     Raises:
-        UsageError: If an argument is out of range.
+        UsageError: If an argument is out of range, or noise is asked of layers that have none.
         RetrofitError: If the network holds no converted layer.
     """
 
@@ -75,6 +75,8 @@ class StrengthSchedule:
         if not self._layers:
             raise RetrofitError("the model holds no converted layer; convert it first")
         self._noisy = [layer for layer in self._layers if isinstance(layer, NormalityMixin)]
+        if self._noise and not self._noisy:
+            raise UsageError("`noise` means nothing to these layers, which draw none; leave it out")
         self._total = total_steps
         self._shape = shape
         self._ramp = ramp

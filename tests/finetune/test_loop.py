@@ -395,6 +395,13 @@ def test_an_unconverted_network_is_trained_plainly(train: Train) -> None:
     assert any("plain training" in note for note in listener.notes)
 
 
+@pytest.mark.parametrize(("to", "said"), [("bnn", False), ("gn", True)])
+def test_noise_of_a_recipe_for_layers_that_draw_none(train: Train, to: str, said: bool) -> None:
+    listener = Listener()
+    assert train("run", small_network(to), epochs=1, noise=0.4, callback=listener).finished
+    assert any("draws noise" in note for note in listener.notes) == said
+
+
 @pytest.mark.parametrize(("momentum", "warned"), [(0.01, True), (0.9, False)])
 def test_running_statistics_that_will_not_catch_up(train: Train, momentum: float, warned: bool) -> None:
     listener = Listener()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import timm
 import torch
 from torch import nn
 
+import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune import StrengthSchedule
 from retrofit.layers import BatchNormalNorm1d, BatchNormalNorm2d, MigratedGroupNorm
@@ -177,3 +179,10 @@ def test_a_compiled_network_is_not_compiled_again_for_every_strength_and_noise()
         schedule.step()
     frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert frames <= 2 * (len(kinds) + 1)
+
+
+def test_noise_is_refused_where_no_layer_draws_any() -> None:
+    model, _ = retrofit.convert(timm.create_model("test_resnet"), "ln")
+    with pytest.raises(UsageError, match="`noise` means nothing to these layers"):
+        StrengthSchedule(model, 10, noise=0.1)
+    assert StrengthSchedule(model, 10, noise=0.0).noise == 0.0
