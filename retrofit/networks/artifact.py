@@ -34,7 +34,7 @@ from retrofit.networks.preprocess import preprocess_of
 from retrofit.networks.tensors import aliases, emptied, fill, misfit, tensors_of, to_write, wide_dtype
 from retrofit.surgery import Plan
 from retrofit.utils.files import atomic_write, ensure_writable
-from retrofit.utils.text import one_line, printable, with_class
+from retrofit.utils.text import one_line, plural, printable, with_class
 
 __all__ = ["SCHEMA", "is_artifact", "load", "read_manifest", "save"]
 
@@ -66,7 +66,7 @@ def save(
         source: Which network it is ("resnet50", "tv:resnet50"), where it cannot tell; "own" for a network that no
             library builds as it is.
         model_kwargs: Arguments that the library's builder got, where it cannot tell.
-        labels: Names of its outputs.
+        labels: Names of its outputs, one for each.
         weights: Whose weights it had before: {"kind": "random" | "pretrained" | "checkpoint", "from": str | None}.
         preprocess: What it expects of its images; the library's prescription if not known.
         force: Whether to replace an existing file.
@@ -81,7 +81,7 @@ def save(
     plans: list[Plan] = getattr(model, "_retrofit_plans", [])
     source, twin = _identified(model, source, model_kwargs, plans)
     tensors = to_write(model, model if twin is None else twin)
-    labels = labels if labels is not None else getattr(model, "_retrofit_labels", None)
+    labels = _labels(model, labels)
     preprocess = preprocess or getattr(model, "_retrofit_preprocess", None) or preprocess_of(model, source)
     description = describe(model)
     manifest: dict[str, Any] = {
@@ -309,6 +309,21 @@ def _identified(
     if found.library == OWN and not own.is_typed(found.name):
         return found, None
     return identify(model, hint, lambda fresh: _replay(fresh, plans))
+
+
+def _labels(model: nn.Module, given: Sequence[str] | None) -> Sequence[str] | None:
+    """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
+
+    Raises:
+        UsageError: If those given are not one for each output.
+    """
+    known = getattr(model, "_retrofit_labels", None)
+    labels, outputs = known if given is None else given, getattr(model, "num_classes", None)
+    if labels is None or not isinstance(outputs, int) or len(labels) == outputs or not outputs:
+        return labels
+    if given is None:
+        return None
+    raise UsageError(f"{plural(len(labels), 'label')} for {plural(outputs, 'output')}; pass `labels` with one for each")
 
 
 def _strength(model: nn.Module) -> float | None:

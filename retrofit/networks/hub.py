@@ -49,6 +49,8 @@ def save_for_hub(
         RetrofitError: As `retrofit.save`, or if the files are there already; nothing is written then.
     """
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise RetrofitError(f"{folder} is a file; name a folder")
     existing = [name for name in (WEIGHTS, CONFIG, CARD) if (folder / name).exists()]
     if existing and not force:
         raise RetrofitError(f"{folder} holds {', '.join(existing)} already; choose another folder or pass `force=True`")

@@ -21,7 +21,7 @@ from torchvision.models._api import BUILTIN_MODELS
 
 import retrofit
 from retrofit import surgery
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.artifact import is_artifact, load, read_manifest, save
 from retrofit.networks.library import ModelSource, Preprocess, build
@@ -425,3 +425,14 @@ def test_is_artifact(saved: Path, tmp_path: Path) -> None:
 def test_public_names() -> None:
     assert retrofit.save is save
     assert retrofit.load is load
+
+
+def test_labels_are_one_for_each_output(tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet", num_classes=3)
+    with pytest.raises(UsageError, match="2 labels for 3 outputs"):
+        save(model, tmp_path / "a.safetensors", labels=["cat", "dog"])
+    save(model, tmp_path / "a.safetensors", labels=["ant", "cat", "dog"])
+    again = load(tmp_path / "a.safetensors")
+    again.reset_classifier(5)  # the names are those of the classifier that was
+    save(again, tmp_path / "b.safetensors")
+    assert read_manifest(tmp_path / "b.safetensors")["labels"] is None
