@@ -14,7 +14,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.surgery.converter import Converter, Decision, converter_for
 from retrofit.surgery.families import FAMILIES, NormLayer, find_norms
 from retrofit.surgery.plan_and_report import LayerRow, Plan
-from retrofit.utils.text import one_line, plural
+from retrofit.utils.text import one_line, plural, shown
 
 Patterns = str | Iterable[str] | None
 
@@ -43,9 +43,14 @@ def plan(
         The plan, which `apply` executes.
 
     Raises:
-        UsageError: For an unknown target or family, an option out of range, or a pattern that does not compile.
+        UsageError: For what is no network, an unknown target or family, an option out of range, or a pattern that does
+            not compile.
         RetrofitError: If a pattern matches no layer, or nothing would be converted.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a torch.nn.Module is converted, not {shown(model)}; build the network first, as timm.create_model does"
+        )
     converter = converter_for(to)
     only_patterns, skip_patterns = _compile("only", only), _compile("skip", skip)
     families = _families(source) or converter.sources

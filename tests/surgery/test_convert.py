@@ -191,3 +191,9 @@ class Named(nn.Module):
 def test_self_as_an_argument_is_left_with_a_reason() -> None:
     reasons = [row.reason for row in plan(nn.Sequential(net(), Named()), "gn-pn").edits]
     assert any("self is the name of an argument" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("thing", ["resnet50", None, nn.BatchNorm2d], ids=str)
+def test_what_is_no_network_is_refused(thing: Any) -> None:
+    with pytest.raises(retrofit.UsageError, match=r"a torch.nn.Module is converted, not .*; build the network first"):
+        retrofit.convert(thing)
