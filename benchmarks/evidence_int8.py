@@ -10,8 +10,7 @@ evidence_int8.md.
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import math
 import statistics
 import tempfile
@@ -20,23 +19,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from evidence_arms import ARMS, convert, trained_network
+from evidence_arms import ARMS
 from evidence_data import cifar, still
-from evidence_shift import in_order
-from evidence_table import SETUP, Line, Setup, error
-from evidence_train import file_name, machine
+from evidence_kept import measured, parser
+from evidence_table import Line, error
+from evidence_train import machine
 from torch import Tensor, nn
 
 import retrofit
 from retrofit.export.onnx.precision import Precision
 from retrofit.utils.onnx_runtimes import open_onnx
 
-RESULTS = Path(__file__).parent / "results"
 PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "int8")
 POLYNOMIALS: dict[str, Any] = {"fold": "poly", "degree": 4}
 
 
-def measured(model: nn.Module, arm: str, images: Tensor, test: Tensor, labels: Tensor) -> dict[str, Any]:
+def precisions(model: nn.Module, arm: str, images: Tensor, test: Tensor, labels: Tensor) -> dict[str, Any]:
     """Export a network in every precision; return top-1, agreement with the network itself and size of each file."""
     with torch.inference_mode():
         own = torch.cat([model(batch) for batch in test.split(100)])
@@ -85,40 +83,23 @@ def table(lines: list[Line], arms: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, required=True, help="folder of trained weights")
-    parser.add_argument("--checkpoint", required=True, help="of the source network")
-    parser.add_argument("--train", required=True, metavar="TAR")
-    parser.add_argument("--test", required=True, metavar="TAR")
-    parser.add_argument("--images", type=int, default=512, help="pictures for the ranges")
-    parser.add_argument("--arms", nargs="+", default=["bn-frozen", "bnn-0.1", "ln", "ln-baked"], choices=list(ARMS))
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--runs", type=Path, default=RESULTS / "evidence.jsonl")
-    parser.add_argument("--out", type=Path, default=RESULTS / "evidence_int8.jsonl")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    every = [json.loads(line) for line in args.runs.read_text().splitlines()]
-    done: list[Line] = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    setup = Setup([line for line in every if line["data"] == "cifar10" and line["images"] == 500])
-    pictures = cifar(args.train, args.test, 100)
-    for name in args.arms:
-        for line in setup.of(name, args.batch_size):
-            key: dict[str, Any] = {one: line[one] for one in (*SETUP, "arm", "batch", "lr", "seed")}
-            weights = args.keep / f"{file_name(in_order(line))}.pth"
-            if any(all(one[part] == value for part, value in key.items()) for one in done) or not weights.exists():
-                continue
-            model = convert(trained_network(line["model"], args.checkpoint, 10, line["seed"]), ARMS[name])
-            model.load_state_dict(torch.load(weights, weights_only=True))
-            images = still(pictures.val[:: max(1, len(pictures.val) // args.images)], line["img_size"])[0]
-            test, labels = still(pictures.test, line["img_size"])
-            done.append({**key, **measured(model.eval(), name, images, test, labels), "machine": machine()})
-            with args.out.open("a") as file:
-                file.write(json.dumps(done[-1]) + "\n")
-            print(name, line["seed"], {part: done[-1][part] for part in ("network", *PRECISIONS)}, flush=True)
+    options = parser(__doc__, ["bn-frozen", "bnn-0.1", "ln", "ln-baked"], "evidence_int8.jsonl")
+    options.add_argument("--images", type=int, default=512, help="pictures for the ranges")
+    args = options.parse_args()
+
+    @functools.cache
+    def pictures(size: int) -> tuple[Tensor, Tensor, Tensor]:
+        every = cifar(args.train, args.test, 100)
+        return still(every.val[:: max(1, len(every.val) // args.images)], size)[0], *still(every.test, size)
+
+    def measure(model: nn.Module, run: Line) -> dict[str, Any]:
+        return {**precisions(model, run["arm"], *pictures(run["img_size"])), "machine": machine()}
+
+    lines = measured(args, measure)
     head = "Top-1 in percent on the test pictures; agreement: the same top-1 as the network in PyTorch. "
     text = [f"{head}Means over n seeds; the loss with its standard error over seeds. MB: float32, float16, INT8.", ""]
-    text += table(done, args.arms)
-    text += ["", *sorted({line["machine"] for line in done})]
+    text += table(lines, args.arms)
+    text += ["", *sorted({line["machine"] for line in lines})]
     args.out.with_suffix(".md").write_text("\n".join(text) + "\n")
 
 

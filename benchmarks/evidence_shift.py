@@ -10,23 +10,22 @@ evidence_shift.md.
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
 from collections.abc import Callable
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from evidence_arms import ARMS, convert, trained_network
+from evidence_arms import ARMS
 from evidence_data import Labelled, read_tar, still
-from evidence_table import SETUP, Line, Setup, error
-from evidence_train import file_name, measure
+from evidence_kept import measured, parser
+from evidence_table import Line, error
+from evidence_train import measure
 from PIL import Image, ImageEnhance, ImageFilter
+from torch import nn
 
-RESULTS = Path(__file__).parent / "results"
 _Corruption = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 
@@ -75,13 +74,13 @@ def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
     text = [f"| batches of {batch} | {' | '.join(heads)} |", "|---|" + "---|" * len(names)]
     rows = [(name, "top1") for name in CORRUPTIONS] + [("mean of the corrupted", "top1")]
     rows += [("clean", "ece"), ("mean of the corrupted", "ece")]
-    for corruption, measured in rows:
+    for corruption, part in rows:
         wanted = [name for name in CORRUPTIONS if name != "clean"] if "mean" in corruption else [corruption]
         cells = []
         for name in names:
             own, theirs = (
                 {
-                    line["seed"]: statistics.fmean(line[measured][key] for key in wanted)
+                    line["seed"]: statistics.fmean(line[part][key] for key in wanted)
                     for line in lines
                     if (line["arm"], line["batch"]) == (one, batch)
                 }
@@ -90,64 +89,36 @@ def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
             gains = [own[seed] - theirs[seed] for seed in sorted(own.keys() & theirs.keys())]
             gain = f" ({statistics.fmean(gains):+.1f} ± {error(gains)})" if gains else ""
             cells.append(f"{statistics.fmean(own.values()):.1f}{gain}")
-        what = "calibration error, " if measured == "ece" else ""
+        what = "calibration error, " if part == "ece" else ""
         text.append(f"| {what}{corruption} | {' | '.join(cells)} |")
     return text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="folder of trained weights; none: only the table")
-    parser.add_argument("--checkpoint", help="of the source network")
-    parser.add_argument("--test", metavar="TAR")
-    parser.add_argument("--images", type=int, default=100, help="test pictures of each class")
-    parser.add_argument(
-        "--arms", nargs="+", default=list(dict.fromkeys([*AGAINST.values(), *AGAINST])), choices=list(ARMS)
-    )
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8])
-    parser.add_argument("--runs", type=Path, default=RESULTS / "evidence.jsonl")
-    parser.add_argument("--out", type=Path, default=RESULTS / "evidence_shift.jsonl")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    every = [json.loads(line) for line in args.runs.read_text().splitlines()]
-    done: list[Line] = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    setup = Setup([line for line in every if line["data"] == "cifar10" and line["images"] == 500])
-    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for batch in args.batch_sizes if args.keep else []:
-        for name in args.arms:
-            for line in setup.of(name, batch):
-                key: dict[str, Any] = {one: line[one] for one in (*SETUP, "arm", "batch", "lr", "seed")}
-                weights = args.keep / f"{file_name(in_order(line))}.pth"
-                if any(all(one[part] == value for part, value in key.items()) for one in done) or not weights.exists():
-                    continue
-                if not tensors:
-                    pictures = read_tar(args.test)
-                    chosen = [
-                        one for label in range(10) for one in [p for p in pictures if p[1] == label][: args.images]
-                    ]
-                    tensors = {one: corrupted(chosen, one, line["img_size"]) for one in CORRUPTIONS}
-                model = convert(trained_network(line["model"], args.checkpoint, 10, line["seed"]), ARMS[name])
-                model.load_state_dict(torch.load(weights, weights_only=True))
-                found = {one: measure(model, *tensors[one]) for one in CORRUPTIONS}
-                made = {part: {one: round(value[part], 2) for one, value in found.items()} for part in ("top1", "ece")}
-                done.append({**key, "images_each": args.images, **made})
-                with args.out.open("a") as file:
-                    file.write(json.dumps(done[-1]) + "\n")
-                print(name, batch, line["seed"], made, flush=True)
-    seeds = sorted({line["seed"] for line in done})
+    options = parser(__doc__, list(dict.fromkeys([*AGAINST.values(), *AGAINST])), "evidence_shift.jsonl")
+    options.add_argument("--images", type=int, default=100, help="test pictures of each class")
+    args = options.parse_args()
+
+    @functools.cache
+    def tensors(size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        pictures = read_tar(args.test)
+        chosen = [one for label in range(10) for one in [p for p in pictures if p[1] == label][: args.images]]
+        return {one: corrupted(chosen, one, size) for one in CORRUPTIONS}
+
+    def corruptions(model: nn.Module, run: Line) -> dict[str, Any]:
+        found = {one: measure(model, *tensors(run["img_size"])[one]) for one in CORRUPTIONS}
+        made = {part: {one: round(value[part], 2) for one, value in found.items()} for part in ("top1", "ece")}
+        return {"images_each": args.images, **made}
+
+    lines = measured(args, corruptions)
+    seeds = sorted({line["seed"] for line in lines})
     text = [
         f"Top-1 in percent, mean over {len(seeds)} seeds, {10 * args.images:,} test pictures; in brackets the paired "
     ]
     text[0] += "difference to the baseline, ± standard error over seeds."
     for batch in args.batch_sizes:
-        text += ["", *table(done, args.arms, batch)]
+        text += ["", *table(lines, args.arms, batch)]
     args.out.with_suffix(".md").write_text("\n".join(text) + "\n")
-
-
-def in_order(line: Line) -> dict[str, Any]:
-    """Return the part of a line that names its run, in the order of its making."""
-    names = list(line)
-    return {name: line[name] for name in names[: names.index("seed") + 1]}
 
 
 if __name__ == "__main__":
