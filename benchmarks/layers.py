@@ -4,7 +4,8 @@
 
 Each shape is timed in rounds, in which every contender takes its turn, so that whatever else the machine does falls on
 all of them; the figures are medians over the rounds, and ratios are of the same round. Contenders: torch's layer, ours
-with eager and with compiled kernels (Triton's on a GPU), and the paper's formulas as they read, left to autograd.
+with eager and with compiled kernels (Triton's on a GPU), and the paper's formulas as they read, left to autograd. With
+--channels-last one more: the compiled kernels on the same values in contiguous memory.
 """
 
 from __future__ import annotations
@@ -177,6 +178,9 @@ def main() -> None:
                 for layer in contenders(kind, size[-1] if kind == "layer" else size[0], args.noise)
             )
             runs = {"torch": step(torchs, x, grad, "eager"), fast: step(ours, x, grad, fast)}
+            if args.channels_last:
+                plain_x = x.detach().contiguous().requires_grad_()
+                runs[f"{fast}, contiguous"] = step(ours, plain_x, grad.contiguous(), fast)
             if kind != "proxy":
                 runs |= {"eager": step(ours, x, grad, "eager"), "plain": step(plain, x, grad, "eager")}
             times = measure(runs, args.repeats)
@@ -187,10 +191,16 @@ def main() -> None:
                 row = [network, kind, "x".join(map(str, shape)), layout, args.dtype, args.noise, name]
                 rows.append([*row, f"{milliseconds:.2f}", f"{middle:.2f}", f"{low:.2f}", f"{high:.2f}"])
                 print(*rows[-1], sep="\t", flush=True)
+            if args.channels_last:
+                found = ratio(times, fast, f"{fast}, contiguous")
+                rows.append([*row[:-1], f"{fast} / contiguous", "", *(f"{number:.2f}" for number in found)])
+                print(*rows[-1], sep="\t", flush=True)
             if args.out:
                 head = ["network", "kind", "shape", "layout", "dtype", "noise", "kernels"]
                 head += ["ms forward+backward", "ratio to torch", "quartile", "quartile", "machine"]
-                append(args.out, head, [[*row, machine(args.device)] for row in rows[-len(runs) :]])
+                append(
+                    args.out, head, [[*row, machine(args.device)] for row in rows[-len(runs) - args.channels_last :]]
+                )
 
 
 if __name__ == "__main__":

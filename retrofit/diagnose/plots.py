@@ -306,7 +306,7 @@ def _paint(figure: Figure, theme: Theme) -> None:
     legends = list(figure.legends)
     for axes in figure.axes:
         axes.set_facecolor(_PAPER[theme])
-        axes.tick_params(colors=ink, labelsize=8)
+        axes.tick_params(which="both", colors=ink, labelsize=8)
         axes.grid(color=grid, linewidth=0.6)
         axes.set_axisbelow(True)
         for spine in axes.spines.values():

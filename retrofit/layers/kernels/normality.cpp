@@ -62,6 +62,7 @@ struct Scratch {
 };
 
 template <bool COLUMNS> struct Set {
+    static constexpr int64_t AHEAD = 16;  // rows
     const Geometry& g;
     int64_t base, affine, length, index;
     double count;
@@ -98,6 +99,11 @@ template <bool COLUMNS> struct Set {
     }
     template <class Body, class Flush> void walk(Body body, Flush flush) const {
         walk([](int64_t) {}, body, [](int64_t) {}, flush);
+    }
+
+    // Neighbouring rows of columns are far apart: what a later step of the walk needs is asked for early.
+    template <class P> void ahead(const P* p) const {
+        if (COLUMNS) __builtin_prefetch(p + AHEAD * g.run_stride);
     }
 
     V parameter(const float* p, int64_t at, float absent) const {  // one a run
@@ -140,11 +146,12 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
     V mean{}, var{}, rstd{};
     if (now(0)) {
         Sum sum, power;
-        s.walk([&](int64_t i, int64_t, auto k) { sum.add(load(x + i, k)); }, [&] { sum.flush(); });
+        s.walk([&](int64_t i, int64_t, auto k) { s.ahead(x + i), sum.add(load(x + i, k)); }, [&] { sum.flush(); });
         finish<COLUMNS>(scale, sum);
         mean = sum.value();
         Sum offset;
         s.walk([&](int64_t i, int64_t, auto k) {
+            s.ahead(x + i);
             V c = keep(load(x + i, k) - mean, k);
             offset.add(c), power.add(c * c);
         }, [&] { offset.flush(), power.flush(); });
@@ -168,6 +175,7 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
     Sum m1, m2, m3, m45, v;
     V low = splat(INFINITY), high = splat(-INFINITY);
     if (now(1)) s.walk([&](int64_t i, int64_t, auto k) {
+        s.ahead(x + i);
         V h = keep((load(x + i, k) - mean) * rstd, k), a = absolute(h), log = log1p(a);
         if (logs) store(place, log, Full{}), place += W;
         V grown = log + a * log, d = grown - a, e = grown * log - 2 * d;
@@ -197,6 +205,7 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
 
     Transform psi(o.t * found[STEP]);
     auto transform = [&](int64_t i, auto k) {
+        s.ahead(x + i);
         V h = (load(x + i, k) - mean) * rstd, log;
         if (logs) log = load(place, Full{}), place += W;
         else log = log1p(absolute(h));
@@ -205,7 +214,7 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
     auto rewind = [&] { place = scratch.first; };
     V amount{};
     auto y_at = [&](int64_t i, auto k) {
-        if constexpr (KEEP) return load(out + i, k);
+        if constexpr (KEEP) return s.ahead(out + i), load(out + i, k);
         else return transform(i, k);
     };
     if (o.noise) {
@@ -213,7 +222,7 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
         rewind();
         if (now(2)) s.walk([&](int64_t i, int64_t, auto k) {
             V y = transform(i, k);
-            if constexpr (KEEP) store(out + i, y, k);
+            if constexpr (KEEP) s.ahead(out + i), store(out + i, y, k);
             total.add(keep(y, k));
         }, [&] { total.flush(); });
         finish<COLUMNS>(scale, total);
@@ -234,6 +243,7 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
     };
     auto put = [&](int64_t i, int64_t at, auto k, V y) {
         V scaled = by_lane && weight ? y * load(weight + at, k) : by_lane ? y : y * gamma;
+        s.ahead(out + i);
         store(out + i, by_lane && bias ? scaled + load(bias + at, k) : by_lane ? scaled : scaled + beta, k);
     };
     auto nothing = [](int64_t) {};
@@ -273,6 +283,7 @@ void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_we
     Sum to_lmbda, d0, dh, s0, sh, w, b;
     bool once = !by_lane && !s.g.affine_run, runwise = !by_lane && s.g.affine_run;
     if (o.stage <= 0) s.walk(begin, [&](int64_t i, int64_t at, auto k) {
+        s.ahead(x + i), s.ahead(grad + i);
         V h = keep((load(x + i, k) - mean) * rstd, k), grad_y = load(grad + i, k);
         V a = absolute(h), log = log1p(a), u = psi.exponent(h, log), growth = expm1(u), inverse = 1 / (1 + a);
         V g = grad_y * gain(at, k), direct = g * ((growth + 1) * inverse), shift = keep(shift_of(h, a, log, inverse), k);
@@ -283,7 +294,7 @@ void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_we
             store(shifts, shift, Full{}), store(directs, direct, Full{});
             shifts += W, directs += W;
         } else if constexpr (KEEP) {
-            store(grad_x + i, direct, k);
+            s.ahead(grad_x + i), store(grad_x + i, direct, k);
         }
         V y = psi(h, growth);
         if (o.noise) y += normal(i, o) * amount;
@@ -319,11 +330,14 @@ void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_we
     V centre = d0.value() + pull * s0.value(), slope = dh.value() + pull * sh.value();
     shifts = scratch.first, directs = scratch.second;
     if (pulls) return s.walk([&](int64_t i, int64_t, auto k) {
+        s.ahead(x + i);
         V h = (load(x + i, k) - mean) * rstd, shift = load(shifts, Full{}), direct = load(directs, Full{});
         shifts += W, directs += W;
         store(grad_x + i, rstd * (direct + pull * shift - centre - h * slope), k);
     }, [] {});
     s.walk(begin, [&](int64_t i, int64_t at, auto k) {
+        s.ahead(x + i);
+        if (KEEP) s.ahead(grad_x + i);
         V h = (load(x + i, k) - mean) * rstd, a = absolute(h), log = log1p(a), inverse = 1 / (1 + a), direct;
         if constexpr (KEEP) direct = load(grad_x + i, k);
         else direct = load(grad + i, k) * gain(at, k) * ((expm1(psi.exponent(h, log)) + 1) * inverse);
@@ -337,6 +351,7 @@ void apply_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const fl
     V gamma = s.field(constants, 3, sets), beta = s.field(constants, 4, sets);
     Transform psi(s.field(constants, 2, sets));
     s.walk([&](int64_t i, int64_t, auto k) {
+        s.ahead(x + i);
         V h = (load(x + i, k) - mean) * rstd;
         store(out + i, psi(h, expm1(psi.exponent(h, log1p(absolute(h))))) * gamma + beta, k);
     }, [] {});

@@ -103,9 +103,11 @@ struct Sum {  // of one quantity over a set
     explicit Sum(V mean) : total(__builtin_convertvector(mean, D)) {}
     Sum() = default;
     template <bool COLUMNS> void finish(double scale) {
-        double all = 0;
-        if (!COLUMNS) for (int i = 0; i < W; i++) all += total[i];
-        total = (COLUMNS ? total : all + D{}) * scale;
+        if (!COLUMNS) {
+            for (int n = W / 2; n; n /= 2) for (int i = 0; i < n; i++) total[i] += total[i + n];
+            total = total[0] + D{};
+        }
+        total *= scale;
     }
     V value() const { return __builtin_convertvector(total, V); }
 };
