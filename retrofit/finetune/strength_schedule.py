@@ -10,6 +10,7 @@ from torch import nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import NormalityMixin, StrengthMixin
 from retrofit.layers.base import check_noise, check_strength
+from retrofit.utils.text import plural
 
 Shape = Literal["linear", "cosine", "there-and-back", "off"]
 NOISE_STAGES = 4  # noise is a plain number, on which a compiled network specializes: few values, few compilations
@@ -117,9 +118,18 @@ class StrengthSchedule:
         return {"steps": self._steps, "starts": list(self._starts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another schedule stood, and set the layers accordingly."""
-        self._steps = int(state["steps"])
-        self._starts = list(state.get("starts", self._starts))
+        """Go to where another schedule stood, and set the layers accordingly.
+
+        Raises:
+            UsageError: If this is not the state of a schedule of such a network; nothing is changed then.
+        """
+        starts = list(state.get("starts", self._starts))
+        if "steps" not in state or len(starts) != len(self._layers):
+            raise UsageError(
+                f"`state` is not that of a StrengthSchedule of {plural(len(self._layers), 'layer')}; pass what "
+                "`state_dict` of the schedule of the same network returned"
+            )
+        self._steps, self._starts = int(state["steps"]), starts
         self._current = (None, None)
         self._set()
 

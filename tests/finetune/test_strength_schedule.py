@@ -186,3 +186,14 @@ def test_noise_is_refused_where_no_layer_draws_any() -> None:
     with pytest.raises(UsageError, match="`noise` means nothing to these layers"):
         StrengthSchedule(model, 10, noise=0.1)
     assert StrengthSchedule(model, 10, noise=0.0).noise == 0.0
+
+
+@pytest.mark.parametrize("state", [{}, {"last_epoch": 3}, {"steps": 4, "starts": [0.0]}])
+def test_the_state_of_something_else_changes_nothing(state: dict[str, object]) -> None:
+    model = network()
+    schedule = StrengthSchedule(model, 8, ramp=1.0)
+    schedule.step()
+    before = schedule.state_dict(), strength_of(model)
+    with pytest.raises(UsageError, match="of 2 layers"):
+        schedule.load_state_dict(state)
+    assert (schedule.state_dict(), strength_of(model)) == before
