@@ -11,6 +11,7 @@ from retrofit.layers import MigratedGroupNorm
 from retrofit.utils.evaluating import evaluating
 
 _NEAR = 0.95  # of the loss of guessing: a network that has begun to learn is below
+_FEW = 100  # steps, of a run that may have ended before it began to learn
 _SAME = 0.01  # difference of probabilities between the answers of a network whose features have collapsed
 
 
@@ -35,17 +36,20 @@ def all_alike(model: nn.Module, images: Tensor) -> bool:
     return bool((answers - answers.mean(dim=0)).abs().max() < _SAME)
 
 
-def explanation(model: nn.Module, recipe: Recipe, collapsed: bool, untrained: bool) -> str:
+def explanation(model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
     """Say what a run at chance most likely suffers from, and what to change.
 
     Args:
         model: Its network.
         recipe: Its settings.
+        steps: Of the whole run.
         collapsed: Whether all images get the same answer.
         untrained: Whether it began with random weights, which take their time.
     """
     if untrained and not collapsed:
         return "it began with random weights: train it longer, or begin with trained ones"
+    if steps < _FEW and not collapsed:
+        return f"{steps} steps are few: train it longer, and if that does not help lower `lr` or raise `warmup_epochs`"
     what = "its features have collapsed, all images get the same answer: " if collapsed else ""
     layers = ""
     if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):

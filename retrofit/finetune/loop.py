@@ -480,9 +480,10 @@ class _Run:
         images = self._few_images(self.shown)
         collapsed = images is not None and all_alike(self._answering, images)
         untrained = self.network.weights["kind"] == "random"
+        why = explanation(self.plain, self.recipe, self.steps, collapsed, untrained)
         self.callback.note(
             f"warning: after epoch {epoch} the network does no better than guessing (top-1 {row['val_top1']:.1f}% of "
-            f"{classes} classes, loss {loss:.2f}): {explanation(self.plain, self.recipe, collapsed, untrained)}"
+            f"{classes} classes, loss {loss:.2f}): {why}"
         )
 
     def _check_finite(self) -> None:

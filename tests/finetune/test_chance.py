@@ -39,28 +39,31 @@ def test_answers_that_are_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "settings", "collapsed", "untrained", "said"),
+    ("to", "settings", "steps", "collapsed", "untrained", "said"),
     [
         (
             "gn",
             {"warmup_epochs": 0},
+            20,
             True,
             True,
             "too high for layers that take no statistics of the batch without warm",
         ),
-        ("gn", {}, False, False, "; lower `lr` or raise `warmup_epochs`"),
+        ("gn", {}, 500, False, False, "; lower `lr` or raise `warmup_epochs`"),
         (
             "bnn",
             {"lr": 0.5},
+            500,
             True,
             False,
             "all images get the same answer: the learning rate 0.5 is probably too high;",
         ),
-        ("bnn", {}, False, True, "it began with random weights"),
+        ("bnn", {}, 20, False, True, "it began with random weights"),
+        ("bnn", {"lr": 1e-5}, 20, False, False, "20 steps are few: train it longer"),
     ],
 )
-def test_the_cause(to: str, settings: dict[str, Any], collapsed: bool, untrained: bool, said: str) -> None:
-    assert said in explanation(small_network(to).model, Recipe(**settings), collapsed, untrained)
+def test_the_cause(to: str, settings: dict[str, Any], steps: int, collapsed: bool, untrained: bool, said: str) -> None:
+    assert said in explanation(small_network(to).model, Recipe(**settings), steps, collapsed, untrained)
 
 
 @pytest.mark.parametrize(("opt", "lr", "warned"), [("sgd", 100.0, True), ("adamw", 3e-3, False)])
