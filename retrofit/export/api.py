@@ -226,6 +226,9 @@ def _checked_fold(
     else:
         found = compare(lambda batch: answer(folded.model, batch), check)
     if found.share > tolerance:
+        if approximation is not None and approximation.freeze_lambda:
+            advice = "raise `tolerance` if you can accept that, or leave out `freeze_lambda`"
+            raise ParityError(found, "the network with constant lambdas differs from the given one", advice)
         raise ParityError(found, "the folded network differs from the given one")
     return folded, check
 

@@ -170,6 +170,16 @@ def test_polynomials_beyond_the_tolerance_leave_no_file(model: nn.Module, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_constant_lambdas_beyond_the_tolerance_leave_no_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, _ = retrofit.convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Flatten()), "gnn", check=False)
+    retrofit.set_strength(model, 1.0)
+    images = [torch.randn(8, 3, 6, 6)]
+    with pytest.raises(RetrofitError, match=r"constant lambdas differs .* leave out `freeze_lambda`$"):
+        export(model, tmp_path / "out.onnx", freeze_lambda=True, calibrate=images, tolerance=1e-6)
+    assert not list(tmp_path.iterdir())
+
+
 def test_wrong_export_of_polynomials_leaves_no_file(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
