@@ -90,4 +90,4 @@ def _row(layer: Layer) -> list[str]:
     power = layer.power
     figures: list[Any] = [layer.r2, layer.r2_before, power.p1, power.p2, power.p3, power.p4, power.balance]
     figures += [layer.linearity, layer.henze_zirkler, layer.dependence]
-    return [layer.name or "(root)", layer.kind, *("" if v is None else f"{v:.3f}" for v in figures)]
+    return [layer.name or "(root)", layer.kind, *("" if v is None else f"{v:z.3f}" for v in figures)]
