@@ -12,7 +12,7 @@ from retrofit.utils.evaluating import evaluating
 
 _NEAR = 0.95  # of the loss of guessing: a network that has begun to learn is below
 _FEW = 100  # steps, of a run that may have ended before it began to learn
-_SAME = 0.01  # difference of probabilities between the answers of a network whose features have collapsed
+_SAME = 0.05  # share of what answers differ by between classes, below which they do not differ between images
 
 
 def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
@@ -30,10 +30,12 @@ def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
 
 
 def all_alike(model: nn.Module, images: Tensor) -> bool:
-    """Whether a network answers the same to all images, (N, C, H, W)."""
+    """Whether a network answers the same to all images, (N, C, H, W); a new classifier, all zero, answers nothing."""
     with evaluating(model):
-        answers = model(images).float().softmax(dim=1)
-    return bool((answers - answers.mean(dim=0)).abs().max() < _SAME)
+        answers = model(images).float()
+    by_class = answers - answers.mean(dim=1, keepdim=True)
+    by_image = by_class - by_class.mean(dim=0)
+    return bool(by_image.abs().max() < _SAME * by_class.abs().max())
 
 
 def explanation(model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:

@@ -34,7 +34,13 @@ def test_answers_that_are_alike() -> None:
     images = torch.randn(6, 3, 4, 4)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
     assert not all_alike(model, images)
+    with torch.no_grad():
+        model[1].weight.mul_(1e-3)
+        model[1].bias.zero_()
+    assert not all_alike(model, images)  # a classifier that has hardly begun to learn
     nn.init.zeros_(model[1].weight)
+    assert not all_alike(model, images)
+    nn.init.normal_(model[1].bias)
     assert all_alike(model, images)
 
 
