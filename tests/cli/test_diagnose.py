@@ -18,6 +18,7 @@ def pictures(here: Path) -> Path:
     return write_folder(here / "pictures", each=2)
 
 
+@pytest.mark.slow
 def test_two_networks(run: Run, pictures: Path) -> None:
     assert run("convert", "test_resnet", "--to", "bnn", "--num-classes", "3").exit_code == 0
     words = ["test_resnet", "--num-classes", "3", "--against", "test_resnet-bnn.safetensors", "--data-dir", pictures]

@@ -122,7 +122,7 @@ def test_what_was_judged_on_noise_says_so(run: Run, bent: str) -> None:
     assert "warning: judged on 4 random inputs, which are unlike pictures" in result.stderr
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("runtime", ["onnxruntime", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_poly(run: Run, bent: str, runtime: str) -> None:
     folder = Path("photos/one")
     folder.mkdir(parents=True)

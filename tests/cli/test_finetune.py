@@ -79,6 +79,7 @@ def test_a_run_and_what_it_says(run: Run, pictures: Path, network: str) -> None:
     assert "run: runs/small-2" in run("finetune", network, "--data-dir", pictures, *QUICK, "--epochs", "1").stderr
 
 
+@pytest.mark.slow
 def test_the_control_run_is_one_command(run: Run, pictures: Path) -> None:
     source = timm.create_model("test_vit", num_classes=3, img_size=16)
     torch.save(source.state_dict(), "source.pth")

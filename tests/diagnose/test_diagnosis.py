@@ -272,6 +272,7 @@ def test_a_failed_report_leaves_nothing(one: Any, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.slow
 def test_an_interrupted_report_leaves_the_one_before(
     calls: int, one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ QUICK = [
     ("resnet18", "bnn", 1.0),
     pytest.param("tf_efficientnet_lite0", "bnn", 0.0, marks=pytest.mark.slow),
     pytest.param("resnet18", "gn-pn", 0.5, marks=pytest.mark.slow),
-    ("vit_tiny_patch16_224", "lnn", 1.0),
+    pytest.param("vit_tiny_patch16_224", "lnn", 1.0, marks=pytest.mark.slow),
 ]
 BATCH = ["resnet18", "resnet50", "tv:resnet50", "tf_efficientnet_lite0", "mobilenetv3_small_100", "densenet121"]
 LAYER = ["vit_tiny_patch16_224", "convnext_atto"]
