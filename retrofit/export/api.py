@@ -53,6 +53,7 @@ class ExportReport:
         bytes: Its size, external data included.
         parity: ONNX Runtime against the given network in PyTorch, in its own precision.
         nodes: Number of nodes of each operator.
+        preprocess: How to make the network's input of an image, as in the file's metadata; None if unknown.
         layers: What became of each normalization layer.
     """
 
@@ -64,6 +65,7 @@ class ExportReport:
     bytes: int
     parity: Parity
     nodes: dict[str, int]
+    preprocess: Mapping[str, Any] | None
     layers: tuple[FoldedLayer, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class ExportReport:
             "bytes": self.bytes,
             "parity": self.parity.to_dict(),
             "nodes": self.nodes,
+            "preprocess": self.preprocess,
             "layers": [asdict(layer) for layer in self.layers],
         }
 
@@ -117,7 +120,7 @@ def fold(
             not the same function.
     """
     size = _size(model, input_size)
-    wanted = _approximation(fold, runtime, degree, tolerance, _images(calibrate), freeze_lambda, size)
+    wanted = _approximation(fold, runtime, degree, tolerance, _images(calibrate, size), freeze_lambda, size, "float32")
     folded, _ = _checked_fold(model, size, *wanted)
     return folded.model
 
@@ -176,20 +179,20 @@ def export_onnx(
     """
     check_opset(opset)
     size = _size(model, input_size)
-    images = _images(calibrate)
+    images = _images(calibrate, size)
     fitted, judged = _narrow_images(precision, images, size)
     own = tolerance
     if precision != "float32":  # the tolerance judges the file; what is approximated must not be further off than that
         approximated = fold == "poly" or freeze_lambda
         own = max(tolerance, APPROXIMATE_TOLERANCE) if approximated and tolerance is not None else None
-    wanted = _approximation(fold, runtime, degree, own, images, freeze_lambda, size)
+    wanted = _approximation(fold, runtime, degree, own, images, freeze_lambda, size, precision)
     approximation = wanted[0]
     target = ensure_writable(path, force)
     folded, check = _checked_fold(model, size, *wanted)
-    proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, precision, size))
+    proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, precision, size, check))
     checks = [check]
     if precision != "float32":
-        proto = to_int8(proto, fitted) if precision == "int8" else to_float16(proto)
+        proto = to_int8(proto, fitted, runtime or "onnxruntime") if precision == "int8" else to_float16(proto)
         allowed, advice = NARROW[precision]
         checks = [Check(judged, reference(model, judged), tolerance or allowed, advice)]
     elif approximation is not None:
@@ -206,6 +209,7 @@ def export_onnx(
         length,
         parity,
         node_counts(proto),
+        _preprocess(model, size) or None,
         tuple(folded.layers),
     )
 
@@ -237,8 +241,15 @@ def _size(model: nn.Module, input_size: Sequence[int] | None) -> tuple[int, ...]
     return tuple(input_size or own_input_size(model))
 
 
-def _images(calibrate: Iterable[Any] | None) -> list[Tensor]:
-    return [] if calibrate is None else [image for batch in images_of(calibrate) for image in batch]
+def _images(calibrate: Iterable[Any] | None, size: Sequence[int]) -> list[Tensor]:
+    images = [] if calibrate is None else [image for batch in images_of(calibrate) for image in batch]
+    for image in images:
+        if image.ndim != len(size) or image.shape[0] != size[0]:
+            raise UsageError(
+                f"`calibrate` takes batches of images, (N, {', '.join(map(str, size))}); got images of "
+                f"{tuple(image.shape)}"
+            )
+    return images
 
 
 def _approximation(
@@ -249,6 +260,7 @@ def _approximation(
     images: Sequence[Tensor],
     freeze_lambda: bool,
     size: Sequence[int],
+    precision: Precision,
 ) -> tuple[Approximation | None, list[Tensor], float]:
     """Check arguments; return what may be approximated, the batches to compare on, and the tolerance."""
     if fold not in ("exact", "poly"):
@@ -271,6 +283,8 @@ def _approximation(
     tolerance = tolerance or APPROXIMATE_TOLERANCE
     check = _batches(images[1::2]) if images else sample_inputs(size)
     family: Runtime | None = (runtime or "onnxruntime") if fold == "poly" else None
+    if family == "openvino" and precision == "int8":
+        family = "onnxruntime"  # what lies between lines would be quantized, in its own range and not in the sum's
     wanted = Approximation(family, degree, freeze_lambda, tolerance, _batches(images[::2]), check)
     return wanted, check, tolerance
 
@@ -299,11 +313,19 @@ def _known(model: nn.Module, name: str, attribute: str | None = None) -> Any:
     return found if attribute is None or found is None else getattr(found, attribute)
 
 
-def _metadata(model: nn.Module, fold: str, precision: str, size: Sequence[int]) -> Mapping[str, str]:
+def _preprocess(model: nn.Module, size: Sequence[int]) -> dict[str, Any]:
+    """Return how to make the network's input of an image, at the size of the file; nothing if that is not known."""
+    known: Preprocess | None = _known(model, "preprocess")
+    return {} if known is None else {**known.to_dict(), "input_size": list(size)}
+
+
+def _metadata(model: nn.Module, fold: str, precision: str, size: Sequence[int], check: Check) -> Mapping[str, str]:
     """Return what a user of the file may need to know, each value a string or JSON."""
     plans = getattr(model, "_retrofit_plans", [])
     source, labels = _known(model, "source"), _known(model, "labels")
-    preprocess: Preprocess | None = _known(model, "preprocess")
+    outputs = check.expected[0]
+    if labels and len(outputs) == 1 and outputs[0].ndim == 2 and len(labels) != outputs[0].shape[1]:
+        labels = None  # of a classifier that the network had before
     try:
         strength = strength_of(model)
     except RetrofitError:  # the layers differ
@@ -319,8 +341,7 @@ def _metadata(model: nn.Module, fold: str, precision: str, size: Sequence[int]) 
         "input_size": list(size),
         "labels": labels,
     }
-    if preprocess is not None:
-        found |= {**preprocess.to_dict(), "input_size": list(size)}
+    found |= _preprocess(model, size)
     return {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items() if value is not None
     }

@@ -46,6 +46,8 @@ def test_export(run: Run, artifact: Path) -> None:
     assert metadata["target"] == "bnn"
     assert metadata["strength"] == "1.0"
     assert len(json.loads(metadata["mean"])) == 3
+    for name in ("input_size", "mean", "std", "crop_pct"):
+        assert found["preprocess"][name] == json.loads(metadata[name])
 
 
 def test_less_than_32_bits(run: Run, artifact: Path) -> None:

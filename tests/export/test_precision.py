@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -15,6 +16,10 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.export.forms.operations import Polynomial, constant_norm
+from retrofit.export.onnx.model import node_counts, to_onnx
+from retrofit.export.onnx.precision import _steps_to_convolutions
+from retrofit.utils.onnx_runtimes import open_onnx
 
 SIZE = (3, 32, 32)
 
@@ -99,6 +104,50 @@ def test_constants_stay_in_float(tmp_path: Path) -> None:
     assert transforms
     for node in transforms:
         assert "QuantizeLinear" not in {made[name].op_type for name in node.input if name in made}
+
+
+@pytest.mark.parametrize(("runtime", "degree"), [("onnxruntime", 3), ("onnxruntime", 4), ("openvino", 3)])
+def test_low_polynomials_are_quantized_for_the_runtime_that_has_kernels_for_them(
+    tmp_path: Path, runtime: Literal["onnxruntime", "openvino"], degree: int
+) -> None:
+    model, integers = network("bnn"), (runtime, degree) == ("onnxruntime", 3)
+    options: dict[str, object] = {"fold": "poly", "degree": degree, "tolerance": 1.0}
+    report, proto = export(model, tmp_path / "a.onnx", precision="int8", runtime=runtime, **options)
+    assert {layer.form for layer in report.layers if layer.degree} == {"polynomial"}
+    made, users = sources(proto), {name: node for node in proto.graph.node for name in node.input}
+    products = [node for node in proto.graph.node if node.op_type == "Mul"]
+    assert len(products) == (degree - 1) * len([layer for layer in report.layers if layer.degree])
+    for node in products:
+        quantized = {made[name].op_type for name in node.input} == {"DequantizeLinear"}
+        assert quantized == integers
+        assert not integers or users[node.output[0]].op_type == "QuantizeLinear"
+    assert report.nodes.get("BatchNormalization", 0) == (0 if integers else len(products))
+    names = {name for node in proto.graph.node for name in node.input}
+    assert all(tensor.name in names for tensor in proto.graph.initializer)
+
+
+@pytest.mark.parametrize("ndim", [3, 4, 5])
+def test_steps_as_convolutions_are_the_same_function(tmp_path: Path, ndim: int) -> None:
+    class Powers(nn.Module):
+        """A polynomial, and a batch normalization and a product that belong to none."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.polynomial = Polynomial(torch.tensor([[1.0, -2.0, 0.5], [3.0, 4.0, 1e-4], [0.1, -0.2, 7.0]]), ndim)
+            self.norm = constant_norm(torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3), ndim)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.polynomial(x)) + x * x.mean(dim=-1, keepdim=True)
+
+    size = (3, *range(5, 3 + ndim))
+    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
+    wanted = Powers()(images)
+    proto = to_onnx(Powers().eval(), size, 18, False, {})
+    assert len(_steps_to_convolutions(proto)) == 2
+    assert node_counts(proto) | {"Conv": 2, "BatchNormalization": 1} == node_counts(proto)
+    onnx.checker.check_model(proto, full_check=True)
+    (got,) = open_onnx(proto.SerializeToString())(images.numpy())
+    torch.testing.assert_close(torch.from_numpy(got), wanted)
 
 
 def test_float16_keeps_input_and_output(tmp_path: Path) -> None:

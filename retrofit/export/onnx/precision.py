@@ -2,7 +2,8 @@
 
 What quantizers do by default destroys a converted network without a word: they put the power transform, whose channels
 differ in range a thousandfold, and group normalization on one 8-bit grid as well. Here convolutions, matrix products
-and what runtimes fuse with them are quantized, and elementwise operations with constants stay in float32.
+and what runtimes fuse with them are quantized, and elementwise operations with constants stay in float32; but for the
+steps of polynomials, whose channels share their limits, where the runtime has integer kernels for them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx
 import onnx_ir
+from onnx import NodeProto, helper, numpy_helper
 from torch import Tensor
 
 from retrofit.errors import RetrofitError
 from retrofit.export.onnx.model import INPUT, silence
+from retrofit.utils.onnx_runtimes import Runtime
 from retrofit.utils.text import one_line
 
 Precision = Literal["float32", "float16", "int8"]
@@ -27,8 +31,10 @@ _QUANTIZED = [
     *("Relu", "Clip", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean", "Concat"),
 ]
 
+_STEPS = 2  # of a polynomial in INT8: degree 3
 
-def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProto:
+
+def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor], runtime: Runtime = "onnxruntime") -> onnx.ModelProto:
     """Quantize weights per channel and activations by their range over images, as QuantizeLinear and DequantizeLinear.
 
     Weights take 7 bits of the 8: processors without VNNI add products of 8 and 8 bits in 16, and saturate.
@@ -36,6 +42,8 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
     Args:
         model: The exported model.
         batches: Images to take ranges from.
+        runtime: What polynomials are for. ONNX Runtime has integer kernels for convolutions and products, and changes
+            the memory layout around what is in float32; OpenVINO does a polynomial in float32 in one pass.
 
     Raises:
         RetrofitError: If ONNX Runtime cannot quantize the model.
@@ -46,14 +54,17 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
         written, target = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
         try:
             with silence():
-                onnx.save_model(model, written)
+                wide = onnx.ModelProto()
+                wide.CopyFrom(model)
+                products = _steps_to_convolutions(wide) if runtime == "onnxruntime" else []
+                onnx.save_model(wide, written)
                 quantize_static(
                     written,
                     target,
                     _Images(batches),
                     quant_format=QuantFormat.QDQ,
-                    op_types_to_quantize=_QUANTIZED,
-                    nodes_to_exclude=_in_float(model),
+                    op_types_to_quantize=[*_QUANTIZED, "Mul"],
+                    nodes_to_exclude=_in_float(wide, products),
                     per_channel=True,
                     reduce_range=True,
                     activation_type=QuantType.QUInt8,
@@ -95,8 +106,47 @@ class _Images:
         return None if batch is None else {INPUT: batch.float().numpy()}
 
 
-def _in_float(model: onnx.ModelProto) -> list[str]:
-    """Name the nodes that stay in float32: additions of constants, and means that belong to a normalization."""
+def _steps_to_convolutions(model: onnx.ModelProto) -> list[str]:
+    """Make the multiply-adds of polynomials depthwise convolutions, in place; name the products that follow them.
+
+    A step is (scale * x + shift) * p: a batch normalization by constants, and a product of two values. Polynomials of
+    more steps than `_STEPS` stay: of the 8 bits of each step little is left in the end.
+    """
+    graph = model.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
+    products = {
+        name: node
+        for node in graph.node
+        if node.op_type == "Mul" and not any(name in constants for name in node.input)
+        for name in node.input
+    }
+    chains: dict[str, list[NodeProto]] = {}  # by the product that ends it: the normalizations of a polynomial
+    for node in graph.node:
+        if node.op_type == "BatchNormalization" and node.output[0] in products:
+            chain = chains.pop(node.input[0], [])
+            chains[products[node.output[0]].output[0]] = [*chain, node]
+    found = []
+    for node in [node for chain in chains.values() if len(chain) <= _STEPS for node in chain]:
+        scale, shift, mean, var = (numpy_helper.to_array(constants[name]).astype(float) for name in node.input[1:5])
+        scale = scale / np.sqrt(var + next(a.f for a in node.attribute if a.name == "epsilon"))
+        shape = (-1, 1, *(1,) * (ranks[node.output[0]] - 2))
+        for name, value in (("weight", scale.reshape(shape)), ("bias", shift - mean * scale)):
+            graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), f"{node.name}.{name}"))
+        names = [node.input[0], *(tensor.name for tensor in graph.initializer[-2:])]
+        node.CopyFrom(helper.make_node("Conv", names, node.output[:1], node.name, group=len(scale)))
+        found.append(products[node.output[0]].name)
+    used = {name for node in graph.node for name in node.input}
+    for tensor in [tensor for tensor in graph.initializer if tensor.name not in used]:
+        graph.initializer.remove(tensor)
+    return found
+
+
+def _in_float(model: onnx.ModelProto, products: Sequence[str]) -> list[str]:
+    """Name the nodes that stay in float32.
+
+    These are additions of constants, means that belong to a normalization, and all products but those named.
+    """
     constants = {tensor.name for tensor in model.graph.initializer}
     constants |= {name for node in model.graph.node if node.op_type == "Constant" for name in node.output}
     users: dict[str, list[str]] = {}
@@ -109,7 +159,7 @@ def _in_float(model: onnx.ModelProto) -> list[str]:
         centres = node.op_type == "ReduceMean" and any(
             kind in ("Sub", "Add", "Mul") for name in node.output for kind in users.get(name, [])
         )
-        if adds_constant or centres:
+        if adds_constant or centres or (node.op_type == "Mul" and node.name not in products):
             found.append(node.name)
     return found
 
