@@ -52,14 +52,6 @@ template <bool LAST, class K> inline V entry(const float* table, int64_t at, K k
     return LAST ? load(table + at, k) : splat(table[at]);
 }
 
-inline double total_of(V v) {  // halves onto halves: as exact as one after the other, and not as slow
-    double lane[W];
-    for (int i = 0; i < W; i++) lane[i] = v[i];
-    for (int half = W / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    return lane[0];
-}
-
 // One row, or (LAST) one block. f(offset, table index, Full or Part, terms) fills in the terms of SUMS sums, which go to
 // `sums`, a row each.
 template <bool LAST, int SUMS, class F> void span(const Place& p, int64_t number, double* sums, F f) {
@@ -93,7 +85,7 @@ template <bool LAST, int SUMS, class F> void span(const Place& p, int64_t number
         V total[SUMS + 1]{};
         for (int s = 0; s < SUMS; s++) sums[s * entries + number] = 0;
         auto flush = [&] {
-            for (int s = 0; s < SUMS; s++) sums[s * entries + number] += total_of(total[s]), total[s] = V{};
+            for (int s = 0; s < SUMS; s++) sums[s * entries + number] += total_of(__builtin_convertvector(total[s], D)), total[s] = V{};
         };
         int64_t base = number * p.length, at = number % p.period, l = 0;
         int n = 0;

@@ -103,7 +103,7 @@ template <bool COLUMNS> struct Set {
 
     // Neighbouring rows of columns are far apart: what a later step of the walk needs is asked for early.
     template <class P> void ahead(const P* p) const {
-        if (COLUMNS) __builtin_prefetch(p + AHEAD * g.run_stride);
+        if (COLUMNS) __builtin_prefetch((const void*)(uintptr_t(p) + AHEAD * g.run_stride * sizeof(P)));
     }
 
     V parameter(const float* p, int64_t at, float absent) const {  // one a run
@@ -157,13 +157,14 @@ void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const 
         }, [&] { offset.flush(), power.flush(); });
         finish<COLUMNS>(scale, offset);
         finish<COLUMNS>(scale, power);
-        for (int i = 0; i < W; i++) {
+        for (int i = 0; i < (COLUMNS ? W : 1); i++) {
             double shift = offset.total[i], all = power.total[i] - shift * shift;
             mean[i] = float(sum.total[i] + (std::isnan(shift) ? 0 : shift));
             all = all < 0 ? 0 : all;
             var[i] = float(all);
             rstd[i] = float(1 / std::sqrt(all + o.eps));
         }
+        if (!COLUMNS) mean = splat(mean[0]), var = splat(var[0]), rstd = splat(rstd[0]);
         if (o.stage == 0) return s.put(parts, PART_MEAN, sets, mean), s.put(parts, PART_VAR, sets, var);
     } else {
         mean = s.field(parts, PART_MEAN, sets), var = s.field(parts, PART_VAR, sets);
@@ -307,7 +308,7 @@ void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_we
     }, [&](int64_t at) {
         if (!runwise) return;
         w.flush(), b.flush();
-        for (int i = 0; i < W; i++) grad_weight[at] += float(w.total[i]), grad_bias[at] += float(b.total[i]);
+        grad_weight[at] += float(total_of(w.total)), grad_bias[at] += float(total_of(b.total));
         w = Sum(), b = Sum();
     }, [&] {
         flush(to_lmbda, d0, dh, s0, sh, w, b);

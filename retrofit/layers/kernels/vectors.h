@@ -95,6 +95,11 @@ inline V signed_as(V h, V magnitude) { return (V)((I)magnitude ^ ((I)h & int(0x8
 
 typedef double D __attribute__((vector_size(8 * W)));
 
+inline double total_of(D lanes) {  // halves onto halves: as exact as one after the other, and not as slow
+    for (int half = W / 2; half; half /= 2) for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
 struct Sum {  // of one quantity over a set
     V part{};
     D total{};
@@ -103,10 +108,7 @@ struct Sum {  // of one quantity over a set
     explicit Sum(V mean) : total(__builtin_convertvector(mean, D)) {}
     Sum() = default;
     template <bool COLUMNS> void finish(double scale) {
-        if (!COLUMNS) {
-            for (int n = W / 2; n; n /= 2) for (int i = 0; i < n; i++) total[i] += total[i + n];
-            total = total[0] + D{};
-        }
+        if (!COLUMNS) total = total_of(total) + D{};
         total *= scale;
     }
     V value() const { return __builtin_convertvector(total, V); }
