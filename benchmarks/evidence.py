@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from evidence_data import Pictures, cifar, digits
 from evidence_table import document
 from evidence_train import run
 
-RESULTS = Path(__file__).parent / "results" / "evidence.jsonl"
+RESULTS = Path(__file__).parent / "results"
+Make = Callable[[argparse.Namespace, Pictures, dict[str, Any]], list[dict[str, Any]]]
 RATES = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
 MIDDLE = {1: 1e-4, 2: 3e-4, 8: 3e-4, 32: 1e-3}  # where the search starts at a batch size
 
@@ -37,15 +39,17 @@ class Runs:
 
     Args:
         args: The command line.
+        make: Makes a run: from the command line, the pictures and what tells the run from others, its lines.
+        middle: Where the search of a learning rate starts, by batch size.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, make: Make, middle: dict[int, float]) -> None:
+        self.args, self.make, self.middle = args, make, middle
         self.data: Pictures | None = None
 
     def search(self, arm: str, batch: int) -> float:
         """Return the learning rate of an arm that is best on the validation pictures with the first seed."""
-        middle = RATES.index(MIDDLE[batch])
+        middle = RATES.index(self.middle[batch])
         tried: dict[int, float] = {}
         wanted = [middle, middle - 1, middle + 1]
         while wanted:
@@ -79,7 +83,7 @@ class Runs:
         if time.time() > args.until:
             raise SystemExit("the time is over")
         self.data = self.data or (digits() if args.data == "digits" else cifar(args.train, args.test, args.val_each))
-        made = run(args, self.data, key)
+        made = self.make(args, self.data, key)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         known = [{name: line[name] for name in key} for line in lines(args.out)]
         with args.out.open("a") as file:
@@ -94,8 +98,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str | None, make: Make, middle: dict[int, float], out: Path, **defaults: Any) -> None:
+    """Run a benchmark from its command line.
+
+    Args:
+        description: What the benchmark does.
+        make: Makes a run.
+        middle: Where the search of a learning rate starts, by batch size.
+        out: Default of the file with a line for each run.
+        defaults: Of other options.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="write the table from the recorded runs, train nothing")
     parser.add_argument("--model", default="tf_efficientnet_lite0")
     parser.add_argument("--checkpoint")
@@ -110,7 +123,7 @@ def main() -> None:
     parser.add_argument("--clip-grad", type=float, default=1.0, help="largest norm of the gradient; 0: any")
     parser.add_argument("--opt", default="adamw")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["bn-frozen"], metavar="ARM")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 32], choices=list(MIDDLE))
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8], choices=list(middle))
     parser.add_argument("--lr", type=float, help="only this learning rate, without a search")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
@@ -118,7 +131,8 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for the trained weights")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=out)
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     if args.table:
         text = document(lines(args.out))
@@ -128,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.keep is not None:
         args.keep.mkdir(parents=True, exist_ok=True)
-    runs = Runs(args)
+    runs = Runs(args, make, middle)
     print(f"process {os.getpid()}", flush=True)
     for seed in args.seeds:  # the search, then one seed after the other: what is there is balanced at any time
         for batch in args.batch_sizes:
@@ -137,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, run, MIDDLE, RESULTS / "evidence.jsonl")

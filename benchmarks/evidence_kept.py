@@ -44,7 +44,10 @@ def measured(args: argparse.Namespace, measure: Callable[[nn.Module, Line], dict
     for run in runs if args.keep else []:
         key: dict[str, Any] = {one: run[one] for one in (*SETUP, "arm", "batch", "lr", "seed")}
         weights = args.keep / f"{file_name(_in_order(run))}.pth"
-        if any(all(one[part] == value for part, value in key.items()) for one in done) or not weights.exists():
+        if any(all(one[part] == value for part, value in key.items()) for one in done):
+            continue
+        if not weights.exists():
+            print(f"missing: {weights}", flush=True)
             continue
         model = convert(trained_network(run["model"], args.checkpoint, 10, run["seed"]), ARMS[run["arm"]])
         model.load_state_dict(torch.load(weights, weights_only=True))

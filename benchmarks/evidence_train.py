@@ -23,7 +23,7 @@ import retrofit
 
 BINS = 15  # of the calibration error
 PAIRS = [("bn", "bn-precise"), ("ln", "ln-baked"), ("ln-pn", "ln-pn-baked")]  # two measurements of one training
-BAKED = 256  # pictures, half of them to fit on
+BAKED = 250  # pictures, half of them to fit on
 
 
 def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, Any]]:
@@ -55,28 +55,35 @@ def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, 
         if ARMS[name].precise:
             take_statistics(model, still(pictures, args.img_size)[0])
         if ARMS[name].baked:
-            retrofit.bake(model, [still(pictures, args.img_size)[0][:BAKED]], tolerance=math.inf)
-        val, test = (measure(model, *still_once(data, part, args.img_size)) for part in ("val", "test"))
-        lines.append(
-            {
-                **key,
-                "arm": name,
-                "val": round(val["top1"], 2),
-                "test": round(test["top1"], 2),
-                "val_loss": round(val["loss"], 4),
-                "test_loss": round(test["loss"], 4),
-                "ece": round(test["ece"], 2),
-                "test_images": len(data.test),
-                "train_loss": loss,
-                "seconds": round(seconds, 1),
-                "cpu_seconds": round(worked, 1),
-                "machine": machine(),
-                "correct": test["correct"],
-            }
-        )
+            retrofit.bake(
+                model,
+                [still(draw(pictures, min(BAKED, len(pictures)), key["seed"]), args.img_size)[0]],
+                tolerance=math.inf,
+            )
+        lines.append({**line_of(model, args, data, {**key, "arm": name}, seconds, worked), "train_loss": loss})
         if args.keep is not None:
             torch.save(model.state_dict(), args.keep / f"{file_name({**key, 'arm': name})}.pth")
     return lines
+
+
+def line_of(
+    model: nn.Module, args: Namespace, data: Pictures, key: dict[str, Any], seconds: float, worked: float
+) -> dict[str, Any]:
+    """Measure a trained network, and return the line of its run; times are in seconds, `worked` the processor's."""
+    val, test = (measure(model, *still_once(data, part, args.img_size)) for part in ("val", "test"))
+    return {
+        **key,
+        "val": round(val["top1"], 2),
+        "test": round(test["top1"], 2),
+        "val_loss": round(val["loss"], 4),
+        "test_loss": round(test["loss"], 4),
+        "ece": round(test["ece"], 2),
+        "test_images": len(data.test),
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(worked, 1),
+        "machine": machine(),
+        "correct": test["correct"],
+    }
 
 
 def train(model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any]) -> float | None:

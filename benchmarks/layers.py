@@ -137,9 +137,8 @@ def ratio(times: dict[str, list[float]], name: str, to: str) -> tuple[float, flo
 
 def machine(device: str) -> str:
     """The device in general words."""
-    name = (
-        torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} cores, {platform.machine()}"
-    )
+    cpu = f"{torch.get_num_threads()} cores, {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu
     return f"{name}, torch {torch.__version__.split('+')[0]}"
 
 
@@ -178,7 +177,8 @@ def main() -> None:
                 for layer in contenders(kind, size[-1] if kind == "layer" else size[0], args.noise)
             )
             runs = {"torch": step(torchs, x, grad, "eager"), fast: step(ours, x, grad, fast)}
-            if args.channels_last:
+            other_layout = args.channels_last and x.ndim == 4
+            if other_layout:
                 plain_x = x.detach().contiguous().requires_grad_()
                 runs[f"{fast}, contiguous"] = step(ours, plain_x, grad.contiguous(), fast)
             if kind != "proxy":
@@ -187,20 +187,18 @@ def main() -> None:
             for name in runs:
                 middle, low, high = ratio(times, name, "torch")
                 milliseconds = 1e3 * statistics.median(times[name])
-                layout = "channels_last" if args.channels_last else "contiguous"
+                layout = "channels_last" if other_layout else "contiguous"
                 row = [network, kind, "x".join(map(str, shape)), layout, args.dtype, args.noise, name]
                 rows.append([*row, f"{milliseconds:.2f}", f"{middle:.2f}", f"{low:.2f}", f"{high:.2f}"])
                 print(*rows[-1], sep="\t", flush=True)
-            if args.channels_last:
+            if other_layout:
                 found = ratio(times, fast, f"{fast}, contiguous")
                 rows.append([*row[:-1], f"{fast} / contiguous", "", *(f"{number:.2f}" for number in found)])
                 print(*rows[-1], sep="\t", flush=True)
             if args.out:
                 head = ["network", "kind", "shape", "layout", "dtype", "noise", "kernels"]
                 head += ["ms forward+backward", "ratio to torch", "quartile", "quartile", "machine"]
-                append(
-                    args.out, head, [[*row, machine(args.device)] for row in rows[-len(runs) - args.channels_last :]]
-                )
+                append(args.out, head, [[*row, machine(args.device)] for row in rows[-len(runs) - other_layout :]])
 
 
 if __name__ == "__main__":
