@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from retrofit.layers.inverse_square_root import Whitening
     from retrofit.layers.normality_norm import NoiseKind
 
@@ -164,7 +162,7 @@ class ConversionOptions:
             bool, _MIGRATED, "Also standardize the weights of the convolutions before the layers.", switch=True
         ),
     )
-    calibrate: Iterable[Tensor] | None = field(
+    calibrate: Iterable[Any] | None = field(
         default=None,
         metadata=known_as(
             "batches",

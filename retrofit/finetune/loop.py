@@ -212,8 +212,8 @@ class _Run:
         if recipe.noise_kind is not None:
             for layer in noisy:
                 layer.noise_kind = recipe.noise_kind
-        if recipe.noise and self._converted and not noisy:
-            self.callback.note(f"no layer of the network draws noise: the {recipe.noise:g} of the recipe does nothing")
+        if (recipe.noise or recipe.noise_kind) and self._converted and not noisy:
+            self.callback.note("no layer of the network draws noise: `noise` and `noise_kind` of the recipe do nothing")
         self.schedule = None
         if self._converted:
             self.schedule = StrengthSchedule(

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.surgery import convert
+from retrofit.utils.batches import images_of
 from retrofit.utils.evaluating import evaluating, modes_of, restore_modes
 
 _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
@@ -32,7 +33,8 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         device: Where to move inputs, if anywhere.
 
     Returns:
-        How many layers were estimated; with none, the loader is not read.
+        How many layers were estimated; with none, the loader is not read. A layer that no batch reached keeps its
+        statistics, and does not count.
 
     Raises:
         RetrofitError: If the loader is empty, or statistics are not finite; they are then as they were.
@@ -48,22 +50,24 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         for layer in found:
             layer.reset_running_stats()
             layer.momentum = None  # the plain average over all batches
-        for batch in loader:
-            images = batch[0] if isinstance(batch, list | tuple) else batch
+        for images in images_of(loader, "loader"):
             model(images if device is None else images.to(device))
-        if all(layer.num_batches_tracked == 0 for layer in found):
+        idle = [layer for layer in found if layer.num_batches_tracked == 0]
+        if len(idle) == len(found):
             raise RetrofitError("the loader held no batch to estimate statistics from; give it data")
         if not all(buffer.isfinite().all() for layer in found for buffer in layer.buffers()):
             raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
     except BaseException:
-        for layer, name, buffer, value in before:
-            layer._buffers[name] = buffer.copy_(value)  # whitening is reset to another tensor
+        idle = found
         raise
     finally:
+        for layer, name, buffer, value in before:
+            if layer in idle:
+                layer._buffers[name] = buffer.copy_(value)  # whitening is reset to another tensor
         for layer, momentum in momenta.items():
             layer.momentum = momentum
         restore_modes(modes)
-    return len(found)
+    return len(found) - len(idle)
 
 
 @torch.no_grad()
@@ -126,8 +130,7 @@ def group_moments(
         for name, layer in layers.items():
             hook = partial(_before, partial(measure, name, layer))
             stack.callback(layer.register_forward_pre_hook(hook).remove)
-        for batch in loader:
-            images = batch[0] if isinstance(batch, list | tuple) else batch
+        for images in images_of(loader, "loader"):
             model(images if device is None else images.to(device))
     if not sums:
         raise RetrofitError("the loader held no batch to measure moments on; give it data")

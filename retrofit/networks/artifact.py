@@ -81,7 +81,6 @@ def save(
     plans: list[Plan] = getattr(model, "_retrofit_plans", [])
     source, twin = _identified(model, source, model_kwargs, plans)
     tensors = to_write(model, model if twin is None else twin)
-    labels = _labels(model, labels)
     preprocess = preprocess or getattr(model, "_retrofit_preprocess", None) or preprocess_of(model, source)
     description = describe(model)
     manifest: dict[str, Any] = {
@@ -91,7 +90,7 @@ def save(
         "layers": [row.to_dict() for row in plans[-1].layers] if plans else [],
         "modules": pack(description),
         "preprocess": preprocess.to_dict(),
-        "labels": None if labels is None else list(labels),
+        "labels": None,
         "weights": dict(weights or getattr(model, "_retrofit_weights", _UNKNOWN_WEIGHTS)),
         "strength": _strength(model),
         "versions": _versions(),
@@ -111,6 +110,8 @@ def save(
                     f"built again, {source} is another function than this network: {problem}; "
                     "save it with `save(source='own')`"
                 )
+    outputs = manifest["fingerprint"].get("outputs", getattr(model, "num_classes", None))
+    manifest["labels"] = _labels(model, labels, outputs)
     with atomic_write(path, force) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(manifest)})
@@ -311,16 +312,15 @@ def _identified(
     return identify(model, hint, lambda fresh: _replay(fresh, plans))
 
 
-def _labels(model: nn.Module, given: Sequence[str] | None) -> Sequence[str] | None:
+def _labels(model: nn.Module, given: Sequence[str] | None, outputs: int | None) -> list[str] | None:
     """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
 
     Raises:
         UsageError: If those given are not one for each output.
     """
-    known = getattr(model, "_retrofit_labels", None)
-    labels, outputs = known if given is None else given, getattr(model, "num_classes", None)
-    if labels is None or not isinstance(outputs, int) or len(labels) == outputs or not outputs:
-        return labels
+    labels = getattr(model, "_retrofit_labels", None) if given is None else given
+    if labels is None or not outputs or len(labels) == outputs:
+        return None if labels is None else list(labels)
     if given is None:
         return None
     raise UsageError(f"{plural(len(labels), 'label')} for {plural(outputs, 'output')}; pass `labels` with one for each")

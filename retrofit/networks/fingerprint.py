@@ -99,8 +99,9 @@ def measure(model: nn.Module, size: Sequence[int], layers: Collection[str] | Non
         layers: Names of the layers, of which those that it has count; some of all if None.
 
     Returns:
-        JSON values: {"size": [C, H, W], "values": {name: {"scale", "samples"}}}; "" names the network's output. A
-        detector is not run beyond its backbone: its boxes come out of sorting, where rounding swaps two.
+        JSON values: {"size": [C, H, W], "outputs": int, "values": {name: {"scale", "samples"}}}; "" names the
+        network's output, and "outputs" is there if that is one number for each class. A detector is not run beyond its
+        backbone: its boxes come out of sorting, where rounding swaps two.
 
     Raises:
         CannotTakeError: If it does not run on such images.
@@ -127,12 +128,16 @@ def measure(model: nn.Module, size: Sequence[int], layers: Collection[str] | Non
             for name in chosen:
                 handle = model.get_submodule(name).register_forward_hook(keep(name))
                 stack.callback(handle.remove)
-            values[""] = _sample(stage(*inputs))
+            output = stage(*inputs)
+            values[""] = _sample(output)
     except Exception as error:  # anything may come out of a network's own code
         raise CannotTakeError(
             f"it takes no random images of {'x'.join(map(str, size))} ({with_class(error, 100)})"
         ) from error
-    return {"size": list(size), "values": {name: value for name, value in values.items() if value["samples"]}}
+    found: dict[str, Any] = {"size": list(size)}
+    if stage is model and isinstance(output, Tensor) and output.ndim == 2:
+        found["outputs"] = output.shape[1]
+    return found | {"values": {name: value for name, value in values.items() if value["samples"]}}
 
 
 def difference(known: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:

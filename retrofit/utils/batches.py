@@ -29,6 +29,8 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
         images = batch[0] if isinstance(batch, list | tuple) and batch else batch
         if not isinstance(images, Tensor):
             raise UsageError(f"{wanted}; batch {number} is {type(images).__name__}")
+        if images.ndim < 2:
+            raise UsageError(f"{wanted}; batch {number} is {tuple(images.shape)}")
         if not images.isfinite().all():
             raise RetrofitError(f"batch {number} of `{name}` holds NaN or infinity; mend how its images are prepared")
         yield images

@@ -395,10 +395,11 @@ def test_an_unconverted_network_is_trained_plainly(train: Train) -> None:
     assert any("plain training" in note for note in listener.notes)
 
 
+@pytest.mark.parametrize("noise", [{"noise": 0.4}, {"noise_kind": "unscaled"}], ids=["noise", "kind"])
 @pytest.mark.parametrize(("to", "said"), [("bnn", False), ("gn", True)])
-def test_noise_of_a_recipe_for_layers_that_draw_none(train: Train, to: str, said: bool) -> None:
+def test_noise_of_a_recipe_for_layers_that_draw_none(train: Train, to: str, said: bool, noise: dict[str, Any]) -> None:
     listener = Listener()
-    assert train("run", small_network(to), epochs=1, noise=0.4, callback=listener).finished
+    assert train("run", small_network(to), epochs=1, callback=listener, **noise).finished
     assert any("draws noise" in note for note in listener.notes) == said
 
 

@@ -85,10 +85,11 @@ def test_whitening_is_not_synchronized_in_silence() -> None:
     ("wrong", "said"),
     [
         ([], "no batch"),
-        ([LOADER[0], LOADER[0] * float("nan")], "not finite"),
+        ([LOADER[0], LOADER[0] * float("nan")], "batch 2 of `loader` holds NaN"),
+        ([LOADER[0], LOADER[0] * 1e30], "statistics are not finite"),
         ([LOADER[0], LOADER[0][:, :1]], "channels"),  # torch's own error
     ],
-    ids=["empty", "nan", "shape"],
+    ids=["empty", "nan", "large", "shape"],
 )
 def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(to: str, wrong: list[Tensor], said: str) -> None:
     model = network(to)
@@ -99,3 +100,17 @@ def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(to: str, wr
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert all(layer.momentum is not None for layer in model.modules() if isinstance(layer, _BatchNorm))
+
+
+def test_a_layer_that_no_batch_reaches_keeps_its_statistics() -> None:
+    class Heads(nn.Sequential):
+        """Has a head for training alone, as Inception does."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x)
+
+    model = Heads(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), nn.BatchNorm2d(4))
+    model[1].running_mean.fill_(5)
+    assert retrofit.update_bn(LOADER, model) == 1
+    assert model[1].running_mean.tolist() == [5] * 4
+    assert model[0][1].running_mean.abs().sum() > 0

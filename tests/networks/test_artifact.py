@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import timm
 import torch
@@ -25,6 +26,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.artifact import is_artifact, load, read_manifest, save
 from retrofit.networks.library import ModelSource, Preprocess, build
+from retrofit.networks.models import open_model
 
 WEIGHTS = {"kind": "checkpoint", "from": "x.pth"}
 
@@ -436,3 +438,19 @@ def test_labels_are_one_for_each_output(tmp_path: Path) -> None:
     again.reset_classifier(5)  # the names are those of the classifier that was
     save(again, tmp_path / "b.safetensors")
     assert read_manifest(tmp_path / "b.safetensors")["labels"] is None
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "tv:resnet18"])
+def test_a_classifier_put_in_by_hand_has_no_old_names(tmp_path: Path, name: str) -> None:
+    model = open_model(name, num_classes=3).model
+    save(model, tmp_path / "a.safetensors", labels=["ant", "cat", "dog"])
+    again = load(tmp_path / "a.safetensors")
+    again.fc = torch.nn.Linear(again.fc.in_features, 2)
+    retrofit.export_onnx(again, tmp_path / "a.onnx", input_size=(3, 32, 32))
+    assert "labels" not in {entry.key for entry in onnx.load(tmp_path / "a.onnx").metadata_props}
+    save(again, tmp_path / "b.safetensors", source="own")
+    assert read_manifest(tmp_path / "b.safetensors")["labels"] is None
+    with pytest.raises(UsageError, match="3 labels for 2 outputs"):
+        save(again, tmp_path / "c.safetensors", source="own", labels=["ant", "cat", "dog"])
+    save(again, tmp_path / "c.safetensors", source="own", labels=["ant", "cat"])
+    assert read_manifest(tmp_path / "c.safetensors")["labels"] == ["ant", "cat"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ def test_a_tensor_is_one_batch() -> None:
         (5, "`images` takes batches of images, .*; got int"),
         ([X, "photo.jpg"], "batch 2 is str"),
         ([()], "batch 1 is tuple"),
+        ([X, torch.tensor(1.0)], r"batch 2 is \(\)"),
         (NAN, "batch 2 of `images` holds NaN or infinity"),
         ([X / 0], "batch 1 of `images` holds NaN or infinity"),
     ],
@@ -45,13 +47,13 @@ def test_what_is_no_image_is_refused(batches: Any, said: str) -> None:
 @pytest.mark.parametrize(
     "wrong", [5, ["photo.jpg"], [torch.full((2, 3, 32, 32), float("inf"))]], ids=["5", "str", "inf"]
 )
-def test_nothing_is_fitted_to_them(wrong: Any) -> None:
+def test_nothing_is_fitted_to_them(tmp_path: Path, wrong: Any) -> None:
     source = timm.create_model("test_resnet").eval()
     model, _ = retrofit.convert(timm.create_model("test_resnet"), "ln")
     retrofit.set_strength(model, 1.0)
     for fit in (
         lambda: retrofit.fold(model, "poly", calibrate=wrong),
-        lambda: retrofit.export_onnx(model, "never.onnx", precision="int8", calibrate=wrong),
+        lambda: retrofit.export_onnx(model, tmp_path / "never.onnx", precision="int8", calibrate=wrong),
         lambda: retrofit.bake(model, wrong),
         lambda: retrofit.plan(source, "gn", groups="auto", calibrate=wrong),
         lambda: most_groups(source, {"bn1": source.bn1}, wrong),
