@@ -36,9 +36,8 @@ except retrofit.RetrofitError as error:
 COMMAND = "-m retrofit export test_maxvit --img-size 64 --dynamic-size --json"
 
 
-@pytest.mark.parametrize(
-    "arguments", [["-c", SCRIPT], pytest.param(COMMAND.split(), marks=pytest.mark.slow)], ids=["python", "command"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["-c", SCRIPT], COMMAND.split()], ids=["python", "command"])
 def test_a_failing_export_prints_three_lines_at_most(arguments: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     words = [sys.executable, *arguments]

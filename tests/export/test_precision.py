@@ -106,7 +106,9 @@ def test_constants_stay_in_float(tmp_path: Path) -> None:
         assert "QuantizeLinear" not in {made[name].op_type for name in node.input if name in made}
 
 
-@pytest.mark.parametrize(("runtime", "degree"), [("onnxruntime", 3), ("onnxruntime", 4), ("openvino", 3)])
+@pytest.mark.parametrize(
+    ("runtime", "degree"), [("onnxruntime", 3), pytest.param("onnxruntime", 4, marks=pytest.mark.slow), ("openvino", 3)]
+)
 def test_low_polynomials_are_quantized_for_the_runtime_that_has_kernels_for_them(
     tmp_path: Path, runtime: Literal["onnxruntime", "openvino"], degree: int
 ) -> None:

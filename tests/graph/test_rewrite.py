@@ -137,7 +137,11 @@ def test_copies_and_pickles(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "eager") for name in SMALL if name != "branching"]
-    + [("behind dropout", "aot_eager"), ("alias", "aot_eager"), ("tv:resnet18", "aot_eager")],
+    + [
+        ("behind dropout", "aot_eager"),
+        ("alias", "aot_eager"),
+        pytest.param("tv:resnet18", "aot_eager", marks=pytest.mark.slow),
+    ],
 )
 def test_compiles_whole(name: str, backend: str) -> None:
     make, _, shape = MODELS[name]
