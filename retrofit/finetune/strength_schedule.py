@@ -123,13 +123,16 @@ class StrengthSchedule:
         Raises:
             UsageError: If this is not the state of a schedule of such a network; nothing is changed then.
         """
-        starts = list(state.get("starts", self._starts))
-        if "steps" not in state or len(starts) != len(self._layers):
+        try:
+            steps, starts = int(state["steps"]), [float(start) for start in state.get("starts", self._starts)]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            starts = []
+        if len(starts) != len(self._layers):
             raise UsageError(
                 f"`state` is not that of a StrengthSchedule of {plural(len(self._layers), 'layer')}; pass what "
                 "`state_dict` of the schedule of the same network returned"
             )
-        self._steps, self._starts = int(state["steps"]), starts
+        self._steps, self._starts = steps, starts
         self._current = (None, None)
         self._set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import timm
@@ -188,8 +189,10 @@ def test_noise_is_refused_where_no_layer_draws_any() -> None:
     assert StrengthSchedule(model, 10, noise=0.0).noise == 0.0
 
 
-@pytest.mark.parametrize("state", [{}, {"last_epoch": 3}, {"steps": 4, "starts": [0.0]}])
-def test_the_state_of_something_else_changes_nothing(state: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "state", [5, {}, {"last_epoch": 3}, {"steps": 4, "starts": [0.0]}, {"steps": "x"}, {"steps": 4, "starts": None}]
+)
+def test_the_state_of_something_else_changes_nothing(state: Any) -> None:
     model = network()
     schedule = StrengthSchedule(model, 8, ramp=1.0)
     schedule.step()
