@@ -84,11 +84,16 @@ class LineFitter:
         return knots
 
     def _offset(self, knots: Tensor, slopes: Tensor, heights: Tensor) -> Tensor:
-        """Return what is missing, on average, of a function with these heights at its divisions, (C,)."""
+        """Return what is missing, on average, of a function with these heights at its divisions, (C,).
+
+        Where no data lies in what the ReLU lets through, it is the layer's output at the first division.
+        """
         before = torch.searchsorted(knots, self.h).sub_(1).clamp_min_(0)
         line = before + (self.h > knots[:, :1])
         y = heights.gather(1, before) + (self.h - knots.gather(1, before)) * slopes.gather(1, line)
-        return (self.weight * (self.values - y)).sum(1) / self.weight.sum(1)
+        total = self.weight.sum(1)
+        missing = (self.weight * (self.values - y)).sum(1) / total.clamp_min(1e-30)
+        return torch.where(total > 0, missing, self.function.unlimited(knots[:, :1])[:, 0])
 
     def _domain(self) -> tuple[Tensor, Tensor]:
         """Return the ends of what is fitted, (C,) each: the data, as far as a ReLU lets it through."""
@@ -119,7 +124,7 @@ class LineFitter:
 
     def _ranks(self) -> Tensor:
         """Return what of the data and of the slope's change is left behind at each value, (C, S)."""
-        data = self.sums[0, :, 1:] / self.sums[0, :, -1:]
+        data = self.sums[0, :, 1:] / self.sums[0, :, -1:].clamp_min(1e-30)
         slope = self.function.slope(self.h.clamp(self.start[:, None], self.end[:, None])).clamp_min(1e-30).log()
         turned = (slope - slope[:, :1]).abs()
         return data + turned / turned[:, -1:].clamp_min(1e-12)

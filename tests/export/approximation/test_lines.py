@@ -106,6 +106,16 @@ def test_channels_that_are_constant_behind_the_relu(gamma: float, beta: float, h
     assert (values - target.values)[:, : data.seen].abs().max() < 0.15
 
 
+@pytest.mark.parametrize("size", [2, 5])
+def test_no_data_between_the_limits_of_a_relu6(size: int) -> None:
+    found = channels(torch.tensor([1.25, 0.4, 1.0]), 2.2, -1.0)
+    h = torch.cat([torch.linspace(-2, -0.5, 50), torch.linspace(15, 17, 5)]).double().expand(3, -1)
+    target = LayerFunction(found, plain(h), 6.0)
+    fit = LineFitter(target).fit(size)
+    torch.testing.assert_close(fit(h).clamp(0, 6), target.values, rtol=0, atol=1e-4)
+    assert fit(torch.linspace(-3, 20, 100, dtype=torch.float64).expand(3, -1)).isfinite().all()
+
+
 def approximation(images: list[Tensor], **changes: Any) -> Approximation:
     options: dict[str, Any] = {"runtime": "openvino", "degree": None, "freeze_lambda": False, "tolerance": 0.05}
     return Approximation(**{**options, **changes}, fit=images, check=images)
