@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.surgery import convert
-from retrofit.utils.batches import images_of
+from retrofit.utils.batches import input_of
 from retrofit.utils.evaluating import evaluating, modes_of, restore_modes
 
 _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
@@ -50,7 +50,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         for layer in found:
             layer.reset_running_stats()
             layer.momentum = None  # the plain average over all batches
-        for images in images_of(loader, "loader"):
+        for images in map(input_of, loader):
             model(images if device is None else images.to(device))
         idle = [layer for layer in found if layer.num_batches_tracked == 0]
         if len(idle) == len(found):
@@ -130,7 +130,7 @@ def group_moments(
         for name, layer in layers.items():
             hook = partial(_before, partial(measure, name, layer))
             stack.callback(layer.register_forward_pre_hook(hook).remove)
-        for images in images_of(loader, "loader"):
+        for images in map(input_of, loader):
             model(images if device is None else images.to(device))
     if not sums:
         raise RetrofitError("the loader held no batch to measure moments on; give it data")

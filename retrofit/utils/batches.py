@@ -10,6 +10,11 @@ from torch import Tensor
 from retrofit.errors import RetrofitError, UsageError
 
 
+def input_of(batch: Any) -> Any:
+    """Return what a network takes of a batch as a loader gives it: its first entry, or all of it."""
+    return batch[0] if isinstance(batch, list | tuple) and batch else batch
+
+
 def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tensor]:
     """Yield the images of each batch.
 
@@ -26,7 +31,7 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
     if not isinstance(batches, Iterable):
         raise UsageError(f"{wanted}; got {type(batches).__name__}")
     for number, batch in enumerate([batches] if isinstance(batches, Tensor) else batches, 1):
-        images = batch[0] if isinstance(batch, list | tuple) and batch else batch
+        images = input_of(batch)
         if not isinstance(images, Tensor):
             raise UsageError(f"{wanted}; batch {number} is {type(images).__name__}")
         if images.ndim < 2:

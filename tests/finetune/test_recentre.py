@@ -61,10 +61,10 @@ def test_a_network_without_migrated_norms_needs_no_data() -> None:
         retrofit.recentre([], network(1))
 
 
-@pytest.mark.parametrize(("value", "said"), [("nan", "holds NaN"), ("1.7e308", "the moments of 1 are not finite")])
-def test_images_that_are_not_finite_change_nothing(value: str, said: str) -> None:
+@pytest.mark.parametrize("value", [float("nan"), 1.7e308])
+def test_images_that_are_not_finite_change_nothing(value: float) -> None:
     model = network(2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(RetrofitError, match=said):
-        retrofit.recentre([*batches(), torch.full((1, 3, 12, 12), float(value), dtype=torch.float64)], model)
+    with pytest.raises(RetrofitError, match="the moments of 1 are not finite"):
+        retrofit.recentre([*batches(), torch.full((1, 3, 12, 12), value, dtype=torch.float64)], model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
