@@ -77,7 +77,6 @@ class _Search:
         activation_consumer, activation_reason = self._consumer(calls, norm, ends if activation else [])
         return Site(
             norm=self.names[norm],
-            norm_type=type(norm).__name__,
             owner=self.names[place.owner],
             owner_type=type(place.owner).__name__,
             place=place.index,

@@ -63,7 +63,6 @@ class Site:
 
     Attributes:
         norm: Dotted name of the norm.
-        norm_type: Its class name.
         owner: Dotted name of the module whose forward makes the call.
         owner_type: Its class name.
         place: Which of the places that call the norm this is.
@@ -87,7 +86,6 @@ class Site:
     """
 
     norm: str
-    norm_type: str
     owner: str
     owner_type: str
     place: int

@@ -21,37 +21,24 @@ from retrofit.surgery import apply
 from retrofit.utils.text import shortlist
 
 
-def source_of(model: nn.Module, hint: str | ModelSource | None = None) -> ModelSource:
-    """Tell where a network comes from, checked by building it and comparing the tensors' names and shapes.
-
-    Args:
-        model: A network of timm or torchvision, not converted.
-        hint: The answer, where the network cannot tell ("tv:resnet50").
-
-    Raises:
-        RetrofitError: If it cannot be told, or what the library builds differs.
-    """
-    return identify(model, hint)[0]
-
-
 def identify(
     model: nn.Module, hint: str | ModelSource | None = None, convert: Callable[[nn.Module], nn.Module] | None = None
 ) -> tuple[ModelSource, nn.Module]:
-    """Do `source_of`'s work for a network that may be converted, and hand back the skeleton that proves it.
+    """Tell where a network comes from, and hand back the skeleton of what its library builds, which proves it.
 
     The proof is that of tensors' names and shapes, and of every module's class and attributes; those that a file can
     hold (an eps, a stride) are given to the skeleton.
 
     Args:
-        model: The network.
-        hint: As for `source_of`.
+        model: A network of timm or torchvision, converted or not.
+        hint: The answer, where the network cannot tell ("tv:resnet50").
         convert: Repeats on a freshly built network what was done to this one.
 
     Returns:
         The source, and the converted skeleton, as `model` in all but values, on the meta device where it builds there.
 
     Raises:
-        RetrofitError: As `source_of`.
+        RetrofitError: If it cannot be told, or what the library builds differs.
     """
     shapes, description = shapes_of(model), describe(model)
     problems: dict[str, int] = {}

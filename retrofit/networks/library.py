@@ -224,7 +224,7 @@ def _refuse_reserved(source: ModelSource) -> None:
 
 
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
-    """Build a network; `source_of` answers with where it came from, also after deepcopy or pickling.
+    """Build a network; `identify` tells where it came from, also after deepcopy or pickling.
 
     Args:
         source: Which one.

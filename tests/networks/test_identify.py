@@ -12,7 +12,7 @@ from torch import nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError
-from retrofit.networks.identify import identify, skeleton, source_of
+from retrofit.networks.identify import identify, skeleton
 from retrofit.networks.library import ModelSource, build
 from retrofit.networks.tensors import tensors_of
 
@@ -47,7 +47,7 @@ RESNET = ModelSource("timm", "resnet18.a1_in1k")
 )
 def test_recognises_what_the_user_built(make: Callable[[], nn.Module], source: ModelSource) -> None:
     model = make()
-    assert source_of(model) == source
+    assert identify(model)[0] == source
     assert {k: v.shape for k, v in build(source).state_dict().items()} == {
         k: v.shape for k, v in model.state_dict().items()
     }
@@ -60,41 +60,41 @@ def test_recognises_what_the_user_built(make: Callable[[], nn.Module], source: M
 def test_follows_reset_classifier(make: Callable[[], nn.Module], classes: int) -> None:
     model = make()
     model.reset_classifier(classes)
-    assert source_of(model).kwargs == {"num_classes": classes}
+    assert identify(model)[0].kwargs == {"num_classes": classes}
 
 
 @pytest.mark.parametrize("make", [torchvision.models.resnet18, lambda: build(ModelSource("torchvision", "resnet18"))])
 def test_follows_a_replaced_head(make: Callable[[], nn.Module]) -> None:
     model = make()
     model.fc = nn.Linear(512, 4)
-    assert source_of(model) == ModelSource("torchvision", "resnet18", {"num_classes": 4})
+    assert identify(model)[0] == ModelSource("torchvision", "resnet18", {"num_classes": 4})
 
 
 def test_a_hint_settles_it() -> None:
     model = timm.create_model("resnet18")
     del model.pretrained_cfg
     with pytest.raises(RetrofitError, match=r"save\(source='resnet50'\)"):
-        source_of(model)
-    assert source_of(model, "resnet18") == ModelSource("timm", "resnet18")
+        identify(model)
+    assert identify(model, "resnet18")[0] == ModelSource("timm", "resnet18")
     with pytest.raises(RetrofitError, match=r"resnet34 has also layer1.2.bn1.bias, .*say which it is with `save"):
-        source_of(model, "resnet34")
+        identify(model, "resnet34")
 
 
 def test_a_changed_network_is_not_taken_for_the_librarys() -> None:
     model = build(ModelSource("torchvision", "resnet18"))
     model.layer1.add_module("more", nn.Linear(2, 2))
     with pytest.raises(RetrofitError, match=r"tv:resnet18 has no layer1.more.bias, layer1.more.weight"):
-        source_of(model)
+        identify(model)
 
 
 def test_an_argument_that_no_file_can_hold() -> None:
     with pytest.raises(RetrofitError, match="build it from names and numbers"):
-        source_of(timm.create_model("test_vit", act_layer=nn.ReLU))
+        identify(timm.create_model("test_vit", act_layer=nn.ReLU))
 
 
 def test_a_stranger_is_not_recognised() -> None:
     with pytest.raises(RetrofitError, match="cannot tell which network this Linear is"):
-        source_of(nn.Linear(2, 2))
+        identify(nn.Linear(2, 2))
 
 
 def test_a_converted_network_is_compared_with_a_converted_one() -> None:

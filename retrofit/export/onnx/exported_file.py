@@ -13,8 +13,6 @@ from retrofit.errors import RetrofitError
 from retrofit.networks.library import Preprocess
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
 
-SUFFIX = ".onnx"
-
 
 class ExportedNetwork(nn.Module):
     """A file as a module, for code that takes one; there are no parameters in it.
