@@ -233,6 +233,9 @@ def _checked_fold(
         if approximation is not None and approximation.freeze_lambda:
             advice = "raise `tolerance` if you can accept that, or leave out `freeze_lambda`"
             raise ParityError(found, "the network with constant lambdas differs from the given one", advice)
+        if approximation is not None and approximation.degree is not None:
+            advice = "raise `degree` or leave it out, or raise `tolerance` if you can accept that"
+            raise ParityError(found, "the approximation differs from the given network", advice)
         raise ParityError(found, "the folded network differs from the given one")
     return folded, check
 

@@ -187,7 +187,9 @@ def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Pa
         if name.endswith("running_lambda"):
             buffer.copy_(torch.linspace(0.0, 2.0, len(buffer)))
     options: dict[str, object] = {"precision": "int8", "fold": "poly", "degree": 2}
-    with pytest.raises(RetrofitError, match=r"the folded network differs .* more than 0.05; .*raise `tolerance`"):
+    with pytest.raises(
+        RetrofitError, match=r"the approximation differs .* more than 0.05; raise `degree` .*raise `tolerance`"
+    ):
         export(model, tmp_path / "a.onnx", **options)
     report, _ = export(model, tmp_path / "a.onnx", tolerance=10.0, **options)
     assert 0.05 < report.parity.share < 10
