@@ -154,7 +154,8 @@ def export_onnx(
         input_size: Shape of one sample, (C, H, W); the model's own if None.
         opset: ONNX operator set, 18 to 22.
         runtime: What an approximation is for: "onnxruntime" (None is the same), polynomials, or "openvino", continuous
-            piecewise-linear functions and polynomials, for runtimes that fuse elementwise operations.
+            piecewise-linear functions and polynomials, for runtimes that fuse elementwise operations. In INT8 both are
+            polynomials: for "onnxruntime" quantized up to degree 3, for "openvino" left in float32.
         degree: Of all polynomials, or the number of lines, 2 to 8; if None, each layer gets one by what its error does
             to the output, as low as the tolerance allows.
         tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, 0.05 for

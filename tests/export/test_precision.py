@@ -131,7 +131,7 @@ def test_low_polynomials_are_quantized_for_the_runtime_that_has_kernels_for_them
 @pytest.mark.parametrize("ndim", [3, 4, 5])
 def test_steps_as_convolutions_are_the_same_function(tmp_path: Path, ndim: int) -> None:
     class Powers(nn.Module):
-        """A polynomial, and a batch normalization and a product that belong to none."""
+        """A polynomial, and a batch normalization and products that belong to none."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -139,7 +139,7 @@ def test_steps_as_convolutions_are_the_same_function(tmp_path: Path, ndim: int) 
             self.norm = constant_norm(torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3), ndim)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.polynomial(x)) + x * x.mean(dim=-1, keepdim=True)
+            return nn.functional.silu(self.norm(self.polynomial(x))) + x * x.mean(dim=-1, keepdim=True)
 
     size = (3, *range(5, 3 + ndim))
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))

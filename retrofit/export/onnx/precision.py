@@ -34,7 +34,7 @@ _QUANTIZED = [
 _STEPS = 2  # of a polynomial in INT8: degree 3
 
 
-def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor], runtime: Runtime = "onnxruntime") -> onnx.ModelProto:
+def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor], runtime: Runtime) -> onnx.ModelProto:
     """Quantize weights per channel and activations by their range over images, as QuantizeLinear and DequantizeLinear.
 
     Weights take 7 bits of the 8: processors without VNNI add products of 8 and 8 bits in 16, and saturate.
@@ -109,8 +109,9 @@ class _Images:
 def _steps_to_convolutions(model: onnx.ModelProto) -> list[str]:
     """Make the multiply-adds of polynomials depthwise convolutions, in place; name the products that follow them.
 
-    A step is (scale * x + shift) * p: a batch normalization by constants, and a product of two values. Polynomials of
-    more steps than `_STEPS` stay: of the 8 bits of each step little is left in the end.
+    A step is (scale * y + shift) * p, with y = p in the first and the step before in the others: a batch normalization
+    by constants, and a product. Polynomials of more steps than `_STEPS` stay: of the 8 bits of each step little is left
+    in the end. So do other products with a batch normalization, as in SiLU.
     """
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
@@ -121,13 +122,17 @@ def _steps_to_convolutions(model: onnx.ModelProto) -> list[str]:
         if node.op_type == "Mul" and not any(name in constants for name in node.input)
         for name in node.input
     }
-    chains: dict[str, list[NodeProto]] = {}  # by the product that ends it: the normalizations of a polynomial
+    chains: dict[str, tuple[str, list[NodeProto]]] = {}  # by the product that ends it: p, and the normalizations
     for node in graph.node:
-        if node.op_type == "BatchNormalization" and node.output[0] in products:
-            chain = chains.pop(node.input[0], [])
-            chains[products[node.output[0]].output[0]] = [*chain, node]
+        if node.op_type != "BatchNormalization" or node.output[0] not in products:
+            continue
+        product = products[node.output[0]]
+        p, chain = chains.get(node.input[0], (node.input[0], []))
+        if set(product.input) == {node.output[0], p}:
+            chains.pop(node.input[0], None)
+            chains[product.output[0]] = p, [*chain, node]
     found = []
-    for node in [node for chain in chains.values() if len(chain) <= _STEPS for node in chain]:
+    for node in [node for _, chain in chains.values() if len(chain) <= _STEPS for node in chain]:
         scale, shift, mean, var = (numpy_helper.to_array(constants[name]).astype(float) for name in node.input[1:5])
         scale = scale / np.sqrt(var + next(a.f for a in node.attribute if a.name == "epsilon"))
         shape = (-1, 1, *(1,) * (ranks[node.output[0]] - 2))
