@@ -90,7 +90,6 @@ def save(
         "layers": [row.to_dict() for row in plans[-1].layers] if plans else [],
         "modules": pack(description),
         "preprocess": preprocess.to_dict(),
-        "labels": None,
         "weights": dict(weights or getattr(model, "_retrofit_weights", _UNKNOWN_WEIGHTS)),
         "strength": _strength(model),
         "versions": _versions(),
@@ -110,8 +109,7 @@ def save(
                     f"built again, {source} is another function than this network: {problem}; "
                     "save it with `save(source='own')`"
                 )
-    outputs = manifest["fingerprint"].get("outputs", getattr(model, "num_classes", None))
-    manifest["labels"] = _labels(model, labels, outputs)
+    manifest["labels"] = _labels(model, labels, manifest["fingerprint"].get("outputs"))
     with atomic_write(path, force) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(manifest)})
@@ -312,14 +310,17 @@ def _identified(
     return identify(model, hint, lambda fresh: _replay(fresh, plans))
 
 
-def _labels(model: nn.Module, given: Sequence[str] | None, outputs: int | None) -> list[str] | None:
+def _labels(model: nn.Module, given: Sequence[str] | None, answered: int | None) -> list[str] | None:
     """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
+
+    Their number is that of what the network answered or, where it was not run, what timm's networks say.
 
     Raises:
         UsageError: If those given are not one for each output.
     """
     labels = getattr(model, "_retrofit_labels", None) if given is None else given
-    if labels is None or not outputs or len(labels) == outputs:
+    outputs = getattr(model, "num_classes", None) if answered is None else answered
+    if labels is None or not isinstance(outputs, int) or not outputs or len(labels) == outputs:
         return None if labels is None else list(labels)
     if given is None:
         return None
