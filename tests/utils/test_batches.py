@@ -60,3 +60,11 @@ def test_nothing_is_fitted_to_them(tmp_path: Path, wrong: Any) -> None:
     ):
         with pytest.raises((RetrofitError, UsageError), match=r"takes batches of images|holds NaN or infinity"):
             fit()
+
+
+@pytest.mark.parametrize("wrong", [torch.rand(3, 32, 32), [torch.rand(2, 1, 32, 32)]], ids=["one image", "grey"])
+def test_images_of_another_shape_are_not_exported_on(tmp_path: Path, wrong: Any) -> None:
+    model = timm.create_model("test_resnet").eval()
+    with pytest.raises(UsageError, match=r"`calibrate` takes batches of images, \(N, 3, 32, 32\); got images of \("):
+        retrofit.export_onnx(model, tmp_path / "a.onnx", input_size=(3, 32, 32), calibrate=wrong)
+    assert list(tmp_path.iterdir()) == []
