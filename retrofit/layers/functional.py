@@ -15,8 +15,6 @@ from retrofit.layers import kernels
 from retrofit.layers.normality_norm import NormalityOptions, Statistics, apply_statistics, normality_norm
 from retrofit.layers.transforms import transformed
 
-_STRETCH = 32  # neighbouring elements of a set, below which vectors stay half empty
-
 
 def batch_normal_norm(
     x: Tensor,
@@ -161,9 +159,9 @@ def group_normal_norm(
     if x.numel() == 0:
         return _empty(x, _per_channel(weight, x.ndim), _per_channel(bias, x.ndim))
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    short = channels // num_groups < _STRETCH and last is not None and kernels.fits(x)
-    if last and short and not x.is_contiguous() and x.is_contiguous(memory_format=last):
-        # Sets in channels_last are stretches of a group's channels; short ones cost more than moving them together.
+    apart = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    if last and apart and kernels.fits(x) and kernels.moves(x, channels // num_groups):
+        # Sets in channels_last are stretches of a group's channels.
         out = group_normal_norm(x.contiguous(), num_groups, weight, bias, eps, **options)
         return out.contiguous(memory_format=last)
     split = (num_groups, channels // num_groups)

@@ -181,7 +181,7 @@ class _NormalityNorm(torch.autograd.Function):
             view, out = ctx.layout.view, ctx.layout.empty_like(x)
             arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, 0 * t if factor is None else factor, seed, group
             stats = kernels.run("forward", view(out), *arguments)
-            statistics = torch.stack([ctx.layout.undo_set(s) for s in stats[:4]])
+            statistics = ctx.layout.undo_sets(stats[:4]).clone()
         ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
         ctx.mark_non_differentiable(statistics)
         return out, statistics
@@ -201,7 +201,7 @@ class _NormalityNorm(torch.autograd.Function):
             arguments = t, stats, ctx.layout.dims, 0 * t if factor is None else factor, seed
             tensors = view(grad_x), view(x), view(grads[0]), gamma
             grads_affine = kernels.run("backward", *tensors, *arguments, ctx.layout.affine, ctx.group)
-            grad_weight, grad_bias = (ctx.layout.undo_affine(g) for g in grads_affine)
+            grad_weight, grad_bias = ctx.layout.undo_affine(grads_affine)
         return (
             grad_x,
             None if weight is None else grad_weight.sum_to_size(weight.shape).to(weight.dtype),

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 VARIABLE = "RETROFIT_KERNELS"
 NAMES = ("eager", "cpp", "triton")
+_STRETCH = 32
 LARGE = 2**13
 """Elements from which compiled kernels are worth the call, and some ten seconds of building them once a machine."""
 
@@ -58,6 +59,14 @@ def chosen(x: Tensor) -> ModuleType:
     """Return the kernels for `x` where there is a choice of C++ and torch operations only: `cpp` or `eager`."""
     name = _named()
     return _choose(name, x) if x.is_cpu and name != "triton" else eager
+
+
+def moves(x: Tensor, stretch: int) -> bool:
+    """Whether sets of many stretches of `stretch` neighbouring elements are better moved together before they are run.
+
+    Short ones leave vectors half empty; the C++ kernels fill theirs with the stretches of neighbouring sets.
+    """
+    return stretch < _STRETCH and not (chosen(x) is cpp and stretch <= cpp.library().width())
 
 
 def _named() -> str:

@@ -85,7 +85,7 @@ template <bool LAST, int SUMS, class F> void span(const Place& p, int64_t number
         V total[SUMS + 1]{};
         for (int s = 0; s < SUMS; s++) sums[s * entries + number] = 0;
         auto flush = [&] {
-            for (int s = 0; s < SUMS; s++) sums[s * entries + number] += total_of(__builtin_convertvector(total[s], D)), total[s] = V{};
+            for (int s = 0; s < SUMS; s++) sums[s * entries + number] += total_of(total[s]), total[s] = V{};
         };
         int64_t base = number * p.length, at = number % p.period, l = 0;
         int n = 0;
@@ -219,7 +219,7 @@ void proxy_tables(int64_t channels, int64_t samples, int kind, float a, float b,
             V by = given(gamma, c, k, 1), from = given(proxy_bias, c, k, 0) * by + given(beta, c, k, 0);
             by *= 1 + given(proxy_scale, c, k, 0);
             V middle = phi(from);  // Y's median: no further from the mean than the deviation, if phi is monotone
-            Sum mean, power, slopes, slopes_q, apart_slopes, apart_slopes_q;
+            Sum<true> mean, power, slopes, slopes_q, apart_slopes, apart_slopes_q;
             auto next = [&] { flush(mean, power, slopes, slopes_q, apart_slopes, apart_slopes_q); };
             for (int64_t s = 0; s < samples; s++) {
                 V v = quantiles[s] * by + from, apart = phi(v) - middle, slope = phi.slope(v), pull = apart * slope;
@@ -228,21 +228,21 @@ void proxy_tables(int64_t channels, int64_t samples, int kind, float a, float b,
                 if (s % 256 == 255) next();
             }
             next();
-            finish<true>(1.0 / samples, mean, power, slopes, slopes_q, apart_slopes, apart_slopes_q);
+            finish(1.0 / samples, mean, power, slopes, slopes_q, apart_slopes, apart_slopes_q);
             float rows[6][W];
             for (int i = 0; i < W; i++) {
-                double var = power.total[i] - mean.total[i] * mean.total[i];
-                double by_scale = 2 * (apart_slopes_q.total[i] - mean.total[i] * slopes_q.total[i]);
-                double by_shift = 2 * (apart_slopes.total[i] - mean.total[i] * slopes.total[i]);
+                double var = power[i] - mean[i] * mean[i];
+                double by_scale = 2 * (apart_slopes_q[i] - mean[i] * slopes_q[i]);
+                double by_shift = 2 * (apart_slopes[i] - mean[i] * slopes[i]);
                 var = (var < 0 ? 0 : var) + eps;
                 bool there = i < k.n;
-                double expected = middle[i] + mean.total[i], r = divide ? 1 / std::sqrt(var) : 1;
+                double expected = middle[i] + mean[i], r = divide ? 1 / std::sqrt(var) : 1;
                 if (divide && restore_scale && there) r *= restore_scale[c + i];
                 double back = restore_shift && there ? restore_shift[c + i] : 0, slope = divide ? -0.5 * r / var : 0;
                 rows[0][i] = float(1 + t * (r - 1)), rows[1][i] = float(t * (back - r * expected));
                 rows[2][i] = float(t * slope * by_scale), rows[3][i] = float(t * slope * by_shift);
-                rows[4][i] = float(-t * (slope * by_scale * expected + r * slopes_q.total[i]));
-                rows[5][i] = float(-t * (slope * by_shift * expected + r * slopes.total[i]));
+                rows[4][i] = float(-t * (slope * by_scale * expected + r * slopes_q[i]));
+                rows[5][i] = float(-t * (slope * by_shift * expected + r * slopes[i]));
             }
             for (int row = 0; row < 6; row++) store(tables + row * channels + c, load(rows[row], Full{}), k);
         };

@@ -7,7 +7,7 @@ sets lie regularly enough; `forward`, `backward` and `apply` hand anything else 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from retrofit.layers.kernels import build, eager, ranks
 from retrofit.layers.kernels.build import UnavailableError
 from retrofit.layers.kernels.formulas import FIELDS
-from retrofit.layers.kernels.layout import Geometry, geometry_of
+from retrofit.layers.kernels.layout import Geometry, geometry_of, side_by_side
 
 _ALL = -1  # stages in one call
 _SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
@@ -78,7 +78,7 @@ def backward(
     seed: Tensor | None,
     affine: tuple[int, ...],
     group: ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `eager.backward`."""
     geometry = _geometry(x, dims, affine)
     if geometry is None:
@@ -93,8 +93,7 @@ def backward(
         _call("backward", x, geometry, options, *tensors, parts)
         parts, options.stage = ranks.average(parts, x.numel() // geometry.sets, group), 1
         _call("backward", x, geometry, options, *tensors, parts)
-    grad_weight, grad_bias = shares.sum(0)
-    return grad_weight, grad_bias
+    return shares.sum(0)
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
@@ -125,7 +124,9 @@ def _broadcast_geometry(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | 
 
 
 def _geometry(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
-    return geometry_of(tuple(x.shape), dims, affine, library().width()) if x.dtype in TYPES else None
+    width = library().width()
+    geometry = geometry_of(tuple(x.shape), dims, affine, width) if x.dtype in TYPES else None
+    return None if geometry is None else side_by_side(geometry, width)
 
 
 def _options(x: Tensor, t: float, eps: float, factor: Tensor | None, seed: Tensor | None) -> _COptions:
@@ -150,9 +151,12 @@ def _room(*shape: int) -> Tensor:
 def _call(name: str, x: Tensor, geometry: Geometry, options: _COptions, *tensors: Tensor | None) -> None:
     pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
     half = x.dtype == torch.bfloat16
-    getattr(library(), name)(
-        int(half), int(geometry.columns), ctypes.byref(_CGeometry(*geometry[1:])), ctypes.byref(options), *pointers
-    )
+    getattr(library(), name)(int(half), int(geometry.columns), _reference(geometry), ctypes.byref(options), *pointers)
+
+
+@lru_cache(maxsize=1024)
+def _reference(geometry: Geometry) -> Any:
+    return ctypes.byref(_CGeometry(*geometry[1:]))
 
 
 @cache

@@ -72,9 +72,9 @@ def backward(
     seed: Tensor | None,
     affine: tuple[int, ...],
     group: ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
-    """Fill `grad_x`; return the affine parameters' gradients, of shape `affine` and in float32 at least."""
-    grad_weight, grad_bias = torch.zeros((2, *affine), dtype=stats.dtype, device=x.device)
+) -> Tensor:
+    """Fill `grad_x`; return the affine parameters' gradients, (2, *affine) and in float32 at least."""
+    grads = torch.zeros((2, *affine), dtype=stats.dtype, device=x.device)
     for block in blocks(x, dims, group is not None):
         part, y = formulas.backward(
             block(grad),
@@ -87,10 +87,10 @@ def backward(
         )
         block(grad_x).copy_(part)
         g = block(grad).to(y.dtype)
-        for whole, share in ((grad_weight, g * y), (grad_bias, g)):
+        for whole, share in zip(grads, (g * y, g), strict=True):
             target = block.of(whole)
             target += share.sum_to_size(target.shape)
-    return grad_weight, grad_bias
+    return grads
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:

@@ -3,7 +3,7 @@
 //
 // A set is `runs` stretches of memory, worked on while they are in cache: each pass below goes over one set. Either a
 // stretch is `length` elements of the one set and vector lanes are summed at the end, or (COLUMNS) neighbouring lanes
-// belong to neighbouring sets and never meet. Lanes are summed in float over at most 256 vectors, then in double.
+// belong to neighbouring sets and never meet, or meet at last where a set has a few neighbouring lanes. Lanes are summed in float over at most 256 vectors, then in double.
 
 #include "vectors.h"
 
@@ -12,7 +12,7 @@ namespace {
 // What a set is, in elements: set (o, i) starts at o * outer_stride + i * inner_stride, its affine at i * affine_inner.
 struct Geometry {
     int64_t outer, outer_stride, inner, inner_stride, runs, run_stride, length;
-    int64_t affine_inner, affine_run, affine_lane, affine_size;
+    int64_t affine_inner, affine_run, affine_lane, affine_size, share;
 };
 
 struct Options { float t, eps, factor; uint32_t seed0, seed1; int noise, threads, stage; };
@@ -64,19 +64,20 @@ struct Scratch {
 template <bool COLUMNS> struct Set {
     static constexpr int64_t AHEAD = 16;  // rows
     const Geometry& g;
-    int64_t base, affine, length, index;
+    int64_t base, affine, length, index, from = 0, to;  // `from` and `to` are the runs to walk
     double count;
 
-    Set(const Geometry& geometry, int64_t number) : g(geometry) {
+    Set(const Geometry& geometry, int64_t number) : g(geometry), to(geometry.runs) {
         int64_t o = number / g.inner, i = number % g.inner;
         base = o * g.outer_stride + i * g.inner_stride;
         affine = i * g.affine_inner;
-        length = COLUMNS ? (g.length - i * W < W ? g.length - i * W : W) : g.length;
-        index = COLUMNS ? o * g.length + i * W : number;
-        count = double(g.runs) * (COLUMNS ? 1 : g.length);
+        int64_t block = W / g.share * g.share, left = g.length - i * block;
+        length = COLUMNS ? (left < block ? left : block) : g.length;
+        index = COLUMNS ? (o * g.length + i * block) / g.share : number;
+        count = double(g.runs) * (COLUMNS ? g.share : g.length);
     }
 
-    bool fits_scratch() const { return g.runs * ((length + W - 1) / W) * W <= Scratch::ROOM; }
+    static int64_t room(const Geometry& g) { return g.runs * (COLUMNS ? W : (g.length + W - 1) / W * W); }
     bool by_lane() const { return !COLUMNS && g.affine_lane; }
     int lanes() const { return COLUMNS ? int(length) : 1; }
 
@@ -84,7 +85,7 @@ template <bool COLUMNS> struct Set {
     template <class Begin, class Body, class End, class Flush>
     void walk(Begin begin, Body body, End end, Flush flush) const {
         int n = 0;
-        for (int64_t r = 0; r < g.runs; r++) {
+        for (int64_t r = from; r < to; r++) {
             int64_t offset = base + r * g.run_stride, at = affine + r * g.affine_run, l = 0;
             begin(at);
             for (; l + W <= length; l += W) {
@@ -112,238 +113,383 @@ template <bool COLUMNS> struct Set {
     }
     V field(const float* stats, int row, int64_t sets) const {
         const float* p = stats + row * sets + index;
-        return COLUMNS ? load(p, Part{int(length)}) : splat(*p);
+        if (!COLUMNS) return splat(*p);
+        if (g.share == 1) return load(p, Part{int(length)});
+        V v{};
+        for (int i = 0; i < lanes(); i++) v[i] = p[i / g.share];
+        return v;
     }
-    void put(float* stats, int row, int64_t sets, V v) const { store(stats + row * sets + index, v, Part{lanes()}); }
+    void put(float* stats, int row, int64_t sets, V v) const {
+        float* p = stats + row * sets + index;
+        if (g.share == 1) return store(p, v, Part{lanes()});
+        for (int i = 0; i < lanes(); i += int(g.share)) p[i / g.share] = v[i];
+    }
+
+    // The same in all lanes of a set: what `both` makes of their values.
+    template <class L, class F> void meet(L& lane, F both) const {
+        if (!COLUMNS || g.share == 1) return;
+        for (int i = 0; i < lanes(); i += int(g.share)) {
+            auto all = lane[i];
+            for (int k = 1; k < g.share; k++) all = both(all, lane[i + k]);
+            for (int k = 0; k < g.share; k++) lane[i + k] = all;
+        }
+    }
+    template <class... Sums> void finish(Sums&... sums) const {
+        (sums.finish(1 / count), ...);
+        if (COLUMNS && g.share > 1) (meet(sums), ...);
+    }
+    void meet(Sum<COLUMNS>& sum) const {
+        double lane[W];
+        for (int i = 0; i < W; i++) lane[i] = sum[i];
+        meet(lane, [](double a, double b) { return a + b; });
+        std::memcpy(&sum.low, lane, sizeof sum.low), std::memcpy(&sum.high, lane + HALF, sizeof sum.high);
+    }
+};
+
+// Neighbouring sets that a thread works on together, pass by pass: of columns several, some rows of each in turn, so that
+// memory is read in its order.
+template <bool COLUMNS> struct Panel {
+    static constexpr int MOST = COLUMNS ? 8 : 1, ROWS = 64;
+    const Geometry& g;
+    int64_t first;
+    int count;
+
+    template <class Work, class F> void each(Work* work, F f) const {
+        for (int n = 0; n < count; n++) f(Set<COLUMNS>(g, first + n), work[n]);
+    }
+    template <class Work, class F> void sweep(Work* work, F f) const {
+        int64_t rows = count > 1 ? ROWS : g.runs;
+        for (int64_t from = 0; from < g.runs; from += rows)
+            for (int n = 0; n < count; n++) {
+                Set<COLUMNS> s(g, first + n);
+                s.from = from, s.to = from + rows < g.runs ? from + rows : g.runs;
+                f(s, work[n]);
+            }
+    }
 };
 
 struct Moments { double m1, m2, m3, m45, v, low, high; };
 
 // lambda_estimate.first_step and its gradient with respect to the moments; the constants come with the build
 inline void newton(const Moments& m, float* out) {
-    double v = m.v < TINY ? TINY : m.v, ratio = m.m2 / v, slope = ratio - m.m1;
-    double bend = (m.m45 - m.m3 * m.m3) / v, raw = bend - 2 * ratio * ratio;
-    double curvature = raw < MIN_CURVATURE ? MIN_CURVATURE : raw, step = -slope / curvature;
-    double least = -LOG_STRETCH / std::log1p(-m.low < TINY ? TINY : -m.low);
-    double most = LOG_STRETCH / std::log1p(m.high < TINY ? TINY : m.high);
-    bool free = step >= least && step <= most;
-    step = step < least ? least : step > most ? most : step;
-    double slopes = free ? -1 / curvature : 0, curves = free && raw > MIN_CURVATURE ? slope / (curvature * curvature) : 0;
+    double v = 1 / (m.v < TINY ? TINY : m.v), ratio = m.m2 * v, slope = ratio - m.m1;
+    double bend = (m.m45 - m.m3 * m.m3) * v, raw = bend - 2 * ratio * ratio;
+    double curvature = 1 / (raw < MIN_CURVATURE ? MIN_CURVATURE : raw), step = -slope * curvature;
+    bool free = std::fabs(step) * (m.high > -m.low ? m.high : -m.low) < LOG_STRETCH;  // as log1p(x) <= x
+    if (!free) {
+        double least = -LOG_STRETCH / std::log1p(-m.low < TINY ? TINY : -m.low);
+        double most = LOG_STRETCH / std::log1p(m.high < TINY ? TINY : m.high);
+        free = step >= least && step <= most;
+        step = step < least ? least : step > most ? most : step;
+    }
+    double slopes = free ? -curvature : 0, curves = free && raw > MIN_CURVATURE ? slope * curvature * curvature : 0;
     out[STEP] = float(step);
     out[C1] = float(-slopes);
-    out[C2] = float((slopes - 4 * curves * ratio) / v);
-    out[C3] = float(-2 * curves * m.m3 / v);
-    out[C45] = float(curves / v);
-    out[CV] = float((-slopes * ratio - curves * bend + 4 * curves * ratio * ratio) / v);
+    out[C2] = float((slopes - 4 * curves * ratio) * v);
+    out[C3] = float(-2 * curves * m.m3 * v);
+    out[C45] = float(curves * v);
+    out[CV] = float((-slopes * ratio - curves * bend + 4 * curves * ratio * ratio) * v);
 }
 
+template <bool COLUMNS> struct ForwardWork {
+    V about, mean, var, rstd, low = splat(INFINITY), high = splat(-INFINITY), centre, amount{};
+    V found[FIELDS]{};
+    Sum<COLUMNS> offset, power, m1, m2, m3, m45, v, total, deviation;
+    template <class F> void moments(F f) {
+        f(PART_M1, m1), f(PART_M2, m2), f(PART_M3, m3), f(PART_M45, m45), f(PART_V, v);
+    }
+};
+
 template <class T, bool COLUMNS>
-void forward_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const float* weight, const float* bias,
-                 float* stats, float* parts, const Options& o, Scratch& scratch) {
+void forward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* out, const T* x, const float* weight, const float* bias,
+                  float* stats, float* parts, const Options& o, Scratch& scratch) {
+    typedef Set<COLUMNS> One;
+    typedef ForwardWork<COLUMNS> Work;
     constexpr bool KEEP = sizeof(T) == 4;  // whether `out` can hold y until the noise's scale is known
-    double scale = 1 / s.count;
+    Work work[Panel<COLUMNS>::MOST];
+    auto each = [&](auto f) { panel.each(work, f); };
+    auto sweep = [&](auto f) { panel.sweep(work, f); };
     auto now = [&](int stage) { return o.stage == ALL || o.stage == stage; };
-    V mean{}, var{}, rstd{};
     if (now(0)) {
-        Sum sum, power;
-        s.walk([&](int64_t i, int64_t, auto k) { s.ahead(x + i), sum.add(load(x + i, k)); }, [&] { sum.flush(); });
-        finish<COLUMNS>(scale, sum);
-        mean = sum.value();
-        Sum offset;
+        // About one of the set's own values, or, where that is far out or not finite, about 0 and then about the mean.
+        each([&](const One& s, Work& w) {
+            V own = load(x + s.base, Part{s.lanes()});
+            s.meet(own, [](float a, float) { return a; });
+            w.about = COLUMNS ? own : splat(own[0]);
+        });
+        bool near = false;
+        for (int pass = 0; !near && pass < 3; pass++) {
+            sweep([&](const One& s, Work& w) {
+                V about = w.about;
+                Sum<COLUMNS> offset = w.offset, power = w.power;
+                s.walk([&](int64_t i, int64_t, auto k) {
+                    s.ahead(x + i);
+                    V c = keep(load(x + i, k) - about, k);
+                    offset.add(c), power.add(c * c);
+                }, [&] { flush(offset, power); });
+                w.offset = offset, w.power = power;
+            });
+            near = true;
+            each([&](const One& s, Work& w) {
+                bool enough = true;
+                s.finish(w.offset, w.power);
+                for (int i = 0; i < (COLUMNS ? W : 1); i++) {
+                    double shift = w.offset[i], all = w.power[i] - shift * shift;
+                    enough = enough && shift * shift <= 16 * all;
+                    w.mean[i] = std::isinf(w.about[i]) ? w.about[i] : float(w.about[i] + shift);
+                    all = all < 0 ? 0 : all;
+                    w.var[i] = float(all);
+                    w.rstd[i] = float(1 / std::sqrt(all + o.eps));
+                }
+                if (!COLUMNS) w.mean = splat(w.mean[0]), w.var = splat(w.var[0]), w.rstd = splat(w.rstd[0]);
+                if (!enough) w.about = pass ? w.mean : V{}, near = false;
+                w.offset = w.power = {};
+            });
+        }
+        if (o.stage == 0)
+            return each([&](const One& s, Work& w) {
+                s.put(parts, PART_MEAN, sets, w.mean), s.put(parts, PART_VAR, sets, w.var);
+            });
+    } else {
+        each([&](const One& s, Work& w) {
+            w.mean = s.field(parts, PART_MEAN, sets), w.var = s.field(parts, PART_VAR, sets);
+            for (int i = 0; i < W; i++) w.rstd[i] = float(1 / std::sqrt(double(w.var[i]) + o.eps));
+        });
+    }
+
+    // The logarithms are kept for the transform: where a set is small aside, where it is large in `out`.
+    bool logs = o.stage == ALL && One::room(panel.g) <= Scratch::ROOM, logs_out = o.stage == ALL && KEEP && !COLUMNS && !logs;
+    float* place = scratch.first;
+    if (now(1)) sweep([&](const One& s, Work& w) {
+        V mean = w.mean, rstd = w.rstd, low = w.low, high = w.high;
+        Sum<COLUMNS> m1 = w.m1, m2 = w.m2, m3 = w.m3, m45 = w.m45, v = w.v;
         s.walk([&](int64_t i, int64_t, auto k) {
             s.ahead(x + i);
-            V c = keep(load(x + i, k) - mean, k);
-            offset.add(c), power.add(c * c);
-        }, [&] { offset.flush(), power.flush(); });
-        finish<COLUMNS>(scale, offset);
-        finish<COLUMNS>(scale, power);
-        for (int i = 0; i < (COLUMNS ? W : 1); i++) {
-            double shift = offset.total[i], all = power.total[i] - shift * shift;
-            mean[i] = float(sum.total[i] + (std::isnan(shift) ? 0 : shift));
-            all = all < 0 ? 0 : all;
-            var[i] = float(all);
-            rstd[i] = float(1 / std::sqrt(all + o.eps));
+            V h = keep((load(x + i, k) - mean) * rstd, k), a = absolute(h), log = log1p(a);
+            if (logs) store(place, log, Full{}), place += W;
+            else if constexpr (KEEP && !COLUMNS) { if (logs_out) store(out + i, log, k); }
+            V grown = log + a * log, d = grown - a, e = grown * log - 2 * d;
+            m1.add(signed_as(h, log)), m2.add(h * d), m3.add(d), m45.add(a * e + d * d), v.add(h * h);
+            low = h < low ? h : low;  // a lane that holds no element holds 0, which the mean of the set is
+            high = h > high ? h : high;
+        }, [&] { flush(m1, m2, m3, m45, v); });
+        w.m1 = m1, w.m2 = m2, w.m3 = m3, w.m45 = m45, w.v = v, w.low = low, w.high = high;
+    });
+    each([&](const One& s, Work& w) {
+        s.finish(w.m1, w.m2, w.m3, w.m45, w.v);
+        auto least = [](float a, float b) { return a < b ? a : b; };
+        auto most = [](float a, float b) { return a > b ? a : b; };
+        if (!COLUMNS) w.low[0] = folded(w.low, least), w.high[0] = folded(w.high, most);
+        s.meet(w.low, least), s.meet(w.high, most);
+        if (o.stage == 1) {
+            w.moments([&](int row, auto& sum) { s.put(parts, row, sets, sum.value()); });
+            return s.put(parts, PART_LOW, sets, w.low), s.put(parts, PART_HIGH, sets, w.high);
         }
-        if (!COLUMNS) mean = splat(mean[0]), var = splat(var[0]), rstd = splat(rstd[0]);
-        if (o.stage == 0) return s.put(parts, PART_MEAN, sets, mean), s.put(parts, PART_VAR, sets, var);
-    } else {
-        mean = s.field(parts, PART_MEAN, sets), var = s.field(parts, PART_VAR, sets);
-        for (int i = 0; i < W; i++) rstd[i] = float(1 / std::sqrt(double(var[i]) + o.eps));
-    }
+        if (o.stage > 1) {
+            w.moments([&](int row, auto& sum) { sum = Sum<COLUMNS>(s.field(parts, row, sets)); });
+            w.low = s.field(parts, PART_LOW, sets), w.high = s.field(parts, PART_HIGH, sets);
+        }
+        w.found[MEAN] = w.mean, w.found[VAR] = w.var, w.found[RSTD] = w.rstd;
+        for (int i = 0; i < (COLUMNS ? W : 1); i++) {
+            float row[FIELDS];
+            newton({w.m1[i], w.m2[i], w.m3[i], w.m45[i], w.v[i], w.low[i], w.high[i]}, row);
+            for (int f = STEP; f < SPREAD; f++) w.found[f][i] = row[f];
+        }
+        if (!COLUMNS) w.found[STEP] = splat(w.found[STEP][0]);
+    });
+    if (o.stage == 1) return;
 
-    bool logs = o.stage == ALL && s.fits_scratch();
-    float* place = scratch.first;
-    Sum m1, m2, m3, m45, v;
-    V low = splat(INFINITY), high = splat(-INFINITY);
-    if (now(1)) s.walk([&](int64_t i, int64_t, auto k) {
-        s.ahead(x + i);
-        V h = keep((load(x + i, k) - mean) * rstd, k), a = absolute(h), log = log1p(a);
-        if (logs) store(place, log, Full{}), place += W;
-        V grown = log + a * log, d = grown - a, e = grown * log - 2 * d;
-        m1.add(signed_as(h, log)), m2.add(h * d), m3.add(d), m45.add(a * e + d * d), v.add(h * h);
-        low = h < low ? h : low;  // a lane that holds no element holds 0, which the mean of the set is
-        high = h > high ? h : high;
-    }, [&] { m1.flush(), m2.flush(), m3.flush(), m45.flush(), v.flush(); });
-    finish<COLUMNS>(scale, m1, m2, m3, m45, v);
-    if (!COLUMNS)
-        for (int i = 1; i < W; i++) low[0] = low[i] < low[0] ? low[i] : low[0], high[0] = high[i] > high[0] ? high[i] : high[0];
-    const std::pair<int, Sum*> moments[] = {{PART_M1, &m1}, {PART_M2, &m2}, {PART_M3, &m3}, {PART_M45, &m45}, {PART_V, &v}};
-    if (o.stage == 1) {
-        for (auto& [row, sum] : moments) s.put(parts, row, sets, sum->value());
-        return s.put(parts, PART_LOW, sets, low), s.put(parts, PART_HIGH, sets, high);
-    }
-    if (o.stage > 1) {
-        for (auto& [row, sum] : moments) *sum = Sum(s.field(parts, row, sets));
-        low = s.field(parts, PART_LOW, sets), high = s.field(parts, PART_HIGH, sets);
-    }
-    V found[FIELDS] = {mean, var, rstd};
-    for (int i = 0; i < (COLUMNS ? W : 1); i++) {
-        float row[FIELDS];
-        newton({m1.total[i], m2.total[i], m3.total[i], m45.total[i], v.total[i], low[i], high[i]}, row);
-        for (int f = STEP; f < SPREAD; f++) found[f][i] = row[f];
-    }
-    if (!COLUMNS) found[STEP] = splat(found[STEP][0]);
-
-    Transform psi(o.t * found[STEP]);
-    auto transform = [&](int64_t i, auto k) {
+    auto transform = [&](const One& s, V mean, V rstd, const Transform& psi, int64_t i, auto k) {
         s.ahead(x + i);
         V h = (load(x + i, k) - mean) * rstd, log;
         if (logs) log = load(place, Full{}), place += W;
+        else if (logs_out) log = load(out + i, k);
         else log = log1p(absolute(h));
         return psi(h, expm1(psi.exponent(h, log)));
     };
-    auto rewind = [&] { place = scratch.first; };
-    V amount{};
-    auto y_at = [&](int64_t i, auto k) {
+    auto y_at = [&](const One& s, V mean, V rstd, const Transform& psi, int64_t i, auto k) {
         if constexpr (KEEP) return s.ahead(out + i), load(out + i, k);
-        else return transform(i, k);
+        else return transform(s, mean, rstd, psi, i, k);
     };
+    auto rewind = [&] { place = scratch.first; };
     if (o.noise) {
-        Sum total, deviation;
         rewind();
-        if (now(2)) s.walk([&](int64_t i, int64_t, auto k) {
-            V y = transform(i, k);
-            if constexpr (KEEP) s.ahead(out + i), store(out + i, y, k);
-            total.add(keep(y, k));
-        }, [&] { total.flush(); });
-        finish<COLUMNS>(scale, total);
-        if (o.stage == 2) return s.put(parts, PART_CENTRE, sets, total.value());
-        V centre = o.stage > 2 ? s.field(parts, PART_CENTRE, sets) : total.value();
+        if (now(2)) sweep([&](const One& s, Work& w) {
+            V mean = w.mean, rstd = w.rstd;
+            Transform psi(o.t * w.found[STEP]);
+            Sum<COLUMNS> total = w.total;
+            s.walk([&](int64_t i, int64_t, auto k) {
+                V y = transform(s, mean, rstd, psi, i, k);
+                if constexpr (KEEP) s.ahead(out + i), store(out + i, y, k);
+                total.add(keep(y, k));
+            }, [&] { total.flush(); });
+            w.total = total;
+        });
+        each([&](const One& s, Work& w) {
+            s.finish(w.total);
+            if (o.stage == 2) s.put(parts, PART_CENTRE, sets, w.total.value());
+            else w.centre = o.stage > 2 ? s.field(parts, PART_CENTRE, sets) : w.total.value();
+        });
+        if (o.stage == 2) return;
         rewind();
-        if (now(3)) s.walk([&](int64_t i, int64_t, auto k) { deviation.add(keep(absolute(y_at(i, k) - centre), k)); },
-                           [&] { deviation.flush(); });
-        finish<COLUMNS>(scale, deviation);
-        if (o.stage == 3) return s.put(parts, PART_SPREAD, sets, deviation.value());
-        found[SPREAD] = o.stage > 3 ? s.field(parts, PART_SPREAD, sets) : deviation.value();
-        amount = o.factor * found[SPREAD];
+        if (now(3)) sweep([&](const One& s, Work& w) {
+            V mean = w.mean, rstd = w.rstd, centre = w.centre;
+            Transform psi(o.t * w.found[STEP]);
+            Sum<COLUMNS> deviation = w.deviation;
+            s.walk([&](int64_t i, int64_t, auto k) {
+                deviation.add(keep(absolute(y_at(s, mean, rstd, psi, i, k) - centre), k));
+            }, [&] { deviation.flush(); });
+            w.deviation = deviation;
+        });
+        each([&](const One& s, Work& w) {
+            s.finish(w.deviation);
+            if (o.stage == 3) return s.put(parts, PART_SPREAD, sets, w.deviation.value());
+            w.found[SPREAD] = o.stage > 3 ? s.field(parts, PART_SPREAD, sets) : w.deviation.value();
+            w.amount = o.factor * w.found[SPREAD];
+        });
+        if (o.stage == 3) return;
     }
-    bool by_lane = s.by_lane();
-    V gamma, beta;
-    auto begin = [&](int64_t at) {
-        if (!by_lane) gamma = s.parameter(weight, at, 1), beta = s.parameter(bias, at, 0);
-    };
-    auto put = [&](int64_t i, int64_t at, auto k, V y) {
-        V scaled = by_lane && weight ? y * load(weight + at, k) : by_lane ? y : y * gamma;
-        s.ahead(out + i);
-        store(out + i, by_lane && bias ? scaled + load(bias + at, k) : by_lane ? scaled : scaled + beta, k);
-    };
-    auto nothing = [](int64_t) {};
     rewind();
-    if (o.noise)
-        s.walk(begin, [&](int64_t i, int64_t at, auto k) { put(i, at, k, y_at(i, k) + normal(i, o) * amount); },
-               nothing, [] {});
-    else
-        s.walk(begin, [&](int64_t i, int64_t at, auto k) { put(i, at, k, transform(i, k)); }, nothing, [] {});
-    for (int f = 0; f < FIELDS; f++) s.put(stats, f, sets, found[f]);
+    sweep([&](const One& s, const Work& w) {
+        V mean = w.mean, rstd = w.rstd, amount = w.amount;
+        Transform psi(o.t * w.found[STEP]);
+        bool by_lane = s.by_lane();
+        V gamma, beta;
+        auto begin = [&](int64_t at) {
+            if (!by_lane) gamma = s.parameter(weight, at, 1), beta = s.parameter(bias, at, 0);
+        };
+        auto put = [&](int64_t i, int64_t at, auto k, V y) {
+            V scaled = by_lane && weight ? y * load(weight + at, k) : by_lane ? y : y * gamma;
+            s.ahead(out + i);
+            store(out + i, by_lane && bias ? scaled + load(bias + at, k) : by_lane ? scaled : scaled + beta, k);
+        };
+        auto nothing = [](int64_t) {};
+        if (o.noise)
+            s.walk(begin, [&](int64_t i, int64_t at, auto k) {
+                put(i, at, k, y_at(s, mean, rstd, psi, i, k) + normal(i, o) * amount);
+            }, nothing, [] {});
+        else
+            s.walk(begin, [&](int64_t i, int64_t at, auto k) { put(i, at, k, transform(s, mean, rstd, psi, i, k)); },
+                   nothing, [] {});
+    });
+    each([&](const One& s, Work& w) {
+        for (int f = 0; f < FIELDS; f++) s.put(stats, f, sets, w.found[f]);
+    });
 }
 
 constexpr float SERIES[] = {1 / 5760.f, 1 / 840.f, 1 / 144.f, 1 / 30.f, 1 / 8.f, 1 / 3.f, 1 / 2.f};
 
-template <class T, bool COLUMNS>
-void backward_set(const Set<COLUMNS>& s, int64_t sets, T* grad_x, float* grad_weight, float* grad_bias, const T* x,
-                  const T* grad, const float* weight, const float* stats, float* parts, const Options& o,
-                  Scratch& scratch) {
-    constexpr bool KEEP = sizeof(T) == 4;  // whether `grad_x` can hold the direct part until the projections are known
-    V mean = s.field(stats, MEAN, sets), rstd = s.field(stats, RSTD, sets);
-    V c1 = s.field(stats, C1, sets), c2 = s.field(stats, C2, sets), c3 = s.field(stats, C3, sets);
-    V c45 = s.field(stats, C45, sets), cv = 2 * s.field(stats, CV, sets);
-    V amount = o.noise ? o.factor * s.field(stats, SPREAD, sets) : V{};
-    Transform psi(o.t * s.field(stats, STEP, sets));
-    bool by_lane = s.by_lane();
-    auto shift_of = [&](V h, V a, V log, V inverse) {  // count * d step / d h
+template <bool COLUMNS> struct BackwardWork {
+    Sum<COLUMNS> to_lmbda, d0, dh, s0, sh, w, b;
+    V pull, centre, slope;
+    template <class F> void means(F f) { f(0, to_lmbda), f(1, d0), f(2, dh), f(3, s0), f(4, sh); }
+};
+
+// What the forward kept of a set.
+template <bool COLUMNS> struct Kept {
+    V mean, rstd, c1, c2, c3, c45, cv, amount;
+    Transform psi;
+
+    Kept(const Set<COLUMNS>& s, const float* stats, int64_t sets, const Options& o)
+        : mean(s.field(stats, MEAN, sets)), rstd(s.field(stats, RSTD, sets)), c1(s.field(stats, C1, sets)),
+          c2(s.field(stats, C2, sets)), c3(s.field(stats, C3, sets)), c45(s.field(stats, C45, sets)),
+          cv(2 * s.field(stats, CV, sets)), amount(o.noise ? o.factor * s.field(stats, SPREAD, sets) : V{}),
+          psi(o.t * s.field(stats, STEP, sets)) {}
+
+    V shift_of(V h, V a, V log, V inverse) const {  // count * d step / d h
         V both = a * log, grown = log + both, d = grown - a;
         V inner = grown * log - 2 * d + log * (both + 2 * d);
         return c1 * inverse + c2 * (d + both) + cv * h + signed_as(h, c45 * inner + c3 * log);
-    };
-    V gamma = splat(1);
-    auto begin = [&](int64_t at) { if (!by_lane) gamma = s.parameter(weight, at, 1); };
-    auto gain = [&](int64_t at, auto k) { return by_lane && weight ? load(weight + at, k) : gamma; };
+    }
+};
 
-    bool pulls = o.stage == ALL && s.fits_scratch();
+template <class T, bool COLUMNS>
+void backward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* grad_x, float* grad_weight, float* grad_bias, const T* x,
+                   const T* grad, const float* weight, const float* stats, float* parts, const Options& o,
+                   Scratch& scratch) {
+    typedef Set<COLUMNS> One;
+    typedef BackwardWork<COLUMNS> Work;
+    constexpr bool KEEP = sizeof(T) == 4;  // whether `grad_x` can hold the direct part until the projections are known
+    Work work[Panel<COLUMNS>::MOST];
+    V gamma = splat(1);
+    auto begin_of = [&](const One& s) {
+        return [&](int64_t at) { if (!s.by_lane()) gamma = s.parameter(weight, at, 1); };
+    };
+    auto gain = [&](const One& s, int64_t at, auto k) { return s.by_lane() && weight ? load(weight + at, k) : gamma; };
+    bool pulls = o.stage == ALL && One::room(panel.g) <= Scratch::ROOM;
     float *shifts = scratch.first, *directs = scratch.second;
-    Sum to_lmbda, d0, dh, s0, sh, w, b;
-    bool once = !by_lane && !s.g.affine_run, runwise = !by_lane && s.g.affine_run;
-    if (o.stage <= 0) s.walk(begin, [&](int64_t i, int64_t at, auto k) {
-        s.ahead(x + i), s.ahead(grad + i);
-        V h = keep((load(x + i, k) - mean) * rstd, k), grad_y = load(grad + i, k);
-        V a = absolute(h), log = log1p(a), u = psi.exponent(h, log), growth = expm1(u), inverse = 1 / (1 + a);
-        V g = grad_y * gain(at, k), direct = g * ((growth + 1) * inverse), shift = keep(shift_of(h, a, log, inverse), k);
-        V near = polynomial(u, SERIES), far = ((growth + 1) * u - growth) / (u * u);
-        to_lmbda.add(g * (log * log * (absolute(u) < 0.3f ? near : far)));
-        d0.add(direct), dh.add(direct * h), s0.add(shift), sh.add(shift * h);
-        if (pulls) {
-            store(shifts, shift, Full{}), store(directs, direct, Full{});
-            shifts += W, directs += W;
-        } else if constexpr (KEEP) {
-            s.ahead(grad_x + i), store(grad_x + i, direct, k);
-        }
-        V y = psi(h, growth);
-        if (o.noise) y += normal(i, o) * amount;
-        if (by_lane) {
-            store(grad_weight + at, load(grad_weight + at, k) + grad_y * y, k);
-            store(grad_bias + at, load(grad_bias + at, k) + grad_y, k);
-        } else {
-            w.add(grad_y * y), b.add(grad_y);
-        }
-    }, [&](int64_t at) {
-        if (!runwise) return;
-        w.flush(), b.flush();
-        grad_weight[at] += float(total_of(w.total)), grad_bias[at] += float(total_of(b.total));
-        w = Sum(), b = Sum();
-    }, [&] {
-        flush(to_lmbda, d0, dh, s0, sh, w, b);
+    if (o.stage <= 0) panel.sweep(work, [&](const One& s, Work& sum) {
+        const Kept<COLUMNS> kept(s, stats, sets, o);
+        Sum<COLUMNS> to_lmbda = sum.to_lmbda, d0 = sum.d0, dh = sum.dh, s0 = sum.s0, sh = sum.sh, w = sum.w, b = sum.b;
+        bool by_lane = s.by_lane(), runwise = !by_lane && s.g.affine_run;
+        s.walk(begin_of(s), [&](int64_t i, int64_t at, auto k) {
+            s.ahead(x + i), s.ahead(grad + i);
+            V h = keep((load(x + i, k) - kept.mean) * kept.rstd, k), grad_y = load(grad + i, k);
+            V a = absolute(h), log = log1p(a), u = kept.psi.exponent(h, log), growth = expm1(u), inverse = reciprocal(1 + a);
+            V g = grad_y * gain(s, at, k), direct = g * ((growth + 1) * inverse);
+            V shift = keep(kept.shift_of(h, a, log, inverse), k);
+            V near = polynomial(u, SERIES), far = ((growth + 1) * u - growth) * reciprocal(u * u);
+            to_lmbda.add(g * (log * log * (absolute(u) < 0.3f ? near : far)));
+            d0.add(direct), dh.add(direct * h), s0.add(shift), sh.add(shift * h);
+            if (pulls) {
+                store(shifts, shift, Full{}), store(directs, direct, Full{});
+                shifts += W, directs += W;
+            } else if constexpr (KEEP) {
+                s.ahead(grad_x + i), store(grad_x + i, direct, k);
+            }
+            V y = kept.psi(h, growth);
+            if (o.noise) y += normal(i, o) * kept.amount;
+            if (by_lane) {
+                store(grad_weight + at, load(grad_weight + at, k) + grad_y * y, k);
+                store(grad_bias + at, load(grad_bias + at, k) + grad_y, k);
+            } else {
+                w.add(grad_y * y), b.add(grad_y);
+            }
+        }, [&](int64_t at) {
+            if (!runwise) return;
+            flush(w, b);
+            grad_weight[at] += float(total_of(w.low + w.high)), grad_bias[at] += float(total_of(b.low + b.high));
+            w = b = {};
+        }, [&] {
+            flush(to_lmbda, d0, dh, s0, sh, w, b);
+        });
+        sum.to_lmbda = to_lmbda, sum.d0 = d0, sum.dh = dh, sum.s0 = s0, sum.sh = sh, sum.w = w, sum.b = b;
     });
-    if (once && o.stage <= 0) {
-        finish<COLUMNS>(1, w, b);
-        for (int i = 0; i < s.lanes(); i++) {
-            int64_t at = s.affine + i * s.g.affine_lane;
-            grad_weight[at] += float(w.total[i]), grad_bias[at] += float(b.total[i]);
+    panel.each(work, [&](const One& s, Work& sum) {
+        if (!s.by_lane() && !s.g.affine_run && o.stage <= 0) {
+            finish(1, sum.w, sum.b);
+            for (int i = 0; i < s.lanes(); i++) {
+                int64_t at = s.affine + i * s.g.affine_lane;
+                grad_weight[at] += float(sum.w[i]), grad_bias[at] += float(sum.b[i]);
+            }
         }
-    }
-    finish<COLUMNS>(1 / s.count, to_lmbda, d0, dh, s0, sh);
-    Sum* means[] = {&to_lmbda, &d0, &dh, &s0, &sh};
-    for (int row = 0; row < 5; row++) {
-        if (o.stage == 0) s.put(parts, row, sets, means[row]->value());
-        if (o.stage == 1) *means[row] = Sum(s.field(parts, row, sets));
-    }
+        s.finish(sum.to_lmbda, sum.d0, sum.dh, sum.s0, sum.sh);
+        if (o.stage == 0) return sum.means([&](int row, auto& mean) { s.put(parts, row, sets, mean.value()); });
+        if (o.stage == 1) sum.means([&](int row, auto& mean) { mean = Sum<COLUMNS>(s.field(parts, row, sets)); });
+        sum.pull = o.t * sum.to_lmbda.value();
+        sum.centre = sum.d0.value() + sum.pull * sum.s0.value(), sum.slope = sum.dh.value() + sum.pull * sum.sh.value();
+    });
     if (o.stage == 0) return;
-    V pull = o.t * to_lmbda.value();
-    V centre = d0.value() + pull * s0.value(), slope = dh.value() + pull * sh.value();
     shifts = scratch.first, directs = scratch.second;
-    if (pulls) return s.walk([&](int64_t i, int64_t, auto k) {
-        s.ahead(x + i);
-        V h = (load(x + i, k) - mean) * rstd, shift = load(shifts, Full{}), direct = load(directs, Full{});
-        shifts += W, directs += W;
-        store(grad_x + i, rstd * (direct + pull * shift - centre - h * slope), k);
-    }, [] {});
-    s.walk(begin, [&](int64_t i, int64_t at, auto k) {
-        s.ahead(x + i);
-        if (KEEP) s.ahead(grad_x + i);
-        V h = (load(x + i, k) - mean) * rstd, a = absolute(h), log = log1p(a), inverse = 1 / (1 + a), direct;
-        if constexpr (KEEP) direct = load(grad_x + i, k);
-        else direct = load(grad + i, k) * gain(at, k) * ((expm1(psi.exponent(h, log)) + 1) * inverse);
-        store(grad_x + i, rstd * (direct + pull * shift_of(h, a, log, inverse) - centre - h * slope), k);
-    }, [](int64_t) {}, [] {});
+    panel.sweep(work, [&](const One& s, const Work& sum) {
+        const Kept<COLUMNS> kept(s, stats, sets, o);
+        V pull = sum.pull, centre = sum.centre, slope = sum.slope;
+        if (pulls) return s.walk([&](int64_t i, int64_t, auto k) {
+            s.ahead(x + i);
+            V h = (load(x + i, k) - kept.mean) * kept.rstd, shift = load(shifts, Full{}), direct = load(directs, Full{});
+            shifts += W, directs += W;
+            store(grad_x + i, kept.rstd * (direct + pull * shift - centre - h * slope), k);
+        }, [] {});
+        s.walk(begin_of(s), [&](int64_t i, int64_t at, auto k) {
+            s.ahead(x + i);
+            if (KEEP) s.ahead(grad_x + i);
+            V h = (load(x + i, k) - kept.mean) * kept.rstd, a = absolute(h), log = log1p(a), inverse = reciprocal(1 + a), direct;
+            if constexpr (KEEP) direct = load(grad_x + i, k);
+            else direct = load(grad + i, k) * gain(s, at, k) * ((expm1(kept.psi.exponent(h, log)) + 1) * inverse);
+            V shift = kept.shift_of(h, a, log, inverse);
+            store(grad_x + i, kept.rstd * (direct + pull * shift - centre - h * slope), k);
+        }, [](int64_t) {}, [] {});
+    });
 }
 
 template <class T, bool COLUMNS>
@@ -359,14 +505,15 @@ void apply_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const fl
 }
 
 // The sets in equal consecutive shares to the threads, so that sums do not depend on who finishes first.
-template <bool COLUMNS, class F> void each_set(const Geometry& g, int threads, F f) {
-    int64_t tasks = g.outer * g.inner;
+template <bool COLUMNS, class F> void each_panel(const Geometry& g, int threads, F f) {
+    int64_t tasks = g.outer * g.inner, most = Set<COLUMNS>::room(g) <= Scratch::ROOM ? 1 : Panel<COLUMNS>::MOST;
     threads = tasks < threads ? int(tasks) : threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Scratch scratch;
-        int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
-        for (int64_t n = tasks * me / all; n < tasks * (me + 1) / all; n++) f(Set<COLUMNS>(g, n), int(me), scratch);
+        int64_t me = omp_get_thread_num(), all = omp_get_num_threads(), end = tasks * (me + 1) / all;
+        for (int64_t n = tasks * me / all; n < end; n += most)
+            f(Panel<COLUMNS>{g, n, int(end - n < most ? end - n : most)}, int(me), scratch);
     }
 }
 
@@ -375,7 +522,7 @@ template <class F> void dispatch(int half, int columns, F f) {
     else columns ? f(0.0f, std::true_type{}) : f(0.0f, std::false_type{});
 }
 
-inline int64_t sets_of(const Geometry& g, bool columns) { return g.outer * (columns ? g.length : g.inner); }
+inline int64_t sets_of(const Geometry& g, bool columns) { return g.outer * (columns ? g.length / g.share : g.inner); }
 
 }  // namespace
 
@@ -387,8 +534,8 @@ void forward(int half, int columns, const Geometry* g, const Options* o, void* o
              const float* bias, float* stats, float* parts) {
     dispatch(half, columns, [&](auto type, auto column) {
         typedef decltype(type) T;
-        each_set<column.value>(*g, o->threads, [&](auto set, int, Scratch& scratch) {
-            forward_set<T>(set, sets_of(*g, column.value), (T*)out, (const T*)x, weight, bias, stats, parts, *o, scratch);
+        each_panel<column.value>(*g, o->threads, [&](auto panel, int, Scratch& scratch) {
+            forward_sets<T>(panel, sets_of(*g, column.value), (T*)out, (const T*)x, weight, bias, stats, parts, *o, scratch);
         });
     });
 }
@@ -398,10 +545,10 @@ void backward(int half, int columns, const Geometry* g, const Options* o, void* 
               const void* grad, const float* weight, const float* stats, float* parts) {
     dispatch(half, columns, [&](auto type, auto column) {
         typedef decltype(type) T;
-        each_set<column.value>(*g, o->threads, [&](auto set, int thread, Scratch& scratch) {
+        each_panel<column.value>(*g, o->threads, [&](auto panel, int thread, Scratch& scratch) {
             float* share = shares + thread * 2 * g->affine_size;
-            backward_set<T>(set, sets_of(*g, column.value), (T*)grad_x, share, share + g->affine_size, (const T*)x,
-                            (const T*)grad, weight, stats, parts, *o, scratch);
+            backward_sets<T>(panel, sets_of(*g, column.value), (T*)grad_x, share, share + g->affine_size, (const T*)x,
+                             (const T*)grad, weight, stats, parts, *o, scratch);
         });
     });
 }
@@ -410,8 +557,9 @@ void backward(int half, int columns, const Geometry* g, const Options* o, void* 
 void apply(int half, int columns, const Geometry* g, const Options* o, void* out, const void* x, const float* constants) {
     dispatch(half, columns, [&](auto type, auto column) {
         typedef decltype(type) T;
-        each_set<column.value>(*g, o->threads, [&](auto set, int, Scratch&) {
-            apply_set<T>(set, sets_of(*g, column.value), (T*)out, (const T*)x, constants);
+        each_panel<column.value>(*g, o->threads, [&](auto panel, int, Scratch&) {
+            int none[decltype(panel)::MOST];
+            panel.sweep(none, [&](auto set, int) { apply_set<T>(set, sets_of(*g, column.value), (T*)out, (const T*)x, constants); });
         });
     });
 }

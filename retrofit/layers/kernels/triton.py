@@ -765,7 +765,7 @@ def backward(
     seed: Tensor | None,
     affine: tuple[int, ...],
     group: ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `eager.backward`."""
     geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
     if geometry is None or x.dtype == torch.float64:
@@ -789,8 +789,7 @@ def backward(
         run(1)
     if all(affine[d] == 1 for d in dims):  # one parameter a set, or several sets
         sums = parts[5:].sum(1).view(2, *stats.shape[1:])
-        grad_weight, grad_bias = (s.sum_to_size(affine) for s in sums)
-        return grad_weight, grad_bias
+        return sums.sum_to_size(2, *affine)
 
     runs = [
         (axis, math.prod(n for _, n in run))
@@ -813,8 +812,7 @@ def backward(
     _affine_gradients[launch.grid](
         shares, x, grad, stats, t, factor, seed, *launch.lie, *launch.size, *found, noise, launch.rows, launch.columns
     )
-    grad_weight, grad_bias = shares.sum(1).view(2, *affine)
-    return grad_weight, grad_bias
+    return shares.sum(1).view(2, *affine)
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:

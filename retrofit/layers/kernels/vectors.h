@@ -35,7 +35,13 @@ inline V load(const float* p, Part k) { return (V)_mm256_maskload_ps(p, (__m256i
 inline V load(const float* p, Part k) { V v{}; for (int i = 0; i < k.n; i++) v[i] = p[i]; return v; }
 #endif
 inline void store(float* p, V v, Full) { std::memcpy(p, &v, sizeof v); }
+#if defined __AVX512F__
+inline void store(float* p, V v, Part k) { _mm512_mask_storeu_ps(p, __mmask16((1 << k.n) - 1), (__m512)v); }
+#elif defined __AVX2__
+inline void store(float* p, V v, Part k) { _mm256_maskstore_ps(p, (__m256i)(iota() < k.n), (__m256)v); }
+#else
 inline void store(float* p, V v, Part k) { for (int i = 0; i < k.n; i++) p[i] = v[i]; }
+#endif
 
 template <class K> inline V load(const Bfloat16* p, K k) {
     U u{};
@@ -90,33 +96,74 @@ inline V expm1(V u) {
     return (polynomial(r, EXPM1) * (r * r) + r) * scale + (scale - 1);
 }
 
+// To 1 ulp; what it is for 0, infinity and NaN is nobody's business.
+#if defined __AVX512F__
+inline V reciprocal(V x) {  // one step of Newton's: a division takes several times as long
+    V guess = (V)_mm512_rcp14_ps((__m512)x);
+    return guess * (1 - x * guess) + guess;
+}
+#else
+inline V reciprocal(V x) { return 1 / x; }
+#endif
+
 inline V absolute(V h) { return (V)((I)h & 0x7FFFFFFF); }
 inline V signed_as(V h, V magnitude) { return (V)((I)magnitude ^ ((I)h & int(0x80000000))); }
 
-typedef double D __attribute__((vector_size(8 * W)));
+// Doubles come half as many at a time: compilers keep longer vectors in memory.
+constexpr int HALF = W / 2;
+typedef double D __attribute__((vector_size(8 * HALF)));
+typedef float Few __attribute__((vector_size(4 * HALF)));
 
-inline double total_of(D lanes) {  // halves onto halves: as exact as one after the other, and not as slow
-    for (int half = W / 2; half; half /= 2) for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+inline D widened(V v, int from) {
+    Few few;
+    std::memcpy(&few, reinterpret_cast<const char*>(&v) + 4 * from, sizeof few);
+    return __builtin_convertvector(few, D);
 }
 
-struct Sum {  // of one quantity over a set
-    V part{};
-    D total{};
-    void add(V v) { part += v; }
-    void flush() { total += __builtin_convertvector(part, D), part = V{}; }
-    explicit Sum(V mean) : total(__builtin_convertvector(mean, D)) {}
-    Sum() = default;
-    template <bool COLUMNS> void finish(double scale) {
-        if (!COLUMNS) total = total_of(total) + D{};
-        total *= scale;
+// Halves onto halves: as exact as one after the other, and not as slow.
+template <int N, class S, class F> inline S folded(S* lanes, F both) {
+    if constexpr (N > 1) {
+        for (int i = 0; i < N / 2; i++) lanes[i] = both(lanes[i], lanes[i + N / 2]);
+        return folded<N / 2>(lanes, both);
+    } else {
+        return lanes[0];
     }
-    V value() const { return __builtin_convertvector(total, V); }
+}
+template <class F> inline float folded(V vector, F both) {
+    float lanes[W];
+    std::memcpy(lanes, &vector, sizeof lanes);
+    return folded<W>(lanes, both);
+}
+inline double total_of(D vector) {
+    double lanes[HALF];
+    std::memcpy(lanes, &vector, sizeof lanes);
+    return folded<HALF>(lanes, [](double a, double b) { return a + b; });
+}
+inline double total_of(V v) { return total_of(widened(v, 0) + widened(v, HALF)); }
+
+// Of one quantity over a set, whose vectors' lanes are added up in the end, or (COLUMNS) a set a lane.
+template <bool COLUMNS> struct Sum {
+    V part{};
+    D low{}, high{};
+    Sum() = default;
+    explicit Sum(V mean) : low(widened(mean, 0)), high(widened(mean, HALF)) {}
+    void add(V v) { part += v; }
+    void flush() { low += widened(part, 0), high += widened(part, HALF), part = V{}; }
+    void finish(double scale) {
+        if (COLUMNS) low *= scale, high *= scale;
+        else low[0] = total_of(low + high) * scale;
+    }
+    double operator[](int lane) const { return lane < HALF ? low[lane] : high[lane - HALF]; }
+    V value() const {
+        if (!COLUMNS) return splat(float(low[0]));
+        Few few[] = {__builtin_convertvector(low, Few), __builtin_convertvector(high, Few)};
+        V v;
+        std::memcpy(&v, few, sizeof v);
+        return v;
+    }
 };
 
 template <class... Sums> inline void flush(Sums&... sums) { (sums.flush(), ...); }
-template <bool COLUMNS, class... Sums> inline void finish(double scale, Sums&... sums) {
-    (sums.template finish<COLUMNS>(scale), ...);
-}
+template <class... Sums> inline void finish(double scale, Sums&... sums) { (sums.finish(scale), ...); }
 
 }  // namespace

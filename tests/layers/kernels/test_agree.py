@@ -1,5 +1,6 @@
 """Every kernel choice against the paper's algorithm in float64, left to autograd, and against each other."""
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class Sets:
         """Skewed and away from zero, so that lambda is far from 1."""
         generator = torch.Generator().manual_seed(2)
         x = (torch.randn(self.shape, generator=generator, dtype=torch.float64).mul(0.6).exp() + 2).to(dtype)
-        x = x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+        if self.channels_last:  # also where the channels are split into groups, dimensions 1 and 2
+            order = (0, *range(x.ndim - 2, x.ndim), *range(1, x.ndim - 2))
+            x = x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
         return x.to(device())
 
 
@@ -53,10 +56,14 @@ SETS = {
     "layer channels first": Sets((3, 24, 3, 5), (1,), (1, 24, 1, 1)),
     "layer channels last": Sets((3, 24, 3, 5), (1,), (1, 24, 1, 1), True),
     "group": Sets((4, 2, 3, 9, 7), (2, 3, 4), (1, 2, 3, 1, 1)),
+    "group channels last": Sets((3, 11, 3, 9, 7), (2, 3, 4), (1, 11, 3, 1, 1), True),
+    "group channels last wide": Sets((2, 3, 20, 5, 7), (2, 3, 4), (1, 3, 20, 1, 1), True),
     "group flat": Sets((4, 2, 16), (2,), (1, 2, 16)),
     "instance": Sets((4, 6, 9, 7), (2, 3), (1, 6, 1, 1)),
     "instance channels last": Sets((4, 10, 9, 7), (2, 3), (1, 10, 1, 1), True),
 }
+MANY_COLUMNS = Sets((2, 133, 47, 37), (0, 2, 3), (1, 133, 1, 1), True)
+"""More columns than a thread takes at once, and too long for what it keeps aside."""
 ALL = pytest.mark.parametrize("sets", SETS.values(), ids=SETS.keys())
 GIVEN = {name: sets for name, sets in SETS.items() if sets.affine == sets.kept}
 COMPILER = pytest.mark.compiler
@@ -218,6 +225,35 @@ def test_compiled_kernels_take_every_form_themselves(monkeypatch: pytest.MonkeyP
     for sets in SETS.values():
         run(sets, torch.float32)
         run(sets, torch.bfloat16, affine=False)
+
+
+@COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_columns(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "cpp")
+    tolerance = {"out": 1e-5, "grad": 1e-4} if dtype == torch.float32 else {"out": 1e-2, "grad": 1e-2}
+    assert_near(run(MANY_COLUMNS, dtype)[0], expected(MANY_COLUMNS, dtype), **tolerance)
+    got, _ = run(MANY_COLUMNS, dtype, noise=0.5)
+    monkeypatch.setenv(VARIABLE, "eager")
+    wanted, _ = run(MANY_COLUMNS, dtype, noise=0.5)
+    assert_near(got, {name: value.double() for name, value in wanted.items()}, **tolerance)
+
+
+@ALL
+@COMPILER
+@pytest.mark.parametrize("first", [1e4, torch.inf, -torch.inf, torch.nan], ids=str)
+def test_a_first_value_that_is_far_out(sets: Sets, first: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moments are taken about it where it is not."""
+    x = sets.input(torch.float32)
+    x[tuple(0 if d in sets.dim else slice(None) for d in range(x.ndim))] = first
+    if not math.isfinite(first) and first != -torch.inf:  # where it is infinite, with the other infinity in the set
+        x[tuple(-1 if d in sets.dim else slice(0, None, 2) for d in range(x.ndim))] = -torch.inf
+    monkeypatch.setenv(VARIABLE, "cpp")
+    _, found = normality_norm(x, None, None, dim=sets.dim, eps=EPS)
+    mean = x.double().mean(sets.dim, keepdim=True)
+    var = (x.double() - mean).square().mean(sets.dim, keepdim=True)
+    torch.testing.assert_close(found.mean.double(), mean, rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(found.var.double(), var, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @COMPILER
