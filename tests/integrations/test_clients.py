@@ -50,6 +50,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 STRENGTHS = (0.0, 0.5, 1.0)
 X, Y = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
+# Batches of 8: the last layers see one value an image, and the lambda of two values is a rounding error's.
+MANY = torch.utils.data.TensorDataset(
+    torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 4
+)
 
 
 @functools.cache
@@ -200,7 +204,7 @@ def _fit(case: Case, *callbacks: Any, **options: Any) -> nn.Module:
     module = _Module(case.model(0.0))
     if case.to != "frozen":
         callbacks = (retrofit.callbacks.LightningStrength(ramp=0.5, end=case.strength), *callbacks)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 2)
+    loader = torch.utils.data.DataLoader(MANY, 8)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
         max_epochs=2, accelerator="cpu", callbacks=list(callbacks), enable_checkpointing=False, **quiet, **options
@@ -238,11 +242,11 @@ class _WithLoss(nn.Module):
 def _transformers(case: Case) -> None:
     model = case.model(0.0)
     arguments = transformers.TrainingArguments(
-        str(case.folder), max_steps=4, per_device_train_batch_size=2, save_steps=2, report_to=[], use_cpu=True,
+        str(case.folder), max_steps=4, per_device_train_batch_size=8, save_steps=2, report_to=[], use_cpu=True,
         disable_tqdm=True,
     )  # fmt: skip
     callbacks = [retrofit.callbacks.TransformersStrength(ramp=0.5, end=case.strength)] if case.to != "frozen" else []
-    data = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+    data = [{"x": x, "labels": y} for x, y in MANY]
     trainer = transformers.Trainer(_WithLoss(model), arguments, train_dataset=data, callbacks=callbacks)
     trainer.train()
     assert case.holds(model)
