@@ -209,6 +209,23 @@ def test_batch_independence_in_training_and_eval() -> None:
         torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("to", ["gn", "ln", "gn-pn", "ln-pn", "frozen"])
+def test_gradients_of_single_images_add_up_to_those_of_the_batch(to: str, strength: float) -> None:
+    torch.manual_seed(0)
+    model, _ = retrofit.convert(trained(timm.create_model("resnet10t", num_classes=3)).double(), to)
+    if to != "frozen":
+        retrofit.set_strength(model, strength)
+    x, target = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    model.train()
+    F.cross_entropy(model(x), target).backward()
+    whole = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    for image, label in zip(x.split(1), target.split(1), strict=True):
+        (F.cross_entropy(model(image), label) / len(x)).backward()
+    torch.testing.assert_close({name: parameter.grad for name, parameter in model.named_parameters()}, whole)
+
+
 def test_groups_are_the_largest_divisor_and_adjustments_are_reported() -> None:
     model = nn.Sequential(nn.BatchNorm2d(24), nn.BatchNorm2d(7), nn.BatchNorm2d(12))
     rows = {row.name: row for row in plan(model, "gn").layers}
