@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from evidence_arms import ARMS
-from evidence_data import Pictures, cifar, digits
+from evidence_data import Pictures, cifar, contrasts, digits
 from evidence_table import document
 from evidence_train import run
 
@@ -82,7 +82,7 @@ class Runs:
                 return line
         if time.time() > args.until:
             raise SystemExit("the time is over")
-        self.data = self.data or (digits() if args.data == "digits" else cifar(args.train, args.test, args.val_each))
+        self.data = self.data or pictures_of(args)
         made = self.make(args, self.data, key)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         known = [{name: line[name] for name in key} for line in lines(args.out)]
@@ -91,6 +91,14 @@ class Runs:
         for line in made:
             print({name: value for name, value in line.items() if name not in ("correct", "machine")}, flush=True)
         return next(line for line in made if line["arm"] == arm)
+
+
+def pictures_of(args: argparse.Namespace) -> Pictures:
+    """Return the pictures that the command line names."""
+    if args.data == "digits":
+        return digits()
+    found = cifar(args.train, args.test, args.val_each)
+    return contrasts(found) if args.data == "cifar10-contrasts" else found
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -112,7 +120,7 @@ def main(description: str | None, make: Make, middle: dict[int, float], out: Pat
     parser.add_argument("--table", action="store_true", help="write the table from the recorded runs, train nothing")
     parser.add_argument("--model", default="tf_efficientnet_lite0")
     parser.add_argument("--checkpoint")
-    parser.add_argument("--data", default="cifar10", choices=["cifar10", "digits"])
+    parser.add_argument("--data", default="cifar10", choices=["cifar10", "cifar10-contrasts", "digits"])
     parser.add_argument("--train", metavar="TAR")
     parser.add_argument("--test", metavar="TAR")
     parser.add_argument("--val-each", type=int, default=100, help="validation pictures of each class")

@@ -7,7 +7,7 @@ from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import retrofit
@@ -35,6 +35,7 @@ class Arm:
         recalibrated: Whether the running statistics are first taken anew from the training pictures, before anything
             else is done.
         precise: Whether the running statistics are taken anew after the training.
+        standardized: Whether each picture first gets the mean and the standard deviation of usual ones.
     """
 
     label: str
@@ -50,6 +51,24 @@ class Arm:
     swap: bool = False
     recalibrated: bool = False
     precise: bool = False
+    standardized: bool = False
+
+
+class Standardized(nn.Module):
+    """A network behind the simplest remedy for contrast: each picture at mean 0 and standard deviation 0.5.
+
+    Args:
+        network: Takes (N, 3, H, W), as does this.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardize, and pass on."""
+        std, mean = torch.std_mean(x, (1, 2, 3), keepdim=True)
+        return self.network((x - mean) * (0.5 / (std + 1e-3)))
 
 
 def _bnn(label: str, noise: float, ours: bool = True, **options: Any) -> Arm:
@@ -60,6 +79,7 @@ ARMS = {
     "bn": Arm("BatchNorm, batch statistics"),
     "bn-precise": Arm("BatchNorm, then PreciseBN", precise=True),
     "bn-frozen": Arm("BatchNorm, frozen statistics, affine trained", frozen=True),
+    "bn-frozen-std": Arm("BatchNorm, frozen statistics, each picture standardized", frozen=True, standardized=True),
     "bn-whole": Arm("BatchNorm, frozen whole", frozen=True, trained="not the norms"),
     "bn-recal": Arm("BatchNorm, statistics of the new pictures, then frozen", frozen=True, recalibrated=True),
     "gn-swap": Arm("GroupNorm, plain swap", to="gn", end=1.0, swap=True),
@@ -67,6 +87,7 @@ ARMS = {
     "bn-noise-0.1": _bnn("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0),
     "bn-noise-0.2": _bnn("BatchNorm with noise 0.2", 0.2, ours=False, alpha=0.0),
     "ln": Arm("ln, t to 1", ours=True, to="ln"),
+    "ln-std": Arm("ln, t to 1, each picture standardized", ours=True, to="ln", standardized=True),
     "ln-0.75": Arm("ln, t to 0.75", ours=True, to="ln", end=0.75),
     "ln-0.5": Arm("ln, t to 0.5", ours=True, to="ln", end=0.5),
     "ln-0.25": Arm("ln, t to 0.25", ours=True, to="ln", end=0.25),
@@ -118,7 +139,8 @@ def convert(model: nn.Module, arm: Arm) -> nn.Module:
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 module.requires_grad_(False)
-    return model.to(memory_format=torch.channels_last)
+    model = model.to(memory_format=torch.channels_last)
+    return Standardized(model) if arm.standardized else model
 
 
 def training_mode(model: nn.Module, arm: Arm) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance
 from timm.data import create_transform
 from torch import Tensor
 
@@ -49,6 +49,23 @@ def cifar(train: str, test: str, val_each: int) -> Pictures:
     pool = [one for pictures in classes for one in pictures[:-val_each]]
     val = [one for pictures in classes for one in pictures[-val_each:]]
     return Pictures(pool, val, read_tar(test), flip=True)
+
+
+def contrasts(pictures: Pictures) -> Pictures:
+    """Return pictures, each with a contrast (0.1 to 1, its logarithm uniform) and a brightness (0.5 to 1) of its own.
+
+    So do pictures of one scene differ whose light and exposure nobody controls.
+    """
+    generator = np.random.default_rng(0)
+
+    def dimmed(part: Labelled) -> Labelled:
+        factors = [(10 ** -generator.random(), 1 - generator.random() / 2) for _ in part]
+        return [
+            (ImageEnhance.Brightness(ImageEnhance.Contrast(picture).enhance(contrast)).enhance(light), label)
+            for (picture, label), (contrast, light) in zip(part, factors, strict=True)
+        ]
+
+    return Pictures(dimmed(pictures.pool), dimmed(pictures.val), dimmed(pictures.test), pictures.flip)
 
 
 def digits() -> Pictures:

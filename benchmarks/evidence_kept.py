@@ -24,6 +24,7 @@ def parser(description: str | None, arms: Sequence[str], out: str) -> argparse.A
     """Return the options that all such scripts have."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--keep", type=Path, help="folder of trained weights; none: only the table")
+    made.add_argument("--model", default="tf_efficientnet_lite0")
     made.add_argument("--checkpoint", help="of the source network")
     made.add_argument("--train", metavar="TAR")
     made.add_argument("--test", metavar="TAR")
@@ -39,7 +40,8 @@ def measured(args: argparse.Namespace, measure: Callable[[nn.Module, Line], dict
     torch.set_num_threads(1)
     every = [json.loads(line) for line in args.runs.read_text().splitlines()]
     done: list[Line] = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    setup = Setup([line for line in every if line["data"] == "cifar10" and line["images"] == 500])
+    wanted = {"data": "cifar10", "images": 500, "model": args.model}
+    setup = Setup([line for line in every if all(line[name] == value for name, value in wanted.items())])
     runs = [line for batch in args.batch_sizes for name in args.arms for line in setup.of(name, batch)]
     for run in runs if args.keep else []:
         key: dict[str, Any] = {one: run[one] for one in (*SETUP, "arm", "batch", "lr", "seed")}

