@@ -263,6 +263,7 @@ def test_a_pair_of_files_is_replaced_together(
         real(source, target)
 
     monkeypatch.setattr(write, "LARGEST", 100)
+    monkeypatch.chdir(tmp_path)  # where the file lies: onnx looks for names in the working folder
     export(model, tmp_path / "out.onnx")
     before = pair()
     nn.init.ones_(model[4].weight)  # type: ignore[index,arg-type]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx
 import torch
+from onnx.external_data_helper import set_external_data
 from torch import Tensor
 
 from retrofit.errors import RetrofitError
@@ -18,6 +19,7 @@ from retrofit.utils.onnx_runtimes import Run, open_onnx
 from retrofit.utils.text import one_line
 
 LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
+SMALL = 1024  # bytes of a tensor that stays in it
 
 
 def write(
@@ -63,7 +65,10 @@ def _write_apart(
     ):
         aside = Path(folder) / path.name
         weights, before = aside.with_name(data.name), aside.with_name("before")
-        onnx.save_model(model, aside, save_as_external_data=True, location=data.name, size_threshold=1024)
+        for tensor in model.graph.initializer:
+            if len(tensor.raw_data) >= SMALL:
+                set_external_data(tensor, data.name)
+        onnx.save_model(model, aside)  # its own way of naming them refuses a name that the working folder holds
         check_model(aside)
         found = _checked(open_onnx(aside), checks)
         length = aside.stat().st_size + weights.stat().st_size
