@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from retrofit.cli.flags import in_flags
+from retrofit.utils.json_text import json_text
 from retrofit.utils.text import printable
 
 if TYPE_CHECKING:
@@ -41,16 +40,8 @@ def say(text: str, style: str | None = None) -> None:
 
 
 def emit(values: dict[str, Any]) -> None:
-    """Write one JSON object to stdout; NaN and infinities, which JSON does not have, become null."""
-    click.echo(json.dumps(_finite(values), allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Write one JSON object to stdout."""
+    click.echo(json_text(values))
 
 
 def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
