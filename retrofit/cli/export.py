@@ -68,7 +68,13 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @weights_options
 @architecture_options
-@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write what --json says: as a page (.html) or as it is (.json).",
+)
+@click.option("--force", is_flag=True, help="Replace existing files.")
 @json_option
 def command(
     model: str,
@@ -83,6 +89,7 @@ def command(
     half: bool,
     int8: bool,
     dynamic_size: bool,
+    report: Path | None,
     force: bool,
     as_json: bool,
     **options: Any,
@@ -92,6 +99,7 @@ def command(
     from retrofit.export import export_onnx
     from retrofit.export.onnx.model import check_opset
     from retrofit.export.parity import ParityError
+    from retrofit.export.report_beside import check_report
     from retrofit.images.dataset import sample_batches
 
     if half and int8:
@@ -99,11 +107,13 @@ def command(
     precision: Precision = "float16" if half else "int8" if int8 else "float32"
     check_opset(opset)
     path = output_file(path, f"{file_stem(model)}.onnx", force)
+    if report is not None:
+        check_report(report, path, force)
     network = open_network(model, **options)
     batches = None if calibrate is None else sample_batches(calibrate, network.preprocess, images=_IMAGES)
     try:
         with waiting("exporting"):
-            report = export_onnx(
+            found = export_onnx(
                 network.model,
                 path,
                 fold,
@@ -115,6 +125,7 @@ def command(
                 freeze_lambda=freeze_lambda,
                 dynamic_size=dynamic_size,
                 precision=precision,
+                report=report,
                 force=force,
             )
     except ParityError as failed:
@@ -123,16 +134,18 @@ def command(
                   "precision": precision, "opset": opset, "output": None, "bytes": 0,
                   "parity": failed.parity.to_dict(), "nodes": {}})  # fmt: skip
         raise
-    _show(report, calibrate is not None)
+    _show(found)
+    if report is not None:
+        say(f"wrote {report}", style="bold")
     if as_json:
-        emit({**report.to_dict(), **network.conversion})
+        emit(found.to_dict())
 
 
-def _show(report: ExportReport, images: bool) -> None:
+def _show(report: ExportReport) -> None:
     """Write what became of the layers, the check and the file to stderr."""
     kinds: dict[str, list[FoldedLayer]] = {}
     for layer in report.layers:
-        kinds.setdefault(_kind(layer), []).append(layer)
+        kinds.setdefault(layer.kind, []).append(layer)
     rows = [
         (
             str(len(found)),
@@ -146,26 +159,19 @@ def _show(report: ExportReport, images: bool) -> None:
     if rows:
         show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
     parity = report.parity
-    approximate = any(layer.max_error is not None for layer in report.layers)
-    what = "random inputs" if not images else "images" if approximate else "inputs"
-    judged = f"{sum(parity.batches)} {what}"
-    agreement = "" if parity.top1_agreement is None else f", the same top-1 for {parity.top1_agreement:.1%} of {judged}"
+    agreement = (
+        "" if parity.top1_agreement is None else f", the same top-1 for {parity.top1_agreement:.1%} of {report.judged}"
+    )
     say(
         f"check passed: largest difference {parity.max_abs_diff:.3g} at a scale of {parity.scale:.3g}, "
         f"tolerance {parity.tolerance * parity.scale:.3g}{agreement}"
     )
-    if approximate and not images:
+    if report.guessed:
         say(
-            f"warning: judged on {judged}, which are unlike pictures; give pictures with --calibrate DIR",
+            f"warning: judged on {report.judged}, which are unlike pictures; give pictures with --calibrate DIR",
             style="yellow",
         )
     say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", style="bold")
-
-
-def _kind(layer: FoldedLayer) -> str:
-    if layer.form == "lines":
-        return f"{layer.degree} lines"
-    return layer.form if layer.degree is None else f"{layer.form} of degree {layer.degree}"
 
 
 def _largest(found: Sequence[FoldedLayer], error: str) -> str:

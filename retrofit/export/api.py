@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,11 +15,13 @@ import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import Approximation
 from retrofit.export.approximation.fit import MAX_SIZE
-from retrofit.export.folding.network import Folded, FoldedLayer, fold_network
+from retrofit.export.export_report import SCHEMA, ExportReport
+from retrofit.export.folding.network import Folded, fold_network
 from retrofit.export.onnx.model import check_opset, node_counts, to_onnx
 from retrofit.export.onnx.precision import Precision, to_float16, to_int8
-from retrofit.export.onnx.write import write
+from retrofit.export.onnx.write import written
 from retrofit.export.parity import BATCHES, Check, Parity, ParityError, answer, compare, reference, sample_inputs
+from retrofit.export.report_beside import check_report, report_beside
 from retrofit.networks.library import Preprocess
 from retrofit.surgery import identity_check
 from retrofit.surgery.execute import strength_of
@@ -29,7 +30,6 @@ from retrofit.utils.batches import images_of
 from retrofit.utils.files import ensure_writable
 from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
 
-SCHEMA = 1
 EXACT_TOLERANCE = 1e-4
 APPROXIMATE_TOLERANCE = 0.05
 NARROW = {  # what passes, and what to do about what does not
@@ -38,51 +38,6 @@ NARROW = {  # what passes, and what to do about what does not
 }
 BATCH = 32  # images at a time
 Fold = Literal["exact", "poly"]
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """What was written, and how it was checked.
-
-    Attributes:
-        model: The network's name, if known.
-        fold: "exact" or "poly".
-        precision: "float32", "float16" or "int8".
-        opset: ONNX operator set.
-        output: The file.
-        bytes: Its size, external data included.
-        parity: ONNX Runtime against the given network in PyTorch, in its own precision.
-        nodes: Number of nodes of each operator.
-        preprocess: How to make the network's input of an image, as in the file's metadata; None if unknown.
-        layers: What became of each normalization layer.
-    """
-
-    model: str | None
-    fold: str
-    precision: Precision
-    opset: int
-    output: str | None
-    bytes: int
-    parity: Parity
-    nodes: dict[str, int]
-    preprocess: Mapping[str, Any] | None
-    layers: tuple[FoldedLayer, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "schema": SCHEMA,
-            "model": self.model,
-            "fold": self.fold,
-            "precision": self.precision,
-            "opset": self.opset,
-            "output": self.output,
-            "bytes": self.bytes,
-            "parity": self.parity.to_dict(),
-            "nodes": self.nodes,
-            "preprocess": self.preprocess,
-            "layers": [asdict(layer) for layer in self.layers],
-        }
 
 
 def fold(
@@ -139,6 +94,7 @@ def export_onnx(
     freeze_lambda: bool = False,
     dynamic_size: bool = False,
     precision: Precision = "float32",
+    report: str | Path | None = None,
     force: bool = False,
 ) -> ExportReport:
     """Write a network as ONNX, folded, and checked against PyTorch; a model that fails the check is not written.
@@ -169,7 +125,9 @@ def export_onnx(
         precision: "float16" halves the file. "int8" quantizes convolutions and matrix products, per channel, with the
             ranges that every second image of `calibrate` shows. Either is compared with the network in its own
             precision, on the other images.
-        force: Whether an existing file may be replaced.
+        report: A file for the report: a page (.html), or `ExportReport.to_dict` (.json). It is written when the model
+            has passed its check, and complete before either file gets its name: the model's first, then the report's.
+        force: Whether existing files may be replaced.
 
     Returns:
         The report.
@@ -189,8 +147,11 @@ def export_onnx(
     wanted = _approximation(fold, runtime, degree, own, images, freeze_lambda, size, precision)
     approximation = wanted[0]
     target = ensure_writable(path, force)
+    if report is not None:
+        check_report(report, target, force)
     folded, check = _checked_fold(model, size, *wanted)
-    proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, precision, size, check))
+    labels = _labels(model, check)
+    proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, precision, size, labels))
     checks = [check]
     if precision != "float32":
         proto = to_int8(proto, fitted, runtime or "onnxruntime") if precision == "int8" else to_float16(proto)
@@ -199,20 +160,26 @@ def export_onnx(
     elif approximation is not None:
         seeded = sample_inputs(size)
         checks.insert(0, Check(seeded, reference(folded.model, seeded), EXACT_TOLERANCE))
-    parity, length = write(proto, target, force, checks)
-    source = _known(model, "source")
-    return ExportReport(
-        None if source is None else source.name,
-        fold,
-        precision,
-        opset,
-        str(path),
-        length,
-        parity,
-        node_counts(proto),
-        _preprocess(model, size) or None,
-        tuple(folded.layers),
-    )
+    with report_beside(report, force) as keep, written(proto, target, force, checks) as (parity, length):
+        source, preprocess = _known(model, "source"), _preprocess(model, size)
+        found = ExportReport(
+            model=None if source is None else source.name,
+            **_conversion(model),
+            weights=_known(model, "weights"),
+            fold=fold,
+            precision=precision,
+            opset=opset,
+            output=str(path),
+            bytes=length,
+            parity=parity,
+            judged_on=_judged_on(images, mixed=precision == "float32" and approximation is None),
+            nodes=node_counts(proto),
+            preprocess=preprocess or None,
+            labels=None if labels is None else len(labels),
+            layers=tuple(folded.layers),
+        )
+        keep(found)
+    return found
 
 
 def _checked_fold(
@@ -323,23 +290,42 @@ def _preprocess(model: nn.Module, size: Sequence[int]) -> dict[str, Any]:
     return {} if known is None else {**known.to_dict(), "input_size": list(size)}
 
 
-def _metadata(model: nn.Module, fold: str, precision: str, size: Sequence[int], check: Check) -> Mapping[str, str]:
-    """Return what a user of the file may need to know, each value a string or JSON."""
-    plans = getattr(model, "_retrofit_plans", [])
-    source, labels = _known(model, "source"), _known(model, "labels")
+def _judged_on(images: Sequence[Tensor], mixed: bool) -> str:
+    """Say what a file was compared on: random inputs, and images if `mixed`; else on images that no fit has seen."""
+    if mixed:
+        return "random inputs and images" if images else "random inputs"
+    return "images" if len(images) > 1 else "random inputs"
+
+
+def _labels(model: nn.Module, check: Check) -> list[str] | None:
+    """Return the names of the outputs; None if they are unknown, or of a classifier that the network had before."""
+    labels: list[str] | None = _known(model, "labels")
     outputs = check.expected[0]
-    if labels and len(outputs) == 1 and outputs[0].ndim == 2 and len(labels) != outputs[0].shape[1]:
-        labels = None  # of a classifier that the network had before
+    if not labels or (len(outputs) == 1 and outputs[0].ndim == 2 and len(labels) != outputs[0].shape[1]):
+        return None
+    return labels
+
+
+def _conversion(model: nn.Module) -> dict[str, Any]:
+    """Return what a network was converted to last, and the strength of its layers; None where they differ."""
+    plans = getattr(model, "_retrofit_plans", [])
     try:
         strength = strength_of(model)
-    except RetrofitError:  # the layers differ
+    except RetrofitError:
         strength = None
+    return {"target": plans[-1].to if plans else None, "strength": strength}
+
+
+def _metadata(
+    model: nn.Module, fold: str, precision: str, size: Sequence[int], labels: list[str] | None
+) -> Mapping[str, str]:
+    """Return what a user of the file may need to know, each value a string or JSON."""
+    source = _known(model, "source")
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "retrofit": retrofit.__version__,
         "model": type(model).__name__ if source is None else str(source),
-        "target": plans[-1].to if plans else None,
-        "strength": strength,
+        **_conversion(model),
         "fold": fold,
         "precision": precision,
         "input_size": list(size),

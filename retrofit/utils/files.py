@@ -73,7 +73,7 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
     """
     target = ensure_writable(path, force)
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
-    with termination_unwinds():
+    with termination_unwinds(), writing(path):
         try:
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
             mode = temporary.stat().st_mode  # as the user's umask has it; writers may put a private file in its place
@@ -83,8 +83,6 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
             ensure_writable(path, force)  # another process may have finished the same file meanwhile
             os.replace(temporary, target)
             _flush(target.parent)
-        except OSError as error:
-            raise _explained(error, path) from error
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -128,6 +126,19 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn errors of writing `path` into the user's words.
+
+    Raises:
+        RetrofitError: If the disk is full, or the place cannot be written to.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _explained(error, path) from error
 
 
 def _explained(error: OSError, path: str | Path) -> OSError | RetrofitError:

@@ -50,6 +50,42 @@ def test_export(run: Run, artifact: Path) -> None:
         assert found["preprocess"][name] == json.loads(metadata[name])
 
 
+def test_report(run: Run, artifact: Path) -> None:
+    result = run("export", artifact.name, "--json", "--report", "net.json")
+    assert result.exit_code == 0, result.stderr
+    assert "wrote net.json" in result.stderr
+    assert Path("net.json").read_text() == result.stdout
+    found = json.loads(result.stdout)
+    assert (found["target"], found["strength"], found["weights"]["kind"]) == ("bnn", 1.0, "random")
+    words = ("export", artifact.name, "--report", "net.html")
+    assert "net.onnx exists; pass --force" in complaint(run(*words))
+    assert run(*words, "--force").exit_code == 0
+    page = Path("net.html").read_text()
+    assert "<h1>Export of test_resnet to bnn, t = 1</h1>" in page
+    assert len(found["layers"]) > 3
+    assert all(f"<td>{layer['name']}</td>" in page for layer in found["layers"])
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("net.txt", 2, "give --report a name that ends in .html or .json"),
+        ("nowhere/net.html", 1, "does not exist"),
+        ("mine.html", 1, "mine.html exists; pass --force"),
+        ("same.html", 2, "the exported file itself"),
+    ],
+)
+def test_wrong_reports(name: str, code: int, message: str, run: Run) -> None:
+    Path("mine.html").write_text("mine")
+    Path("same.html").symlink_to("net.onnx")
+    result = run("export", "test_resnet", "-o", "net.onnx", "--report", name)
+    assert result.exit_code == code
+    assert message in complaint(result)
+    assert len(result.stderr.strip().splitlines()) == 1  # the network was not even opened
+    assert Path("mine.html").read_text() == "mine"
+    assert sorted(path.name for path in Path().iterdir()) == ["mine.html", "same.html"]
+
+
 def test_less_than_32_bits(run: Run, artifact: Path) -> None:
     folder = write_folder(Path("pictures"), wrong=0, each=4)
     assert "choose one" in complaint(run("export", artifact.name, "--half", "--int8"))
@@ -96,14 +132,14 @@ def test_failed_check(run: Run, artifact: Path, monkeypatch: pytest.MonkeyPatch)
         return folded
 
     monkeypatch.setattr(api, "fold_network", wrong)
-    result = run("export", artifact.name, "--json")
+    result = run("export", artifact.name, "--json", "--report", "net.html")
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines()[-1].startswith("error: the folded network differs")
     assert len(result.stderr.strip().splitlines()) <= 3
     found = json.loads(result.stdout)
     assert found["parity"]["passed"] is False
     assert found["output"] is None
-    assert not Path("net.onnx").exists()
+    assert [path.name for path in Path().iterdir()] == [artifact.name]
 
 
 @pytest.fixture

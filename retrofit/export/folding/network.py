@@ -67,6 +67,13 @@ class FoldedLayer:
     max_error: float | None = None
     rms_error: float | None = None
 
+    @property
+    def kind(self) -> str:
+        """Its form, with the degree of a polynomial or the number of lines."""
+        if self.form == "lines":
+            return f"{self.degree} lines"
+        return self.form if self.degree is None else f"{self.form} of degree {self.degree}"
+
 
 @dataclass
 class Folded:

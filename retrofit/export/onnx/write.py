@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import onnx
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from retrofit.errors import RetrofitError
 from retrofit.export.parity import Check, Parity, ParityError, compare
-from retrofit.utils.files import atomic_write, ensure_writable, termination_unwinds
+from retrofit.utils.files import atomic_write, ensure_writable, termination_unwinds, writing
 from retrofit.utils.onnx_runtimes import Run, open_onnx
 from retrofit.utils.text import one_line
 
@@ -22,13 +23,10 @@ LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for i
 SMALL = 1024  # bytes of a tensor that stays in it
 
 
-def write(
-    model: onnx.ModelProto,
-    path: Path,
-    force: bool,
-    checks: Sequence[Check],
-) -> tuple[Parity, int]:
-    """Check a model and write it.
+def written(
+    model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]
+) -> AbstractContextManager[tuple[Parity, int]]:
+    """Check a model and write it aside; it gets its name when the body ends. If anything fails, there is no file.
 
     Args:
         model: The model.
@@ -37,29 +35,29 @@ def write(
         checks: What it has to answer, one after the other.
 
     Returns:
-        The last comparison, and how many bytes were written.
+        What gives the last comparison, and how many bytes were written.
 
     Raises:
-        RetrofitError: If the model is not valid, differs, or cannot be written: there is no file then.
+        RetrofitError: If the model is not valid, differs, or cannot be written.
     """
-    if model.ByteSize() > LARGEST:
-        return _write_apart(model, path, force, checks)
+    return (_apart if model.ByteSize() > LARGEST else _whole)(model, path, force, checks)
+
+
+@contextmanager
+def _whole(model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]) -> Iterator[tuple[Parity, int]]:
     check_model(model)
     content = model.SerializeToString(deterministic=True)
     found = _checked(open_onnx(content), checks)
     with atomic_write(path, force) as temporary:
         temporary.write_bytes(content)
-    return found, len(content)
+        yield found, len(content)
 
 
-def _write_apart(
-    model: onnx.ModelProto,
-    path: Path,
-    force: bool,
-    checks: Sequence[Check],
-) -> tuple[Parity, int]:
+@contextmanager
+def _apart(model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]) -> Iterator[tuple[Parity, int]]:
     data = ensure_writable(path.with_name(path.name + ".data"), force)
     with (
+        writing(path),
         termination_unwinds(),
         tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", suffix=".tmp", dir=path.parent) as folder,
     ):
@@ -71,7 +69,7 @@ def _write_apart(
         onnx.save_model(model, aside)  # its own way of naming them refuses a name that the working folder holds
         check_model(aside)
         found = _checked(open_onnx(aside), checks)
-        length = aside.stat().st_size + weights.stat().st_size
+        yield found, aside.stat().st_size + weights.stat().st_size
         try:
             if data.exists():
                 os.replace(data, before)
@@ -84,7 +82,6 @@ def _write_apart(
             if before.exists():  # the weights of the file that stays
                 os.replace(before, data)
             raise
-    return found, length
 
 
 def check_model(model: onnx.ModelProto | Path) -> None:
