@@ -65,7 +65,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{as_html(columns[place])}</th>" for place in filled)
     body = "".join("<tr>" + "".join(f"<td>{as_html(row[place])}</td>" for place in filled) + "</tr>" for row in rows)
     table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    if len(filled) <= 2:
+    if len(filled) <= 3:  # spread over the page, words would stand far from their numbers
         return f'<div class="wide"><table class="short">{table}</div>'
     hint = '<p class="soft hint">The table is wider than the page: scroll it sideways.</p>'
     return f'{hint}<div class="wide"><table>{table}</div>'
