@@ -180,7 +180,7 @@ def test_the_pages_script(channels: int, labels: bool, model: nn.Module, capsys:
     if not labels:
         del vars(model)["_retrofit_labels"]
     retrofit.export_onnx(model, "it's.onnx", input_size=(channels, 6, 8), report="net.html")
-    picture = Image.effect_noise((40, 30), 90).convert("RGB")
+    picture = Image.effect_noise((40, 20), 90).convert("RGB")
     picture.save("photo.jpg")
     script = html.unescape(re.findall(r"<pre>(.*?)</pre>", Path("net.html").read_text(), re.S)[0])
     space: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def test_the_script_for_outputs_that_are_no_scores(model: nn.Module, capsys: pyt
     vars(model).pop("_retrofit_labels")
     del model.head, model.flat
     export(model, Path("net.html"))
-    Image.effect_noise((40, 30), 90).convert("RGB").save("photo.jpg")
+    Image.effect_noise((40, 20), 90).convert("RGB").save("photo.jpg")
     exec(html.unescape(re.findall(r"<pre>(.*?)</pre>", Path("net.html").read_text(), re.S)[0]), {})
     assert capsys.readouterr().out == "[(1, 8, 4, 6)]\n"
 
