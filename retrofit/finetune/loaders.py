@@ -25,6 +25,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import ImageData, open_images
 from retrofit.images.worker_signals import heed_no_signals
 from retrofit.networks.library import Preprocess
+from retrofit.utils.text import shortlist
 
 _HELD_OUT = 0.1  # where the data has no part to validate on and the recipe names no fraction
 _EVAL_NAMES = ("val", "valid", "validation", "eval", "evaluation")
@@ -111,12 +112,13 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         channels: Of the network's input.
 
     Raises:
-        RetrofitError: If there are no such images, or too few to hold some out.
+        RetrofitError: If there are no such images, too few to hold some out, or those to validate on have classes of
+            their own.
         UsageError: If a split does not exist.
     """
     teaching = recipe.teacher == "source"
 
-    def part(split: str) -> ImageData:
+    def part(split: str, labels: Sequence[str] | None) -> ImageData:
         return open_images(
             recipe.data_dir,
             dataset=recipe.dataset,
@@ -126,10 +128,10 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
             channels=channels,
         )
 
-    train = part(recipe.train_split)
+    train = part(recipe.train_split, labels)
     if recipe.labelled and train.matched == "labels" and train.classes != len(labels or ()) and not teaching:
         labels = None  # fewer classes than the network knows: it gets a classifier for these alone
-        train = part(recipe.train_split)
+        train = part(recipe.train_split, None)
     if recipe.labelled and train.classes == 1:
         raise RetrofitError(
             "the data has a single class; give one folder a class, or train without labels: `teacher='source'` "
@@ -147,13 +149,26 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
             raise UsageError(f"the data has no part {val_split!r}; give `val_split` the name of one, or a fraction")
         val_split = _HELD_OUT
         notes = (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (`val_split`)",)
+    val: ImageData | None
     if isinstance(val_split, str):
-        val: ImageData | None = part(val_split)
+        val = other = part(val_split, names)  # it may lack classes: by order alone the others would move
+        if recipe.labelled:
+            _check_classes(recipe.train_split, names, val_split, other)
     else:
         train, val = _hold_out(train, val_split, recipe.seed)
     if not recipe.labelled:
         outputs, names = None, None
     return Images(train, val, outputs, names, notes)
+
+
+def _check_classes(train_split: str, names: tuple[str, ...] | None, val_split: str, val: ImageData) -> None:
+    """Refuse images to validate on whose classes found their outputs by another order than those to train on."""
+    if val.matched == "order" and names is not None and val.names is not None and val.names != names:
+        apart = sorted({*names} ^ {*val.names}) or val.names
+        raise RetrofitError(
+            f"the classes of {val_split!r} are not those of {train_split!r} ({shortlist(apart)}); give both the same "
+            "folders, or a `class_map`"
+        )
 
 
 def _has_split(recipe: Recipe, split: str) -> bool:

@@ -122,6 +122,33 @@ def test_sub_folders_are_parts(pictures: Path, tmp_path: Path) -> None:
     assert (len(data.train.images), len(data.val.images), data.notes) == (23, 1, ())
 
 
+@pytest.mark.parametrize("labels", [None, ["cat", "bee", "ant"], ["x", "y", "z"]], ids=str)
+def test_classes_that_the_part_to_validate_on_lacks_move_no_others(
+    labels: list[str] | None, pictures: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    for part in ("train", "val"):
+        shutil.copytree(pictures, root / part)
+    shutil.rmtree(root / "val" / "ant")
+    data = open_data(recipe(root), labels, 3)
+    assert data.val is not None
+    assert data.names is not None
+    data.val.images.transform = np.asarray
+    found = {np.argmax(image[0, 0]).item(): target for image, target in (data.val.images[n] for n in (15, 7))}
+    assert found == {1: data.names.index("bee"), 2: data.names.index("cat")}  # by colour
+
+
+@pytest.mark.parametrize(
+    ("lacking", "dataset"), [("train", ""), ("train", "torch/image_folder"), ("val", "torch/image_folder")]
+)
+def test_other_classes_to_validate_on_are_refused(lacking: str, dataset: str, pictures: Path, tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        shutil.copytree(pictures, tmp_path / "root" / part)
+    shutil.rmtree(tmp_path / "root" / lacking / "ant")
+    with pytest.raises(RetrofitError, match=r"classes of 'val\w*' are not those of 'train' \(ant\)"):
+        open_data(recipe(tmp_path / "root", dataset=dataset), None, 3)
+
+
 def test_a_torchvision_dataset(pictures: Path, tmp_path: Path) -> None:
     for part in ("train", "val"):
         shutil.copytree(pictures, tmp_path / "root" / part)
