@@ -129,7 +129,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         )
 
     train = part(recipe.train_split, labels)
-    if recipe.labelled and train.matched == "labels" and train.classes != len(labels or ()) and not teaching:
+    kept = teaching or recipe.num_classes == len(labels or ())  # the classifier, whatever the data has
+    if recipe.labelled and train.matched == "labels" and train.classes != len(labels or ()) and not kept:
         labels = None  # fewer classes than the network knows: it gets a classifier for these alone
         train = part(recipe.train_split, None)
     if recipe.labelled and train.classes == 1:

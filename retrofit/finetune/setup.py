@@ -127,8 +127,9 @@ def fit_network(
             )
         network, fresh = with_classes(network, wanted)
         note(f"new classifier: {wanted} outputs in place of {present}, zero")
-    if images.names is not None and len(images.names) == wanted:
-        network = replace(network, labels=list(images.names))
+    if images.names is not None:  # where outputs are left over, the network's own names are none of theirs
+        network = replace(network, labels=list(images.names) if len(images.names) == wanted else None)
+        vars(network.model)["_retrofit_labels"] = network.labels
     return network, fresh
 
 

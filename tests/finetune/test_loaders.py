@@ -166,8 +166,9 @@ def test_labels_of_the_network_are_used_where_they_are_the_data_s(pictures: Path
     assert (same.outputs, same.names) == (3, ("cat", "bee", "ant"))
     fewer = open_data(recipe(pictures), ["cat", "bee", "ant", "dog"], 3)
     assert (fewer.outputs, fewer.names) == (3, ("ant", "bee", "cat"))
-    taught = open_data(recipe(pictures, teacher="source"), ["cat", "bee", "ant", "dog"], 3)
-    assert taught.outputs == 4
+    for settings in ({"teacher": "source"}, {"num_classes": 4}):  # either keeps the classifier
+        kept = open_data(recipe(pictures, **settings), ["cat", "bee", "ant", "dog"], 3)
+        assert (kept.outputs, kept.names) == (4, ("cat", "bee", "ant", "dog"))
 
 
 def test_a_class_map_decides_the_outputs(pictures: Path, tmp_path: Path) -> None:

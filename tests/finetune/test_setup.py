@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune.setup import check_images, check_unused, make_folder
+from retrofit.finetune.loaders import open_data
+from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.setup import check_images, check_unused, fit_network, make_folder
+from retrofit.networks import artifact
+from retrofit.networks.models import open_model
 from tests.finetune.conftest import small_network
 
 
@@ -38,6 +43,32 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     small = replace(network.preprocess, input_size=(3, 4, 4))
     with pytest.raises(RetrofitError, match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size"):
         check_images(replace(network, preprocess=small), (3, 16, 16))
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "expected"),
+    [
+        (["cat", "dog", "bee", "ant"], 4, ["cat", "dog", "bee", "ant"]),
+        (["w", "x", "y", "z"], 4, None),
+        (["x", "y", "z"], None, ["ant", "bee", "cat"]),
+        (["w", "x", "y", "z"], 5, None),
+    ],
+    ids=str,
+)
+def test_outputs_are_called_as_the_data_trains_them(
+    labels: list[str], classes: int | None, expected: list[str] | None, pictures: Path, tmp_path: Path
+) -> None:
+    network = open_model("test_resnet", num_classes=len(labels), img_size=16)
+    vars(network.model)["_retrofit_labels"] = network.labels = labels
+    recipe = Recipe(data_dir=str(pictures), num_classes=classes)
+    images = open_data(recipe, labels, 3)
+    network, _ = fit_network(network, images, recipe, lambda note: None)
+    artifact.save(network.model, tmp_path / "a.safetensors", labels=network.labels)
+    assert artifact.Manifest.read(tmp_path / "a.safetensors").labels == network.labels == expected
+    if expected is not None:
+        images.train.images.transform = np.asarray
+        for pixels, target in (images.train.images[number] for number in range(len(images.train.images))):
+            assert expected[target] == ("ant", "bee", "cat")[pixels[0, 0].argmax()]
 
 
 def test_folders(tmp_path: Path) -> None:
