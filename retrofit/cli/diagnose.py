@@ -129,6 +129,8 @@ def _targets_are_outputs(network: Network, data: ImageData, batches: SampledBatc
 
     if data.matched != "order":
         return True
+    if data.contradicts(network.labels):
+        return False
     with evaluating(network.model):
         scores = network.model(batches[0][0][:1].to(device_of(network.model)))
     return isinstance(scores, torch.Tensor) and scores.ndim == 2 and scores.shape[1] == data.classes

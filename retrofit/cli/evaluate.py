@@ -121,12 +121,18 @@ def command(
             channels_last=channels_last,
             progress=progress,
         )
-    if data.matched == "order" and data.classes is not None and data.classes != result.outputs:
-        say(
-            f"warning: the data has {data.classes} classes and the model {result.outputs} outputs: the classes, sorted "
-            f"by name, were taken for outputs 0 to {data.classes - 1}; if that is wrong, give --class-map FILE",
-            style="yellow",
-        )
+    if data.matched == "order" and data.classes is not None:
+        unlike = ""
+        if data.classes != result.outputs:
+            unlike = f"the data has {data.classes} classes and the model {result.outputs} outputs"
+        elif data.contradicts(network.labels):
+            unlike = f"the data's classes ({names(data.names or ())}) are not what the model calls its outputs"
+        if unlike:
+            say(
+                f"warning: {unlike}: the classes, sorted by name, were taken for outputs 0 to {data.classes - 1}; if "
+                "that is wrong, give --class-map FILE",
+                style="yellow",
+            )
     if result.skipped:
         images = "1 image" if len(result.skipped) == 1 else f"{len(result.skipped)} images"
         say(f"warning: {images} cannot be read: {names(result.skipped)}", style="yellow")

@@ -81,6 +81,10 @@ class ImageData:
     matched: Literal["class map", "labels", "order"] = "order"
     names: tuple[str, ...] | None = None
 
+    def contradicts(self, labels: Sequence[str] | None) -> bool:
+        """Whether classes were taken for outputs by their order, and a model's `labels` call these otherwise."""
+        return self.matched == "order" and None not in (labels, self.names) and tuple(labels or ()) != self.names
+
 
 def open_images(
     data_dir: str | os.PathLike[str] | None,

@@ -77,6 +77,16 @@ def test_what_the_data_leaves_open_is_said(run: Run, pictures: Path) -> None:
     assert values["skipped"] == ["ant/0.png"]
 
 
+@pytest.mark.parametrize(("labels", "warned"), [(["ant", "bat", "bee"], True), (["cat", "bee", "ant"], False)])
+def test_classes_that_the_model_calls_otherwise_are_said(
+    labels: list[str], warned: bool, run: Run, pictures: Path
+) -> None:
+    """As many classes as outputs prove nothing: bee would be taken for bat, and cat for bee."""
+    retrofit.save(timm.create_model("test_resnet", num_classes=3), "a.safetensors", labels=labels)
+    result = run("evaluate", "a.safetensors", "-j", "0", "--data-dir", pictures)
+    assert ("are not what the model calls its outputs: the classes, sorted" in result.stderr) is warned, result.stderr
+
+
 def test_a_strength_that_nobody_set_is_warned_of(run: Run, pictures: Path) -> None:
     model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3), "gn")
     for strength, warned in ((0.25, False), (0.02531, True)):

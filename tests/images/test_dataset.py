@@ -71,3 +71,14 @@ def test_an_unreadable_sample_is_an_error(folder: Path) -> None:
     (folder / "ant" / "0.png").write_bytes(b"")
     with pytest.raises(RetrofitError, match=r"cannot read ant/0.png"):
         sample_batches(folder, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("labels", "contradicted"),
+    [(None, False), (["cat", "bee", "ant"], False), (["ant", "bat", "bee"], True), (["ant", "bee"], True)],
+    ids=str,
+)
+def test_labels_that_classes_taken_by_order_contradict(
+    labels: list[str] | None, contradicted: bool, tmp_path: Path
+) -> None:
+    assert open_images(write_folder(tmp_path / "pictures"), labels=labels).contradicts(labels) is contradicted
