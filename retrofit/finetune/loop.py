@@ -158,6 +158,7 @@ class _Run:
             self.accelerator.process_index,
             self.accelerator.num_processes,
         )
+        self.data = {"images": len(images.train.images), "classes": images.names and list(images.names)}
         self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
         if not self.epoch_steps:
             raise RetrofitError(
@@ -577,6 +578,7 @@ class _Run:
             "position": asdict(self.position),
             "fresh": list(self.fresh),
             "origin": self.origin,
+            "data": self.data,
         }
         save_state(self.folder / "state", state)
 
@@ -586,6 +588,12 @@ class _Run:
         if processes != self.accelerator.num_processes:
             raise RetrofitError(
                 f"the run had {processes} processes, this is {self.accelerator.num_processes}; resume it with as many"
+            )
+        if (data := state.get("data", self.data)) != self.data:  # outputs and the order of images go by these
+            what = "images" if data["classes"] == self.data["classes"] else "classes"
+            raise RetrofitError(
+                f"the {what} to train on are not those that the run in {self.folder} began with; put them back, or "
+                "start a new run"
             )
         self.plain.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -187,6 +187,20 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path, fail_at: 
     assert [row["train_loss"] for row in again.rows] == [row["train_loss"] for row in whole.rows]
 
 
+@pytest.mark.parametrize(("gone", "what"), [("cat", "classes"), ("cat/0.png", "images")])
+def test_a_run_does_not_go_on_with_other_data(
+    gone: str, what: str, train: Train, tmp_path: Path, pictures: Path
+) -> None:
+    """Without cats, ants and bees alone would be a new classifier's classes."""
+    train("run", stop=lambda: True, val_split=0.0)
+    lost = pictures / gone
+    lost.rename(tmp_path / "elsewhere")
+    with pytest.raises(RetrofitError, match=f"the {what} to train on are not those that the run in .* began with"):
+        train("run", resume_network(tmp_path / "run"), resume=True, val_split=0.0)
+    (tmp_path / "elsewhere").rename(lost)
+    assert train("run", resume_network(tmp_path / "run"), resume=True, val_split=0.0).finished
+
+
 def test_a_damaged_state_falls_back_to_the_one_before(train: Train, tmp_path: Path) -> None:
     network, same = small_network(), small_network()
     same.model.load_state_dict(network.model.state_dict())
