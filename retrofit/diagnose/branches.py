@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retrofit.diagnose.probe import Probe
+from retrofit.utils.hooks import hooked
 
 
 def predecessors(model: nn.Module, probes: Sequence[Probe], pixels: Tensor) -> dict[str, tuple[str, ...]]:
@@ -29,28 +31,19 @@ def predecessors(model: nn.Module, probes: Sequence[Probe], pixels: Tensor) -> d
     entered: dict[str, Any] = {}  # the nodes are held, so that autograd hands out the same objects again
     left: dict[str, Any] = {}
 
-    def enter(name: str) -> Any:
-        def hook(_module: nn.Module, args: Any) -> None:
-            entered.setdefault(name, args[0].grad_fn)
+    def enter(name: str, _module: nn.Module, args: Any) -> None:
+        entered.setdefault(name, args[0].grad_fn)
 
-        return hook
+    def leave(name: str, _module: nn.Module, _args: Any, out: Tensor) -> None:
+        left.setdefault(name, out.grad_fn)
 
-    def leave(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
-            left.setdefault(name, out.grad_fn)
-
-        return hook
-
-    handles = [probe.layer.register_forward_pre_hook(enter(probe.name)) for probe in probes]
-    handles += [probe.layer.register_forward_hook(leave(probe.name)) for probe in probes]
+    before_each = (one.layer.register_forward_pre_hook(partial(enter, one.name)) for one in probes)
+    after_each = (one.layer.register_forward_hook(partial(leave, one.name)) for one in probes)
     try:
-        with torch.enable_grad():
+        with hooked(before_each), hooked(after_each), torch.enable_grad():
             model(pixels.detach().requires_grad_().clone())  # a network may write into its input
     except RuntimeError:
         return {}
-    finally:
-        for handle in handles:
-            handle.remove()
     names = {node: name for name, node in left.items() if node is not None}
     before = {name: _reached(node, names) for name, node in entered.items()}
     return _without_detours(before)

@@ -7,7 +7,6 @@ does not grow with their number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +25,7 @@ from retrofit.graph.find_sites import find_sites
 from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values
 from retrofit.utils.evaluating import evaluating
+from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import device_of
 
 Batch = tuple[Tensor, "Tensor | None"]
@@ -187,9 +187,7 @@ def diagnose(
         _follow_activations(model, observers)
         images = 0
         clean: list[Tensor] = []
-        with ExitStack() as stack:
-            for observer in observers:
-                stack.callback(observer.attach().remove)
+        with hooked(observer.attach() for observer in observers):
             for number, (pixels, _) in enumerate(batches):
                 scores = model(pixels)
                 if isinstance(scores, Tensor) and scores.ndim == 2:

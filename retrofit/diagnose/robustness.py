@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retrofit.diagnose.probe import Probe
+from retrofit.utils.hooks import hooked
 
 
 @dataclass(frozen=True)
@@ -67,23 +69,16 @@ def attenuation(
         drawn = torch.randn(clean.shape, generator=generator, dtype=torch.float32, device="cpu").to(clean)
         return torch.cat([clean, clean + level * spread * drawn])
 
-    def compare(probe: Probe) -> Any:
-        def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
-            if probe.name not in errors and (errors or probe is source):
-                clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
-                scale = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
-                if scale > 0:
-                    errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / scale)
+    def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
+        if probe.name not in errors and (errors or probe is source):
+            clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
+            scale = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
+            if scale > 0:
+                errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / scale)
 
-        return hook
-
-    handles = [source.layer.register_forward_hook(perturb)]
-    handles += [probe.layer.register_forward_hook(compare(probe)) for probe in probes]
-    try:
+    watched = hooked(probe.layer.register_forward_hook(partial(compare, probe)) for probe in probes)
+    with source.layer.register_forward_hook(perturb), watched:
         model(torch.cat([pixels, pixels]))
-    finally:
-        for handle in handles:
-            handle.remove()
     return Attenuation(source.name, tuple(errors), tuple(errors.values()))
 
 

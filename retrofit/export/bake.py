@@ -13,8 +13,8 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
 from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.batches import images_of
+from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import device_of
 from retrofit.utils.text import one_line, plural
 
@@ -212,7 +213,8 @@ class _Trial:
         errors: dict[str, float] = {}
         fits: dict[str, tuple[Tensor, Tensor]] = {}
 
-        def fit(name: str, plain: Any, x: Tensor, out: Tensor) -> Tensor:
+        def fit(name: str, plain: Any, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            (x,) = args
             base, wanted = plain(x[len(x) // 2 :]), out[: len(x) // 2]
             dims, shape = _per_channel(plain, base)
             weight, bias, errors[name] = _regress(base, wanted, dims)
@@ -221,18 +223,16 @@ class _Trial:
             fits[name] = weight, bias = _representable(self._layers[name], weight, bias)
             return torch.cat([wanted, base * weight.view(shape) + bias.view(shape)])
 
-        def baked(name: str, plain: Any, x: Tensor, out: Tensor) -> Tensor:
+        def baked(name: str, plain: Any, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             if name not in fits:
                 return out
             _, shape = _per_channel(plain, out)
             weight, bias = fits[name]
-            return plain(x) * weight.view(shape) + bias.view(shape)
+            return plain(*args) * weight.view(shape) + bias.view(shape)
 
         for hook, inputs in ((fit, self._fit.repeat(2, *(1,) * (self._fit.ndim - 1))), (baked, self._check)):
-            with ExitStack() as stack:
-                for name, layer in self._layers.items():
-                    answering = _hook(hook, name, self._plain[name])
-                    stack.callback(layer.register_forward_hook(answering).remove)
+            layers = self._layers.items()
+            with hooked(one.register_forward_hook(partial(hook, name, self._plain[name])) for name, one in layers):
                 if hook is fit:
                     self._net(inputs)
                 else:
@@ -263,9 +263,7 @@ class _Trial:
         def count(layer: nn.Module, *_: Any) -> None:
             calls[layer] += 1
 
-        with ExitStack() as stack:
-            for layer in layers:
-                stack.callback(layer.register_forward_hook(count).remove)
+        with hooked(layer.register_forward_hook(count) for layer in layers):
             _answers(self._net, self._check[:1])  # refuses images of another shape
         return calls
 
@@ -345,10 +343,6 @@ def _regress(base: Tensor, wanted: Tensor, dims: tuple[int, ...]) -> tuple[Tenso
     bias = mean - weight * mean_base
     share = float((left / target.square().mean().clamp_min(1e-30)).sqrt())
     return weight.flatten(), bias.flatten(), share
-
-
-def _hook(answer: Any, name: str, plain: nn.Module) -> Any:
-    return lambda _layer, args, out: answer(name, plain, args[0], out)
 
 
 def _answers(net: nn.Module, images: Tensor) -> list[Tensor]:

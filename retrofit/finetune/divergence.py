@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.layers import FrozenBatchNorm, StrengthMixin
+from retrofit.utils.hooks import hooked
 
 _NORMS = (StrengthMixin, FrozenBatchNorm, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
@@ -59,13 +60,8 @@ def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
         if not all(bool(tensor.isfinite().all()) for tensor in (*buffers, *outputs)):
             diverged.append(module)
 
-    hooks = [module.register_forward_hook(look) for module in names]
-    try:
-        with torch.no_grad():
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(module.register_forward_hook(look) for module in names), torch.no_grad():
+        model(images)
     norms: list[nn.Module] = [module for module in diverged if isinstance(module, _NORMS)]
     for module in norms or [module for module in diverged if not list(module.children())] or diverged:
         return f"{names[module] or 'the network'} ({type(module).__name__})"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.surgery import convert
 from retrofit.utils.batches import input_of
 from retrofit.utils.evaluating import evaluating, modes_of, restore_modes
+from retrofit.utils.hooks import hooked
 
 _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
 
@@ -118,7 +118,8 @@ def group_moments(
         return {}
     sums: dict[str, list[Tensor]] = {}
 
-    def measure(name: str, layer: MigratedGroupNorm, x: Tensor) -> None:
+    def measure(name: str, layer: MigratedGroupNorm, args: tuple[Tensor, ...]) -> None:
+        (x,) = args
         scale, shift = (values.view(-1, *(1,) * (x.ndim - 2)) for values in layer.input_affine())
         grouped = (x.double() * scale + shift).reshape(len(x), layer.num_groups, -1)
         var, mean = torch.var_mean(grouped, 2, correction=0)
@@ -126,10 +127,8 @@ def group_moments(
         found = [(mean * k).sum(0), k.sum(0), torch.full_like(k[0], len(x))]
         sums[name] = [a + b for a, b in zip(sums[name], found, strict=True)] if name in sums else found
 
-    with evaluating(model), ExitStack() as stack:
-        for name, layer in layers.items():
-            hook = partial(_before, partial(measure, name, layer))
-            stack.callback(layer.register_forward_pre_hook(hook).remove)
+    watched = hooked(layer.register_forward_pre_hook(partial(measure, name)) for name, layer in layers.items())
+    with evaluating(model), watched:
         for images in map(input_of, loader):
             model(images if device is None else images.to(device))
     if not sums:
@@ -139,10 +138,6 @@ def group_moments(
         if not all(values.isfinite().all() for values in moments):
             raise RetrofitError(f"the moments of {name} are not finite; {_NOT_FINITE}")
     return found
-
-
-def _before(measure: Callable[[Tensor], None], _layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-    measure(args[0])
 
 
 @torch.no_grad()

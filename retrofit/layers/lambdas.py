@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from retrofit.layers import GroupNormalNorm, LayerNormalNorm, LayerNormalNorm2d, NormalityMixin
 from retrofit.layers.batch_norm import _BatchNormalNorm
 from retrofit.layers.lambda_estimate import newton_lmbda
+from retrofit.utils.hooks import hooked
 
 
 def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:
@@ -24,7 +26,7 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
         By layer name, in the order of registration, one value for each normalized set.
     """
     values: dict[str, Tensor] = {}
-    hooks = []
+    estimating: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if not isinstance(module, NormalityMixin):
             continue
@@ -33,31 +35,28 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
             values[name] = running.detach().float().cpu()
         elif images is not None:
             values[name] = torch.empty(0, dtype=torch.float32, device="cpu")
-            hooks.append(module.register_forward_pre_hook(_measure(values, name)))
-    if hooks and images is not None:
-        try:
-            with torch.no_grad():
-                model(images)
-        finally:
-            for hook in hooks:
-                hook.remove()
+            estimating[name] = module
+
+    def look(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        values[name] = torch.cat([values[name], _estimates(module, inputs[0].float()).flatten().cpu()])
+
+    if estimating and images is not None:
+        watched = hooked(layer.register_forward_pre_hook(partial(look, name)) for name, layer in estimating.items())
+        with watched, torch.no_grad():
+            model(images)
     return {name: found for name, found in values.items() if found.numel()}
 
 
-def _measure(values: dict[str, Tensor], name: str) -> Any:
-    def look(module: Any, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].float()
-        if isinstance(module, GroupNormalNorm):
-            x = x.unflatten(1, (module.num_groups, -1))
-            dim = tuple(range(2, x.ndim))
-        elif isinstance(module, LayerNormalNorm2d):
-            dim = (1,)
-        elif isinstance(module, LayerNormalNorm):
-            dim = tuple(range(x.ndim - len(module.normalized_shape), x.ndim))
-        else:
-            dim = (*((0,) if isinstance(module, _BatchNormalNorm) else ()), *range(2, x.ndim))
-        var, mean = torch.var_mean(x, dim, correction=0, keepdim=True)
-        h = (x - mean) * torch.rsqrt(var + module.eps)
-        values[name] = torch.cat([values[name], newton_lmbda(h, dim, module.steps).flatten().cpu()])
-
-    return look
+def _estimates(layer: Any, x: Tensor) -> Tensor:
+    """Return the lambda that a layer estimates for each normalized set of its input."""
+    if isinstance(layer, GroupNormalNorm):
+        x = x.unflatten(1, (layer.num_groups, -1))
+        dim = tuple(range(2, x.ndim))
+    elif isinstance(layer, LayerNormalNorm2d):
+        dim = (1,)
+    elif isinstance(layer, LayerNormalNorm):
+        dim = tuple(range(x.ndim - len(layer.normalized_shape), x.ndim))
+    else:
+        dim = (*((0,) if isinstance(layer, _BatchNormalNorm) else ()), *range(2, x.ndim))
+    var, mean = torch.var_mean(x, dim, correction=0, keepdim=True)
+    return newton_lmbda((x - mean) * torch.rsqrt(var + layer.eps), dim, layer.steps)

@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from retrofit.errors import RetrofitError
+from retrofit.utils.hooks import hooked
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -78,16 +79,10 @@ def bounded_by(shapes: Shapes) -> Iterator[None]:
         if made["tensors"] > tensors or made["modules"] > 4 * tensors or made["elements"] > elements:
             raise TooLargeError(f"its manifest names a network far larger than the {len(shapes)} tensors that it holds")
 
-    handles = [
-        register(count)
-        for register in (
-            register_module_parameter_registration_hook,
-            register_module_buffer_registration_hook,
-            register_module_module_registration_hook,
-        )
-    ]
-    try:
+    registers = (
+        register_module_parameter_registration_hook,
+        register_module_buffer_registration_hook,
+        register_module_module_registration_hook,
+    )
+    with hooked(register(count) for register in registers):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 from retrofit.surgery.identity_check import input_shapes, is_detector
 from retrofit.utils.evaluating import evaluating
+from retrofit.utils.hooks import hooked
+from retrofit.utils.placement import placement_of
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-3
@@ -114,20 +116,15 @@ def measure(model: nn.Module, size: Sequence[int], layers: Collection[str] | Non
         chosen = [name for name in chosen if name in layers]
     values: dict[str, Any] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if name not in values:
-                values[name] = _sample(output)
+    def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if name not in values:
+            values[name] = _sample(output)
 
-        return hook
-
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    _, dtype = placement_of(model)
     inputs = [_images(shape).to(dtype) for shape in shapes]
+    watched = hooked(model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in chosen)
     try:
-        with evaluating(model), ExitStack() as stack, torch.random.fork_rng(devices=[]):
-            for name in chosen:
-                handle = model.get_submodule(name).register_forward_hook(keep(name))
-                stack.callback(handle.remove)
+        with evaluating(model), watched, torch.random.fork_rng(devices=[]):
             output = stage(*inputs)
             values[""] = _sample(output)
     except Exception as error:  # anything may come out of a network's own code

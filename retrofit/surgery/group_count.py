@@ -14,6 +14,7 @@ from retrofit.layers.inverse_square_root import largest_divisor
 from retrofit.layers.migrated_group_norm import group_gain
 from retrofit.utils.batches import images_of
 from retrofit.utils.evaluating import evaluating
+from retrofit.utils.hooks import hooked
 
 GROUP_TOLERANCE = 0.08
 """Largest relative change of a layer's output that `most_groups` accepts."""
@@ -63,19 +64,15 @@ def most_groups(model: nn.Module, norms: dict[str, nn.Module], batches: Iterable
         RetrofitError: If there are no images, or a layer is never called.
     """
     changes: dict[str, dict[int, list[float]]] = {name: {} for name in norms}
-    handles = [
+    watched = hooked(
         module.register_forward_pre_hook(lambda module, args, name=name: _measure(module, args[0], changes[name]))
         for name, module in norms.items()
-    ]
+    )
     seen = 0
-    try:
-        with evaluating(model):
-            for batch in images_of(batches):
-                model(batch)
-                seen += len(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluating(model), watched:
+        for batch in images_of(batches):
+            model(batch)
+            seen += len(batch)
     if not seen:
         raise RetrofitError("there are no images to pick groups by; give `calibrate` some")
     picked = {}

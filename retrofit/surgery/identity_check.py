@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from retrofit.errors import RetrofitError
 from retrofit.surgery.families import find_norms
 from retrofit.surgery.restore import kept_values, put_back
 from retrofit.utils.evaluating import evaluating
+from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import device_of, placement_of
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-4
 BATCHES = (1, 2)
-_SAMPLE = 4096  # elements kept of each layer's output: all of it would be gigabytes for a large network
+_SAMPLES = 4096  # elements kept of each layer's output: all of it would be gigabytes for a large network
 _ROUNDING = 8 * torch.finfo(torch.float32).eps  # of the layers' largest value: what float32 leaves of zero
 _FRAMES = 16  # of a video clip; torchvision's S3D and MViT take no fewer
 
@@ -162,10 +164,8 @@ class IdentityCheck:
         """Make every call; return the outputs and, by layer name, a sample of each output of that layer."""
         samples: dict[str, list[Tensor]] = {name: [] for name in self._layers}
         outputs: list[Tensor] = []
-        with ExitStack() as stack:
-            for name in self._layers:
-                handle = model.get_submodule(name).register_forward_hook(_sampler(samples[name]))
-                stack.callback(handle.remove)
+        layers = ((model.get_submodule(name), samples[name]) for name in self._layers)
+        with hooked(layer.register_forward_hook(partial(_sample, found)) for layer, found in layers):
             for call in self._calls:
                 torch.manual_seed(0)
                 answer = model.get_submodule(call.stage)(*call.args, **call.kwargs)
@@ -245,34 +245,24 @@ def _detector_calls(model: nn.Module, images: list[Tensor], random: Callable[...
             return value
         return value.clone() if value.numel() else random(2, *value.shape[1:])
 
-    def recorder(stage: str) -> Callable[..., None]:
-        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append(_Call(stage, tree_map(filled, args), tree_map(filled, kwargs)))
+    def record(stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(_Call(stage, tree_map(filled, args), tree_map(filled, kwargs)))
 
-        return record
-
-    with ExitStack() as stack:
-        for stage in stages:
-            if stage in modules:
-                handle = modules[stage].register_forward_pre_hook(recorder(stage), with_kwargs=True)
-                stack.callback(handle.remove)
+    present = [stage for stage in stages if stage in modules]
+    with hooked(modules[one].register_forward_pre_hook(partial(record, one), with_kwargs=True) for one in present):
         model(images)
     return calls
 
 
-def _sampler(samples: list[Tensor]) -> Callable[..., None]:
-    """Return a forward hook that appends a copy of some elements of each output to `samples`, always the same ones."""
-
-    def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if not isinstance(output, Tensor):
-            return
-        flat = output.detach().flatten()
-        chosen = torch.arange(flat.numel(), device="cpu")
-        if flat.numel() > _SAMPLE:
-            chosen = torch.randint(flat.numel(), (_SAMPLE,), generator=torch.Generator().manual_seed(0), device="cpu")
-        samples.append(flat[chosen.to(flat.device)])
-
-    return hook
+def _sample(samples: list[Tensor], _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    """Append a copy of some elements of an output to `samples`, always the same ones; as a forward hook."""
+    if not isinstance(output, Tensor):
+        return
+    flat = output.detach().flatten()
+    chosen = torch.arange(flat.numel(), device="cpu")
+    if flat.numel() > _SAMPLES:
+        chosen = torch.randint(flat.numel(), (_SAMPLES,), generator=torch.Generator().manual_seed(0), device="cpu")
+    samples.append(flat[chosen.to(flat.device)])
 
 
 def _difference(source: Tensor, converted: Tensor) -> float:

@@ -7,12 +7,14 @@ exponential tail with the mean excess of those, as of peaks over a threshold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from retrofit.utils.hooks import hooked
 
 _SAMPLES = 2048  # of each channel, over all batches
 _EXTREMES = 32  # largest, and smallest, of each channel in a batch
@@ -75,13 +77,9 @@ class Observer:
         self._generator = torch.Generator().manual_seed(0)
         self._found: dict[nn.Module, list[tuple[Tensor, Tensor, int]]] = {}
 
-    @contextmanager
-    def observing(self, layers: Iterable[nn.Module]) -> Iterator[None]:
+    def observing(self, layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Collect the inputs of layers for a while."""
-        with ExitStack() as stack:
-            for layer in layers:
-                stack.callback(layer.register_forward_pre_hook(self._take).remove)
-            yield
+        return hooked(layer.register_forward_pre_hook(self._take) for layer in layers)
 
     def samples(self) -> dict[nn.Module, WeightedSample]:
         """Return what was seen of each layer, as the layer saw it, with what may lie beyond."""

@@ -214,7 +214,7 @@ def _approximated(transforms: Transforms, fits: Mapping[nn.Module, Fit]) -> Iter
     with ExitStack() as stack:
         for layer, fit in fits.items():
             one = transforms[layer]
-            stack.callback(layer.register_forward_hook(_replacer(one, fit)).remove)
+            stack.enter_context(layer.register_forward_hook(_replacer(one, fit)))
             if fit.has_activation and one.activation is not None:
                 one.activation.forward = lambda x: x  # a hook would come too late: the ReLU may work in place
                 stack.callback(delattr, one.activation, "forward")

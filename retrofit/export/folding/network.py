@@ -42,6 +42,7 @@ from retrofit.graph.site import Site
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
 from retrofit.surgery.identity_check import own_input_size
 from retrofit.utils.copying import copied
+from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import placement_of
 from retrofit.utils.text import with_class
 
@@ -353,20 +354,17 @@ def _upper_limit(site: Site | None) -> float | None:
 def _shapes(net: nn.Module, wanted: list[nn.Module], size: tuple[int, ...]) -> dict[nn.Module, tuple[int, ...]]:
     """Run the network once and return the shape of the input of each layer, for two samples."""
     found: dict[nn.Module, tuple[int, ...]] = {}
-    handles = [
-        module.register_forward_pre_hook(lambda module, args: found.update({module: tuple(args[0].shape)}))
-        for module in wanted
-    ]
+
+    def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found[module] = tuple(args[0].shape)
+
     device, dtype = placement_of(net)
     try:
-        with torch.no_grad():
+        with hooked(module.register_forward_pre_hook(look) for module in wanted), torch.no_grad():
             net(torch.zeros(2, *size, device=device, dtype=dtype))
     except Exception as error:
         raise RetrofitError(
             f"the model did not take an input of size {'x'.join(map(str, size))} ({with_class(error)}); "
             "give it another input size"
         ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
