@@ -62,113 +62,77 @@ class Option:
         return f"at least {self.low:g}" if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
 
 
-def known_as(kind: Any, targets: tuple[str, ...], help: str, **rest: Any) -> dict[str, Option]:
-    """Return the metadata of a field of `ConversionOptions`; see `Option`."""
-    return {"option": Option(kind, targets, help, **rest)}
+def known_as(kind: Any, targets: tuple[str, ...], help: str, **rest: Any) -> Any:
+    """Return a field of `ConversionOptions`, None by default; see `Option`."""
+    return field(default=None, metadata={"option": Option(kind, targets, help, **rest)})
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
     """What the caller asks of a conversion, beyond which layers it concerns. None: the target's default."""
 
-    groups: int | Literal["auto"] | None = field(
-        default=None,
-        metadata=known_as(
-            int,
-            ("gn", "gn-pn", "evonorm-s0"),
-            "Most groups a layer gets: the largest divisor of its channels up to that (default: 8; evonorm-s0: 32). "
-            "auto: per layer the most that keep its output, measured on the images of calibrate.",
-            words=("auto",),
-            low=1,
-            instead=dict.fromkeys(("dbn", "dbnn"), "`group_size`, the channels in each group"),
-        ),
+    groups: int | Literal["auto"] | None = known_as(
+        int,
+        ("gn", "gn-pn", "evonorm-s0"),
+        "Most groups a layer gets: the largest divisor of its channels up to that (default: 8; evonorm-s0: 32). "
+        "auto: per layer the most that keep its output, measured on the images of calibrate.",
+        words=("auto",),
+        low=1,
+        instead=dict.fromkeys(("dbn", "dbnn"), "`group_size`, the channels in each group"),
     )
-    group_channels: int | None = field(
-        default=None,
-        metadata=known_as(
-            int,
-            ("gn", "gn-pn", "evonorm-s0"),
-            "Channels in each group, in place of a number of groups; it must divide the channels of every layer.",
-            low=1,
-            instead=dict.fromkeys(("dbn", "dbnn"), "`group_size`, the channels in each group"),
-        ),
+    group_channels: int | None = known_as(
+        int,
+        ("gn", "gn-pn", "evonorm-s0"),
+        "Channels in each group, in place of a number of groups; it must divide the channels of every layer.",
+        low=1,
+        instead=dict.fromkeys(("dbn", "dbnn"), "`group_size`, the channels in each group"),
     )
-    noise: float | Literal["paper"] | None = field(
-        default=None,
-        metadata=known_as(
-            float,
-            _NORMALITY,
-            "Noise factor xi in training (default: 0, none; paper: 0.4, LayerNorm 1.0, for training from scratch).",
-            words=("paper",),
-        ),
+    noise: float | Literal["paper"] | None = known_as(
+        float,
+        _NORMALITY,
+        "Noise factor xi in training (default: 0, none; paper: 0.4, LayerNorm 1.0, for training from scratch).",
+        words=("paper",),
     )
-    noise_kind: NoiseKind | None = field(
-        default=None,
-        metadata=known_as(
-            str,
-            _NORMALITY,
-            "Kind of that noise (default: scaled, the paper's).",
-            words=("scaled", "unscaled", "gaussian-dropout"),
-        ),
+    noise_kind: NoiseKind | None = known_as(
+        str,
+        _NORMALITY,
+        "Kind of that noise (default: scaled, the paper's).",
+        words=("scaled", "unscaled", "gaussian-dropout"),
     )
-    alpha: float | None = field(
-        default=None,
-        metadata=known_as(
-            float, _NORMALITY, "Degree of gaussianization (default: 1, the paper's; 0: no transform).", high=1
-        ),
+    alpha: float | None = known_as(
+        float, _NORMALITY, "Degree of gaussianization (default: 1, the paper's; 0: no transform).", high=1
     )
-    newton_steps: int | None = field(
-        default=None,
-        metadata=known_as(
-            int, _NORMALITY, "Newton iterations of the lambda estimate (default: 1, the paper's).", low=1
-        ),
+    newton_steps: int | None = known_as(
+        int, _NORMALITY, "Newton iterations of the lambda estimate (default: 1, the paper's).", low=1
     )
-    group_size: int | None = field(
-        default=None,
-        metadata=known_as(
-            int,
-            ("dbn", "dbnn"),
-            "Most channels that are whitened together: the largest divisor of the channels up to that (default: 16).",
-            low=1,
-        ),
+    group_size: int | None = known_as(
+        int,
+        ("dbn", "dbnn"),
+        "Most channels that are whitened together: the largest divisor of the channels up to that (default: 16).",
+        low=1,
     )
-    whitening: Whitening | None = field(
-        default=None,
-        metadata=known_as(
-            str,
-            ("dbn", "dbnn"),
-            "How roots of covariances are computed: exactly, or as IterNorm does (default: eigen).",
-            words=("eigen", "newton-schulz"),
-        ),
+    whitening: Whitening | None = known_as(
+        str,
+        ("dbn", "dbnn"),
+        "How roots of covariances are computed: exactly, or as IterNorm does (default: eigen).",
+        words=("eigen", "newton-schulz"),
     )
-    pn_params: bool | None = field(
-        default=None,
-        metadata=known_as(
-            bool, ("gn-pn", "ln-pn"), "Learn ProxyNorm's own parameters, beta~ and gamma~ (default: yes, as the paper)."
-        ),
+    pn_params: bool | None = known_as(
+        bool, ("gn-pn", "ln-pn"), "Learn ProxyNorm's own parameters, beta~ and gamma~ (default: yes, as the paper)."
     )
-    pn_restore: bool | None = field(
-        default=None,
-        metadata=known_as(
-            bool,
-            _MIGRATED,
-            "Keep each channel at the mean and scale that the next layer was trained for, with ProxyNorm or ws "
-            "(default: yes; no for training from scratch, as the paper).",
-        ),
+    pn_restore: bool | None = known_as(
+        bool,
+        _MIGRATED,
+        "Keep each channel at the mean and scale that the next layer was trained for, with ProxyNorm or ws "
+        "(default: yes; no for training from scratch, as the paper).",
     )
-    ws: bool | None = field(
-        default=None,
-        metadata=known_as(
-            bool, _MIGRATED, "Also standardize the weights of the convolutions before the layers.", switch=True
-        ),
+    ws: bool | None = known_as(
+        bool, _MIGRATED, "Also standardize the weights of the convolutions before the layers.", switch=True
     )
-    calibrate: Iterable[Any] | None = field(
-        default=None,
-        metadata=known_as(
-            "batches",
-            (*_MIGRATED, "evonorm-s0", "frn-tlu"),
-            "Images to measure on, for groups auto; the command line says how often predictions stay the same.",
-        ),
+    calibrate: Iterable[Any] | None = known_as(
+        "batches",
+        (*_MIGRATED, "evonorm-s0", "frn-tlu"),
+        "Images to measure on, for groups auto; the command line says how often predictions stay the same.",
     )
 
     def check(self, to: str) -> None:

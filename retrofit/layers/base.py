@@ -158,10 +158,12 @@ class NormalityMixin(StrengthMixin):
             "steps": self.steps,
         }
 
-    def _options_repr(self) -> str:
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
         usual = {"noise_kind": "scaled", "alpha": 1.0, "steps": 1}
         extra = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
-        return f", noise={self.noise:g}" + "".join(f", {name}={value}" for name, value in extra.items())
+        parts = [super().extra_repr(), f"noise={self.noise:g}", *(f"{name}={value}" for name, value in extra.items())]
+        return ", ".join(parts)
 
 
 def shown(name: str, value: Tensor) -> str:

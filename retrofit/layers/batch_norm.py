@@ -67,10 +67,6 @@ class RunningNormality(NormalityMixin, _NormBase):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def extra_repr(self) -> str:
-        """The constructor's arguments."""
-        return super().extra_repr() + self._options_repr()
-
     def _tracked(self, used: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (self.running_mean, self.running_var, self.running_lambda) if used else (None, None, None)
 

@@ -57,7 +57,3 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
             self.eps,
             **self._options,
         )
-
-    def extra_repr(self) -> str:
-        """The constructor's arguments."""
-        return super().extra_repr() + self._options_repr()

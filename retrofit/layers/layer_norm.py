@@ -49,10 +49,6 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
             **self._options,
         )
 
-    def extra_repr(self) -> str:
-        """The constructor's arguments."""
-        return super().extra_repr() + self._options_repr()
-
 
 class LayerNormalNorm2d(LayerNormalNorm):
     """Layer normality normalization of channels-first maps, (N, C, *): each position over C.
