@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.checkpoint import is_counter
+from retrofit.networks.tensors import tensors_of
 from retrofit.utils.text import one_line, printable, shortlist
 
 _ROLES = {"weight", "bias", "running_mean", "running_var"}
@@ -60,7 +61,7 @@ def load_into(
     loaded = _load_by_name(model, state, partial) if match == "name" else _load_by_order(model, state)
     broken = [
         name
-        for name, tensor in _tensors(model).items()
+        for name, tensor in tensors_of(model).items()
         if tensor.is_floating_point() and not tensor.isfinite().all() and name not in loaded.left_random
     ]
     if broken:
@@ -78,8 +79,8 @@ def _load_by_name(model: nn.Module, state: Mapping[str, Tensor], partial: bool) 
     )
     misfit = _Misfit.of(model, state)
     misfit.unexpected += beside
-    own = _tensors(model)
-    weights = [name for name in own if not is_counter(name)]
+    own = tensors_of(model)
+    weights = _weights(own)
     if misfit and (not partial or len(misfit.left_random) == len(weights)):
         raise RetrofitError(misfit.explain(model, state, prefix if beside else ""))
     loaded = Loaded(misfit.unexpected + misfit.unfit, misfit.left_random)
@@ -96,7 +97,7 @@ def _prefix(model: nn.Module, state: Mapping[str, Tensor]) -> str:
     Raises:
         RetrofitError: If two prefixes fit equally well: the file holds two sets of weights.
     """
-    own = {name for name in _tensors(model) if not is_counter(name)}
+    own = set(_weights(tensors_of(model)))
     found: Counter[str] = Counter()
     for name in state:
         head, rest = "", name
@@ -122,8 +123,7 @@ class _Misfit:
     """What does not fit between a network and a checkpoint."""
 
     def __init__(self, missing: list[str], unexpected: list[str], unfit: list[str]) -> None:
-        self.missing = [name for name in missing if not is_counter(name)]
-        self.unexpected = [name for name in unexpected if not is_counter(name)]
+        self.missing, self.unexpected = _weights(missing), _weights(unexpected)
         self.unfit = unfit
 
     def __bool__(self) -> bool:
@@ -137,7 +137,7 @@ class _Misfit:
     @classmethod
     def of(cls, model: nn.Module, state: Mapping[str, Tensor]) -> _Misfit:
         """Load what can be loaded: torch's own hooks may rename what older versions of a network called otherwise."""
-        own = _tensors(model)
+        own = tensors_of(model)
         unfit = [name for name in own if name in state and not _alike(name, own[name], state[name])]
         try:
             result = model.load_state_dict({name: t for name, t in state.items() if name not in unfit}, strict=False)
@@ -149,7 +149,7 @@ class _Misfit:
 
     def explain(self, model: nn.Module, state: Mapping[str, Tensor], prefix: str) -> str:
         """Say what differs, and what the user may try."""
-        own = _tensors(model)
+        own = tensors_of(model)
         listed = [
             f"{len(names)} {word} ({shortlist(names)})"
             for names, word in ((self.missing, "missing"), (self.unexpected, "unexpected"))
@@ -200,7 +200,7 @@ def _difference(name: str, theirs: Tensor, ours: Tensor) -> str:
 def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Translate names and sizes with the function that timm has for the architecture, where more fits then."""
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    own = _tensors(model)
+    own = tensors_of(model)
     if convert is None or _fitting(own, state) == len(own) == len(state):
         return state
     try:
@@ -218,10 +218,10 @@ def _fitting(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> int:
 
 
 def _load_by_order(model: nn.Module, state: Mapping[str, Tensor]) -> Loaded:
-    own = _tensors(model)
+    own = tensors_of(model)
     if problem := _order_problem(own, state):
         raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__} in order: {problem}")
-    pairs = list(zip(_ordinary(own), _ordinary(state), strict=True))
+    pairs = list(zip(_weights(own), _weights(state), strict=True))
     counters = [[name for name in names if is_counter(name)] for names in (own, state)]
     if len(counters[0]) == len(counters[1]):
         pairs += zip(*counters, strict=True)
@@ -233,7 +233,7 @@ def _load_by_order(model: nn.Module, state: Mapping[str, Tensor]) -> Loaded:
 
 def _order_problem(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str | None:
     """Say where the tensors of a network and of a checkpoint stop pairing up; None if they all do."""
-    ours, theirs = _ordinary(own), _ordinary(state)
+    ours, theirs = _weights(own), _weights(state)
     for k, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
         if not _alike(a, own[a], state[b]):
             return (
@@ -260,9 +260,6 @@ def _roles_differ(ours: str, theirs: str) -> bool:
     return a != b and {a, b} <= _ROLES
 
 
-def _ordinary(names: Mapping[str, Tensor]) -> list[str]:
+def _weights(names: Iterable[str]) -> list[str]:
+    """Leave out what counts something."""
     return [name for name in names if not is_counter(name)]
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
