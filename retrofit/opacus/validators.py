@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from opacus.validators.errors import IllegalModuleConfigurationError, ShouldReplaceModuleError, UnsupportedModuleError
 from opacus.validators.utils import register_module_validator
 from timm.layers import BatchNormAct2d, SyncBatchNormAct
@@ -9,22 +11,10 @@ from torch import nn
 
 from retrofit import layers
 from retrofit.layers.batch_norm import RunningNormality
+from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
 
 OF_BATCHES: list[type[nn.Module]] = [
-    layers.BatchNormalNorm1d,
-    layers.BatchNormalNorm2d,
-    layers.BatchNormalNorm3d,
-    layers.BatchNormalNormAct2d,
-    layers.SyncBatchNormalNorm,
-    layers.SyncBatchNormalNormAct,
-    layers.DecorrelatedBatchNorm1d,
-    layers.DecorrelatedBatchNorm2d,
-    layers.DecorrelatedBatchNorm3d,
-    layers.DecorrelatedBatchNormAct2d,
-    layers.DecorrelatedBatchNormalNorm1d,
-    layers.DecorrelatedBatchNormalNorm2d,
-    layers.DecorrelatedBatchNormalNorm3d,
-    layers.DecorrelatedBatchNormalNormAct2d,
+    found for found in vars(layers).values() if inspect.isclass(found) and issubclass(found, BatchStatisticsMixin)
 ]
 OF_SAMPLES: list[type[nn.Module]] = [
     layers.FrozenBatchNorm,
