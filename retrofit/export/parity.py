@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError
+from retrofit.surgery.identity_check import largest_gap, scale_of
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.placement import device_of, placement_of
 
@@ -149,15 +150,3 @@ def compare(run: Callable[[Tensor], Sequence[Tensor]], check: Check) -> Parity:
     return max(
         found, key=lambda one: (one.share, one.scale), default=Parity(sizes, 0.0, 0.0, agreement, check.tolerance)
     )
-
-
-def largest_gap(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute difference: inf where NaN or infinity is on one side only."""
-    gap = (one.double() - other.double())[(one != other) & ~(one.isnan() & other.isnan())].abs()
-    return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0
-
-
-def scale_of(output: Tensor) -> float:
-    """Return the largest absolute value that is finite; 0 if none is."""
-    finite = output[output.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -7,7 +7,6 @@ its source's layer, or a constant affine.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -28,7 +27,6 @@ from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.copying import copied
 
 _Migrated = MigratedGroupNorm | FrozenBatchNorm
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @torch.no_grad()
@@ -57,11 +55,7 @@ def plain(model: nn.Module) -> nn.Module:
         new = _plain(layer, feeders, constants)
         if new is None:
             continue
-        new.train(layer.training)
-        if name:
-            replace_module(net, name, new)
-        else:
-            net = new
+        net = replace_module(net, name, new.train(layer.training))
     return net
 
 
@@ -98,7 +92,7 @@ def _plain(layer: Any, feeders: dict[nn.Module, nn.Module], constants: dict[Any,
         affine = ConstantAffine(scale.to(like.dtype), shift.to(like.dtype), layer.channel_dim)
         return nn.Sequential(OrderedDict(act=act, affine=affine))
     if isinstance(layer, WeightStandardization):
-        return _convolution(layer)
+        return layer.plain_convolution()
     if isinstance(layer, MigratedGroupNorm) and float(layer.strength) == 1.0:
         return _group_norm(layer, feeders.get(layer))
     if isinstance(layer, _Migrated):
@@ -210,17 +204,6 @@ def _source(layer: Any) -> nn.Module:
             setattr(new, key, layer._modules[key])
     if hasattr(layer, "process_group"):
         new.process_group = layer.process_group
-    return new
-
-
-def _convolution(layer: Any) -> nn.Module:
-    """The convolution with the weights that a weight-standardised one uses now."""
-    cls: Any = next(cls for cls in _CONVOLUTIONS if isinstance(layer, cls))
-    new = copy.copy(layer)
-    new.__class__ = cls
-    new._parameters = {**layer._parameters}
-    new._buffers = {}
-    new.weight = nn.Parameter(layer.standardized_weight(), layer.weight.requires_grad)
     return new
 
 

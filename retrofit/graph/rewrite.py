@@ -15,31 +15,56 @@ from weakref import WeakValueDictionary
 from torch import fx, nn
 
 from retrofit.graph.codegen import Edit, RewriteError, fact, method_source, replace_calls
-from retrofit.graph.site import Call
+from retrofit.graph.site import Call, Site
 from retrofit.graph.trace import MODES
 
 _classes: WeakValueDictionary[tuple[Any, ...], type[nn.Module]] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> list[str]:
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     """Put `module` in place of the child called `name`, under every name that the child goes by.
 
     Returns:
-        The names.
+        The network to use: another object only if `name` is empty, for the model itself.
 
     Raises:
         AttributeError: If the model has no child of that name.
-        ValueError: If `name` is empty: the model itself has no place to be replaced in.
     """
     if not name:
-        raise ValueError("the model itself cannot be replaced in place")
+        return module
     old = model.get_submodule(name)
-    names = [found for found, child in model.named_modules(remove_duplicate=False) if child is old]
-    for found in names:
+    for found in [found for found, child in model.named_modules(remove_duplicate=False) if child is old]:
         parent, _, last = found.rpartition(".")
         setattr(model.get_submodule(parent), last, module)
-    return names
+    return model
+
+
+def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: str) -> str:
+    """Put `module` in place of the activation of a site, which is no part of its norm, at this site alone.
+
+    Args:
+        model: The model that `find_sites` searched; changed in place.
+        site: One with an activation.
+        module: What to call instead.
+        suffix: Ends the name of a new child, which begins as the norm's.
+
+    Returns:
+        The name that `module` has in the model.
+
+    Raises:
+        RewriteError: As `replace_call`.
+    """
+    act = site.activation
+    assert act is not None
+    if act.call is None:
+        replace_module(model, act.name, module)
+        return act.name
+    child = f"{site.norm.removeprefix(f'{act.owner}.').replace('.', '_')}_{suffix}"
+    if site.places > 1:
+        child += f"_{site.place}"
+    replace_call(model, act.call, module, child)
+    return f"{act.owner}.{child}".lstrip(".")
 
 
 def replace_call(model: nn.Module, call: Call, module: nn.Module, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -66,6 +67,14 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         scale = self.restore_scale.to(weight.dtype).view(shape) / std
         standard = torch.addcmul(self.restore_shift.to(weight.dtype).view(shape), weight - mean, scale)
         return torch.lerp(weight, standard, self.strength.to(weight.dtype)).to(self.weight.dtype)
+
+    def plain_convolution(self) -> nn.Module:
+        """Return torch's convolution with the weights that this one uses now."""
+        new = copy.copy(self)
+        new.__class__ = next(cls for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(self, cls))  # type: ignore[assignment]
+        new._parameters, new._buffers = {**self._parameters}, {}
+        new.weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
+        return new
 
     def _moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         dims = tuple(range(1, weight.ndim))

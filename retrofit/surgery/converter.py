@@ -12,10 +12,13 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
-from retrofit.graph.site import Sites
+from retrofit.graph.codegen import RewriteError
+from retrofit.graph.find_sites import find_sites
+from retrofit.graph.rewrite import check_call
+from retrofit.graph.site import Activation, Site, Sites
 from retrofit.layers.base import StrengthMixin
 from retrofit.layers.settings import move_settings
-from retrofit.surgery.families import THAWED, NormLayer
+from retrofit.surgery.families import THAWED, NormLayer, classify
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan, Status
 from retrofit.utils.text import plural
 
@@ -151,6 +154,26 @@ def thawed_note(plan: Plan) -> tuple[str, ...]:
         f"gamma and beta of {plural(thawed, 'frozen layer')} were constants and are parameters now, which train: build "
         "the optimizer after the conversion",
     )
+
+
+def sites_of(model: nn.Module, families: frozenset[str]) -> Sites:
+    """Find the places that call the normalization layers of some families, and the activations behind them."""
+    return find_sites(model, lambda module: getattr(classify("", module), "family", None) in families)
+
+
+def by_place(sites: Sites) -> dict[tuple[str, int], Site]:
+    """Return the sites by what an `EditRow` says of its own: the norm, and which of the places that call it."""
+    return {(site.norm, site.place): site for site in sites.sites}
+
+
+def call_problem(model: nn.Module, activation: Activation) -> str:
+    """Why the call of an activation cannot be replaced; empty if it can."""
+    try:
+        if activation.call is not None:
+            check_call(model, activation.call)
+    except RewriteError as error:
+        return str(error)
+    return ""
 
 
 def left_activations(sites: Sites, converted: set[str]) -> list[EditRow]:

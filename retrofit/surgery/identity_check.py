@@ -141,7 +141,7 @@ class IdentityCheck:
         """
         with _undisturbed(model):
             outputs, samples = self._run(model)
-        largest = max((_scale(value) for values in self._samples.values() for value in values), default=0.0)
+        largest = max((scale_of(value) for values in self._samples.values() for value in values), default=0.0)
         rounding = _ROUNDING * largest if layers else 0.0  # without layers there is nothing else to judge by
         found = self._worst(zip(self._outputs, outputs, strict=True), "", rounding)
         if not layers or not found.passed:
@@ -154,7 +154,7 @@ class IdentityCheck:
 
     def _worst(self, pairs: Any, where: str, zero: float = 0.0) -> CheckResult:
         """Return the pair that differs most for its scale; values up to `zero` count as none."""
-        figures = [(_difference(a, b), _scale(a)) for a, b in pairs]
+        figures = [(largest_gap(a, b), scale_of(a)) for a, b in pairs]
         found = [CheckResult(*((0.0, 0.0) if max(two) <= zero else two), self.tolerance, where) for two in figures]
         return max(
             found, key=lambda result: (result.share, result.scale), default=CheckResult(0, 0, self.tolerance, where)
@@ -265,18 +265,16 @@ def _sample(samples: list[Tensor], _module: nn.Module, _args: tuple[Any, ...], o
     samples.append(flat[chosen.to(flat.device)])
 
 
-def _difference(source: Tensor, converted: Tensor) -> float:
-    """Return the largest absolute difference; equal infinities and NaN on both sides are no difference."""
-    if source.shape != converted.shape:
+def largest_gap(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference: inf where shapes differ, or NaN or infinity is on one side only."""
+    if one.shape != other.shape:
         return math.inf
-    a, b = source.double(), converted.double()
-    differs = (a != b) & ~(a.isnan() & b.isnan())
-    gap = (a - b)[differs].abs()
-    if gap.isnan().any():
-        return math.inf
-    return float(gap.max()) if gap.numel() else 0.0
+    a, b = one.double(), other.double()
+    gap = (a - b)[(a != b) & ~(a.isnan() & b.isnan())].abs()
+    return float(gap.nan_to_num(math.inf, math.inf).max()) if gap.numel() else 0.0
 
 
-def _scale(source: Tensor) -> float:
+def scale_of(source: Tensor) -> float:
+    """Return the largest absolute value that is finite; 0 if none is."""
     finite = source[source.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0

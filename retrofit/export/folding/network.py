@@ -32,12 +32,13 @@ from retrofit.export.forms.operations import (
     OneBranch,
     TwoBranch,
     constant_norm,
+    in_sequence,
     powers,
 )
 from retrofit.graph.codegen import RewriteError
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.kinds import is_altered
-from retrofit.graph.rewrite import replace_call, replace_module
+from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.site import Site
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
 from retrofit.surgery.identity_check import own_input_size
@@ -170,7 +171,7 @@ class _Folding:
             if layer in self.shapes:  # what the network never calls can stay
                 form, parts = self._fold(layer)
                 if parts is not None:
-                    self._put(name, parts)
+                    self.net = replace_module(self.net, name, in_sequence(parts))
                 if not isinstance(layer, ProxyNorm):
                     fit = self.fits.get(layer)
                     errors = (fit.size, fit.max_error, fit.rms_error) if fit else ()
@@ -324,21 +325,13 @@ class _Folding:
         act = site.activation
         assert act is not None
         if act.call is not None:
-            child = f"{site.norm.removeprefix(act.owner + '.').replace('.', '_')}_activation"
             try:
-                replace_call(self.net, act.call, copy.deepcopy(act.module), child)
+                name = replace_activation(self.net, site, copy.deepcopy(act.module), "activation")
             except RewriteError:
                 return None
-            act = replace(act, call=None, name=f"{act.owner}.{child}".removeprefix("."))
+            act = replace(act, call=None, name=name)
             self.sites[layer] = replace(site, activation=act)
         return act.name
-
-    def _put(self, name: str, parts: list[nn.Module]) -> None:
-        module = parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()
-        if name:
-            replace_module(self.net, name, module.eval())
-        else:
-            self.net = module.eval()
 
 
 def _upper_limit(site: Site | None) -> float | None:

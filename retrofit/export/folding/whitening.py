@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.export.folding.linear import fold_groups_after, mixes_groups, out_channels
-from retrofit.export.forms.operations import constant_norm
+from retrofit.export.forms.operations import constant_norm, in_sequence
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import replace_module
 from retrofit.layers import BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d
@@ -89,11 +89,7 @@ def fold_whitening(
                 parts.append(_without_whitening(layer, shift.new_zeros(channels), shift.new_ones(channels)))
             else:
                 forms[names[layer]] = "group convolution" if parts else "folded"
-        new = parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()
-        if name:
-            replace_module(net, name, new.eval())
-        else:
-            net = new.eval()
+        net = replace_module(net, name, in_sequence(parts))
     return net, forms
 
 

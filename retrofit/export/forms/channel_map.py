@@ -19,8 +19,6 @@ from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import classify
 
-_CONVS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 @dataclass(frozen=True)
 class ChannelMap:
@@ -141,10 +139,7 @@ def split_fused(net: nn.Module, fixed: Collection[nn.Module]) -> nn.Module:
             continue
         drop = getattr(layer, "drop", None) or nn.Identity()
         layer.act = layer.drop = nn.Identity()
-        parts = nn.Sequential(OrderedDict(norm=layer, drop=drop, act=act))
-        if not name:
-            return parts
-        replace_module(net, name, parts)
+        net = replace_module(net, name, nn.Sequential(OrderedDict(norm=layer, drop=drop, act=act)))
     return net
 
 
@@ -152,11 +147,4 @@ def plain_convolutions(net: nn.Module, fixed: Collection[nn.Module]) -> None:
     """Replace weight-standardised convolutions but the `fixed` ones by plain ones of the weights that they use."""
     for name, conv in list(net.named_modules()):
         if isinstance(conv, WeightStandardization) and conv not in fixed and name:
-            cls = next(base for base in _CONVS if isinstance(conv, base))
-            plain = cls(
-                conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
-                conv.groups, conv.bias is not None, conv.padding_mode,
-            )  # fmt: skip
-            plain.weight = nn.Parameter(conv.standardized_weight(), requires_grad=False)
-            plain.bias = conv.bias
-            replace_module(net, name, plain.eval())
+            replace_module(net, name, conv.plain_convolution())

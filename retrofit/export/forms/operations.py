@@ -10,7 +10,7 @@ multiple of h is the sign as well, wherever that matters, at the cost of a multi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -268,6 +268,11 @@ def constant_norm(scale: Tensor, shift: Tensor, ndim: int) -> nn.Module:
     norm.weight.copy_(scale)
     norm.bias.copy_(shift)
     return norm.eval()
+
+
+def in_sequence(parts: Sequence[nn.Module]) -> nn.Module:
+    """Return a module, in evaluation, that applies some modules one after the other."""
+    return (parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()).eval()
 
 
 class FunctionModule(nn.Module):

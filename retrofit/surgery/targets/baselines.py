@@ -9,6 +9,7 @@ can say is carried over (`_migrate`); of a network that was not trained that mak
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,22 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from retrofit.conversion_options import ConversionOptions
-from retrofit.errors import RetrofitError, UsageError
-from retrofit.graph.find_sites import find_sites
-from retrofit.graph.rewrite import check_call, replace_call, replace_module
+from retrofit.errors import UsageError
+from retrofit.graph.rewrite import replace_activation
 from retrofit.graph.site import Site, Sites
 from retrofit.layers.settings import check_groups, hold_settings
-from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, left_activations, register
-from retrofit.surgery.families import FAMILIES, NormLayer, classify
+from retrofit.surgery.converter import (
+    Converter,
+    Decision,
+    Decisions,
+    adopt,
+    by_place,
+    call_problem,
+    left_activations,
+    register,
+    sites_of,
+)
+from retrofit.surgery.families import FAMILIES, NormLayer
 from retrofit.surgery.group_count import group_count
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 
@@ -53,21 +63,19 @@ class BaselineConverter(Converter):
         """Convert every BatchNorm over maps whose activations can be taken in, and take those in."""
         if options.groups == "auto":
             raise UsageError(f"`groups='auto'` means nothing to {self.layer}; give a number or leave it out")
-        sites = _sites(model)
-        blocked: dict[str, str] = {}
-        for site in sites.sites:
-            if site.activation is not None and site.activation.call is not None:
-                try:
-                    check_call(model, site.activation.call)
-                except RetrofitError as error:
-                    blocked[site.norm] = str(error)
+        sites = sites_of(model, self.sources)
+        blocked = {
+            site.norm: problem
+            for site in sites.sites
+            if site.activation is not None and (problem := call_problem(model, site.activation))
+        }
         decided = {layer.name: self._decide(model, layer, options, sites, blocked) for layer in layers}
         converted = {name for name, decision in decided.items() if decision.status == "converted"}
         return Decisions(decided, self._edits(sites, converted))
 
     def survey(self, model: nn.Module, plan: Plan) -> dict[tuple[str, int], Site]:
         """Find again, before the layers change, the activations that the plan is about."""
-        return {(site.norm, site.place): site for site in _sites(model).sites}
+        return by_place(sites_of(model, self.sources))
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         """Build timm's layer around the source's affine parameters, with the values that come closest."""
@@ -92,8 +100,9 @@ class BaselineConverter(Converter):
     def finish(self, model: nn.Module, plan: Plan, surveyed: dict[tuple[str, int], Site]) -> tuple[str, ...]:
         """Take out the activations that are part of the layers now."""
         for row in plan.edits:
-            if row.status == "converted":
-                _take_out(model, surveyed[row.norm, row.place])
+            site = surveyed[row.norm, row.place] if row.status == "converted" else None
+            if site is not None and site.activation is not None and site.activation.kind != "fused":
+                replace_activation(model, site, nn.Identity(), "act")  # a fused one went with its layer
         return (
             f"{self.layer} has no strength, and the network is not its source's function any more: gamma, beta and the "
             "running statistics are carried over as far as they go, training has to do the rest",
@@ -120,15 +129,12 @@ class BaselineConverter(Converter):
         """Take in the activations behind converted layers."""
         made = []
         for site in sites.sites:
-            act = site.activation
-            if act is None:
+            if (act := site.activation) is None:
                 continue
-            taken = site.norm in converted
-            status, reason = ("converted", "") if taken else ("left", "its norm is not converted")
-            target = self.layer if taken else ""
-            made.append(
-                EditRow(act.name, act.type, "activation", status, reason, site.norm, site.place, {}, target)  # type: ignore[arg-type]
-            )
+            row = EditRow(act.name, act.type, "activation", "left", "its norm is not converted", site.norm, site.place)
+            if site.norm in converted:
+                row = replace(row, status="converted", reason="", target=self.layer)
+            made.append(row)
         return (*made, *left_activations(sites, converted))
 
     def _hindrance(
@@ -152,23 +158,6 @@ class BaselineConverter(Converter):
         if not any(followed) and not isinstance(getattr(module, "act", nn.Identity()), nn.Identity):
             return sites[0].reason
         return next((blocked[site.norm] for site in sites if site.norm in blocked), "")
-
-
-def _sites(model: nn.Module) -> Sites:
-    return find_sites(model, lambda module: getattr(classify("", module), "family", None) == "bn")
-
-
-def _take_out(model: nn.Module, site: Site) -> None:
-    """Replace the activation of a site by the identity, at this site alone."""
-    act = site.activation
-    assert act is not None
-    if act.kind == "fused":
-        return  # it went with its layer
-    if act.call is None:
-        replace_module(model, act.name, nn.Identity())
-        return
-    name = site.norm.removeprefix(f"{act.owner}.").replace(".", "_")
-    replace_call(model, act.call, nn.Identity(), f"{name}_act" + (f"_{site.place}" if site.places > 1 else ""))
 
 
 @torch.no_grad()

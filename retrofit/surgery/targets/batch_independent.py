@@ -7,15 +7,15 @@ ProxyNorm, every activation that directly follows a converted layer is replaced 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
-from retrofit.errors import RetrofitError, UsageError
-from retrofit.graph.find_sites import find_sites
-from retrofit.graph.rewrite import check_call, replace_call, replace_module
+from retrofit.errors import UsageError
+from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.site import Site, Sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm, weight_standardization
 from retrofit.layers.migrated_group_norm import group_gain
@@ -24,13 +24,16 @@ from retrofit.surgery.converter import (
     Decision,
     Decisions,
     adopt,
+    by_place,
+    call_problem,
     count_batches,
     left_activations,
     register,
     seed,
+    sites_of,
     thawed_note,
 )
-from retrofit.surgery.families import FAMILIES, NormLayer, classify
+from retrofit.surgery.families import FAMILIES, NormLayer
 from retrofit.surgery.group_count import group_count, most_groups
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.utils.text import plural
@@ -69,7 +72,7 @@ class BatchIndependentConverter(Converter):
             taken = [layer for layer in layers if layer.family in self.sources and _migratable(layer.module)]
             norms = {layer.name: layer.module for layer in taken}
             picked = most_groups(model, norms, options.calibrate) if norms else {}
-        sites = self._sites(model) if self.proxy or options.ws else Sites([], [], {})
+        sites = sites_of(model, self.sources) if self.proxy or options.ws else Sites([], [], {})
         decided = {layer.name: self._decide(layer, options, picked.get(layer.name), sites) for layer in layers}
         converted = {name for name, decision in decided.items() if decision.status == "converted"}
         return Decisions(decided, self._edits(model, converted, options, sites))
@@ -94,7 +97,7 @@ class BatchIndependentConverter(Converter):
         """Find again, before the layers change, the places that the plan is about."""
         if not any(row.status == "converted" for row in plan.edits):
             return {}
-        return {(site.norm, site.place): site for site in self._sites(model).sites}
+        return by_place(sites_of(model, self.sources))
 
     def finish(self, model: nn.Module, plan: Plan, surveyed: dict[tuple[str, int], Site]) -> tuple[str, ...]:
         """Replace the planned activations and convolutions."""
@@ -114,9 +117,6 @@ class BatchIndependentConverter(Converter):
             f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays them): an optimizer built "
             "before the conversion does not hold them, so build it again",
         )
-
-    def _sites(self, model: nn.Module) -> Sites:
-        return find_sites(model, lambda module: getattr(classify("", module), "family", None) in self.sources)
 
     def _decide(
         self, found: NormLayer, options: ConversionOptions, picked: tuple[int, float] | None, sites: Sites
@@ -189,20 +189,14 @@ def _activation(model: nn.Module, site: Site, converted: set[str], settled: dict
     """Decide the activation that follows a site's norm."""
     act = site.activation
     assert act is not None
-    reason = ""
     if site.norm not in converted:
         reason = "its norm is not converted"
     elif site.in_squeeze_excite:
         reason = "inside a squeeze-excite"
-    elif act.call is not None:
-        try:
-            check_call(model, act.call)
-        except RetrofitError as error:
-            reason = str(error)
-    if reason:
-        return EditRow(act.name, act.type, "activation", "left", reason, site.norm, site.place)
-    options = {**settled, "scale": not site.last_before_pool}
-    return EditRow(act.name, act.type, "activation", "converted", "", site.norm, site.place, options)
+    else:
+        reason = call_problem(model, act)
+    row = EditRow(act.name, act.type, "activation", "left", reason, site.norm, site.place)
+    return row if reason else replace(row, status="converted", options={**settled, "scale": not site.last_before_pool})
 
 
 def _convolution(model: nn.Module, site: Site, settled: dict[str, Any]) -> EditRow:
@@ -217,16 +211,8 @@ def _convolution(model: nn.Module, site: Site, settled: dict[str, Any]) -> EditR
         reason = "each output channel has a single weight"
     elif site.in_squeeze_excite:
         reason = "inside a squeeze-excite"
-    return EditRow(
-        site.feeder,
-        type(conv).__name__,
-        "convolution",
-        "left" if reason else "converted",
-        reason,
-        site.norm,
-        site.place,
-        {} if reason else settled,
-    )
+    row = EditRow(site.feeder, type(conv).__name__, "convolution", "left", reason, site.norm, site.place)
+    return row if reason else replace(row, status="converted", options=settled)
 
 
 def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm:
@@ -246,11 +232,8 @@ def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm
     proxied.train(norm.training)
     if act.kind == "fused":
         norm.act = proxied
-    elif act.call is None:
-        replace_module(model, act.name, proxied)
     else:
-        name = site.norm.removeprefix(f"{act.owner}.").replace(".", "_")
-        replace_call(model, act.call, proxied, f"{name}_proxy" + (f"_{site.place}" if site.places > 1 else ""))
+        replace_activation(model, site, proxied, "proxy")
     return proxied
 
 
