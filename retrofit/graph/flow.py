@@ -27,6 +27,7 @@ _WINDOWS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 _POOL_CALLS: Collection[Any] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _WINDOW_CALLS: Collection[Any] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
+_LINEAR = {"convolution", "linear"}
 # Steps that leave a value's channels to themselves, on the way to a mean pooling.
 _TO_POOL = {"same", "shape", "concatenation", "constant"}
 # Steps inside a squeeze-excite, before and after the activation in question.
@@ -88,26 +89,24 @@ class Flow:
             found = self.source(found)
         if found is None:
             return None, "fed by nothing that the trace shows"
-        if self.steps[found] not in ("convolution", "linear"):
-            return None, f"fed by {self.describe(found)}"
-        if len(self.consumers(found)) > 1:
+        if len(self.consumers(found)) > 1 and self.steps[found] in _LINEAR:
             return None, f"{self.describe(found)} feeds other layers too"
-        module = self.modules[found]
-        if not kinds.is_plain_affine(module):
-            return None, f"{self.describe(found)} is not a plain convolution or linear layer"
-        return module, ""
+        return self._plain_affine(found, "fed by")
 
     def consumer(self, node: fx.Node) -> tuple[nn.Module | None, str]:
         """The convolution or linear layer that alone takes `node`'s value, in eval mode, or why there is none."""
         users = self.after(node)
         if len(users) != 1:
             return None, "consumed by several layers" if users else "consumed by nothing that the trace shows"
-        found = users[0]
-        if self.steps[found] not in ("convolution", "linear"):
-            return None, f"consumed by {self.describe(found)}"
-        module = self.modules[found]
+        return self._plain_affine(users[0], "consumed by")
+
+    def _plain_affine(self, node: fx.Node, how: str) -> tuple[nn.Module | None, str]:
+        """The layer that a node calls if affine maps fold into it, or why they do not."""
+        if self.steps[node] not in _LINEAR:
+            return None, f"{how} {self.describe(node)}"
+        module = self.modules[node]
         if not kinds.is_plain_affine(module):
-            return None, f"{self.describe(found)} is not a plain convolution or linear layer"
+            return None, f"{self.describe(node)} is not a plain convolution or linear layer"
         return module, ""
 
     def is_added(self, node: fx.Node) -> bool:
