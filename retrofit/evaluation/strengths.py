@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from retrofit.layers import StrengthMixin
+from retrofit.surgery import strength_layers
 
 _DIGITS = 4  # of a strength that someone has set
 
@@ -15,7 +15,7 @@ def odd_strengths(model: nn.Module) -> str | None:
     torch's averages of weights average every buffer, if asked to, and so the strength: after 50 steps of a ramp to 1
     with decay 0.98 it stands at 0.36, and the average would evaluate as other layers than its model's.
     """
-    found = {module.stored_strength for module in model.modules() if isinstance(module, StrengthMixin)}
+    found = {layer.stored_strength for layer in strength_layers(model)}
     odd = sorted(t for t in found if abs(t - round(t, _DIGITS)) > 1e-6)
     if not odd:
         return None

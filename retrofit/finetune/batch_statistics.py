@@ -20,6 +20,7 @@ from retrofit.layers import (
     SyncBatchNormalNormAct,
 )
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
+from retrofit.utils.placement import device_of
 
 _CONVERTED: dict[type[nn.Module], type[nn.Module]] = {
     BatchNormalNorm1d: SyncBatchNormalNorm,
@@ -51,13 +52,12 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
     Raises:
         RetrofitError: If a layer whitens, or takes several Newton steps: both need each set whole.
     """
-    if device is None:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
         raise RetrofitError(
             "whitening matrices are not synchronized between processes; leave dbn and dbnn unsynchronized"
         )
-    forms = _CONVERTED if torch.device(device).type == "cpu" else _CONVERTED | _PLAIN
+    place = device_of(model) if device is None else torch.device(device)
+    forms = _CONVERTED if place.type == "cpu" else _CONVERTED | _PLAIN
     found = [module for module in model.modules() if type(module) in forms]
     if any(isinstance(module, NormalityMixin) and module.steps > 1 for module in found):
         raise RetrofitError(

@@ -34,8 +34,7 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     """
     model = build(with_options(network.source, num_classes=classes))
     source = vars(model)["_retrofit_source"]
-    for plan in getattr(network.model, "_retrofit_plans", []):
-        model, _ = surgery.apply(plan, model)
+    model = surgery.replay(model, surgery.plans_of(network.model))
     restore(model, set_since(network.model, network.source))
     old, new = tensors_of(network.model), tensors_of(model)
     fresh = tuple(name for name in new if name not in old or old[name].shape != new[name].shape)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.errors import RetrofitError
-from retrofit.layers import StrengthMixin
-from retrofit.networks.models import Network
+from retrofit.networks.models import Network, strengths
 from retrofit.surgery import set_strength
 
 
@@ -22,8 +21,7 @@ def check_untrained(network: Network) -> None:
     Raises:
         RetrofitError: If that is so.
     """
-    strengths = [float(module.strength) for module in network.model.modules() if isinstance(module, StrengthMixin)]
-    if network.weights.get("steps") or any(strengths):
+    if network.weights.get("steps") or any(strengths(network.model)):
         raise RetrofitError(
             "`teacher='source'` is the network at strength 0, but this one was trained since its conversion, or its "
             "strength raised; convert the source anew, at strength 0, and train that, or drop `teacher`"

@@ -41,11 +41,12 @@ from retrofit.finetune.setup import (
     validation_share,
 )
 from retrofit.finetune.strength_schedule import StrengthSchedule
-from retrofit.layers import NormalityMixin, StrengthMixin
+from retrofit.layers import NormalityMixin
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.lambdas import lambda_values
 from retrofit.networks import artifact
 from retrofit.networks.models import Network, open_model
+from retrofit.surgery import strength_layers
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.text import one_line, shortlist
 
@@ -253,7 +254,7 @@ class _Run:
     @property
     def _converted(self) -> bool:
         """Whether the network has layers on the way from a source to a target."""
-        return any(isinstance(module, StrengthMixin) for module in self.plain.modules())
+        return bool(strength_layers(self.plain))
 
     @property
     def _answering(self) -> nn.Module:
@@ -377,11 +378,9 @@ class _Run:
 
     @property
     def _strength(self) -> float | None:
-        layers = (module for module in self.plain.modules() if isinstance(module, StrengthMixin))
-        layer = next(layers, None)
         if self.schedule is not None and self.schedule.strength is not None:
             return self.schedule.strength
-        return None if layer is None else float(layer.strength)
+        return float(strength_layers(self.plain)[0].strength) if self._converted else None
 
     def _all_agree(self, stop: bool) -> bool:
         """Whether any process was asked to stop."""
@@ -395,8 +394,7 @@ class _Run:
         """Validate, write the epoch's line and the artifacts, and save the state."""
         position = self.position
         self._check_finite()
-        sums = torch.tensor([position.loss_sum, position.images], dtype=torch.float64, device=self._sum_device)
-        loss_sum, images = self.accelerator.reduce(sums).tolist()
+        loss_sum, images = self._summed([position.loss_sum, position.images])
         accuracy = self._validate()
         self._list([name for names in gather_object([position.unreadable]) for name in names], "it is left out")
         row: dict[str, Any] = {
@@ -436,9 +434,11 @@ class _Run:
             self._write_artifact(self.plain, self.folder / "last.safetensors")
             self._draw()
 
-    @property
-    def _sum_device(self) -> torch.device:
-        return self.accelerator.device if self.accelerator.device.type == "cuda" else torch.device("cpu")
+    def _summed(self, figures: list[float]) -> list[float]:
+        """Return the sums of figures over all processes."""
+        device = self.accelerator.device if self.accelerator.device.type == "cuda" else "cpu"
+        sums: Tensor = self.accelerator.reduce(torch.tensor(figures, dtype=torch.float64, device=device))
+        return sums.tolist()
 
     def _validate(self) -> dict[str, float | None]:
         if self.val is None:
@@ -456,11 +456,9 @@ class _Run:
             channels_last=recipe.channels_last,
         )
         self._list(result.skipped, "it is left out")
-        finite = result.images - result.not_finite
-        loss = result.loss * finite if finite else 0.0
-        counts = [result.images, result.correct1, result.correct5, finite, loss]
-        sums = torch.tensor(counts, dtype=torch.float64, device=self._sum_device)
-        self.validated, correct1, correct5, finite, loss = self.accelerator.reduce(sums).tolist()
+        own = result.images - result.not_finite
+        counts = [result.images, result.correct1, result.correct5, own, result.loss * own if own else 0.0]
+        self.validated, correct1, correct5, finite, loss = self._summed(counts)
         return {
             "val_top1": 100 * correct1 / self.validated,
             "val_top5": 100 * correct5 / self.validated,

@@ -78,7 +78,7 @@ def save(
     ensure_writable(path, force)
     while (inner := _wrapped(model)) is not None:
         model = inner
-    plans: list[Plan] = getattr(model, "_retrofit_plans", [])
+    plans = surgery.plans_of(model)
     source, twin = _identified(model, source, model_kwargs, plans)
     tensors = to_write(model, model if twin is None else twin)
     preprocess = preprocess or getattr(model, "_retrofit_preprocess", None) or preprocess_of(model, source)
@@ -143,16 +143,16 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
         raise RetrofitError(
             f"{path} holds a network of one's own, {printable(source, 100)}; build that network and pass it as `into`"
         )
-    if into is not None and hasattr(into, "_retrofit_plans"):
+    if into is not None and surgery.plans_of(into):
         raise RetrofitError("the network to load into is converted already; pass it as it was before its conversion")
     header = read_header(path)
     shapes = {name: shape for name, (shape, _) in header.items()}
     with _explaining(path, manifest), bounded_by(shapes):
         manifest.check_sizes(shapes)
         twin = (
-            skeleton(source, lambda fresh: _replay(fresh, plans))
+            skeleton(source, lambda fresh: surgery.replay(fresh, plans))
             if into is None
-            else _replay(emptied(into, "meta"), plans)
+            else surgery.replay(emptied(into, "meta"), plans)
         )
     if problem := misfit(twin, header):
         raise RetrofitError(
@@ -167,14 +167,14 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
         if into is None:
             twin = _with_memory(twin, source, plans, tensors)
         elif runs:
-            twin = _replay(copy.deepcopy(into).cpu(), plans)
+            twin = surgery.replay(copy.deepcopy(into).cpu(), plans)
         if runs:
             fill(twin, tensors, wide_dtype(tensors))
         restore(twin, description)
         problem = _unlike(twin, manifest, runs)
     if problem is not None:
         raise RetrofitError(f"{path} does not come back as it was saved with {_library(manifest)}: {problem}")
-    model = twin if into is None else _replay(into, plans)
+    model = twin if into is None else surgery.replay(into, plans)
     fill(model, tensors)
     restore(model, description)
     attached: dict[str, Any] = {
@@ -266,12 +266,6 @@ def _answers_otherwise(model: nn.Module, known: Mapping[str, Any]) -> str | None
         return str(error)
 
 
-def _replay(model: nn.Module, plans: Sequence[Plan]) -> nn.Module:
-    for plan in plans:
-        model, _ = surgery.apply(plan, model)
-    return model
-
-
 def _with_memory(
     twin: nn.Module, source: ModelSource, plans: Sequence[Plan], tensors: Mapping[str, Tensor]
 ) -> nn.Module:
@@ -282,7 +276,7 @@ def _with_memory(
     unsaid = any(module._non_persistent_buffers_set for module in twin.modules()) or not is_all(describe(twin))
     if unsaid or own.keys() - tensors.keys() - aliases(twin).keys():
         with torch.random.fork_rng(devices=[]):
-            return _replay(build(source), plans)
+            return surgery.replay(build(source), plans)
     return emptied(twin, "cpu")
 
 
@@ -307,7 +301,7 @@ def _identified(
     found = next(candidates(model, hint), stranger)
     if found.library == OWN and not own.is_typed(found.name):
         return found, None
-    return identify(model, hint, lambda fresh: _replay(fresh, plans))
+    return identify(model, hint, lambda fresh: surgery.replay(fresh, plans))
 
 
 def _labels(model: nn.Module, given: Sequence[str] | None, answered: int | None) -> list[str] | None:

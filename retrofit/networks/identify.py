@@ -17,7 +17,7 @@ from retrofit.networks.budget import Shapes, TooLargeError
 from retrofit.networks.description import Description, changes, describe, first_difference, restore
 from retrofit.networks.library import ModelSource, build, parse, timm_source
 from retrofit.networks.tensors import shapes_of
-from retrofit.surgery import apply
+from retrofit.surgery import plans_of, replay
 from retrofit.utils.text import shortlist
 
 
@@ -78,13 +78,8 @@ def identify(
 
 def set_since(model: nn.Module, source: ModelSource) -> Description:
     """Return what was set on a network after it was built (and converted), for `restore` on one that is built again."""
-
-    def convert(fresh: nn.Module) -> nn.Module:
-        for plan in getattr(model, "_retrofit_plans", []):
-            fresh, _ = apply(plan, fresh)
-        return fresh
-
-    return changes(describe(model), describe(skeleton(source, convert)))
+    usual = skeleton(source, lambda fresh: replay(fresh, plans_of(model)))
+    return changes(describe(model), describe(usual))
 
 
 def skeleton(source: ModelSource, convert: Callable[[nn.Module], nn.Module] | None = None) -> nn.Module:

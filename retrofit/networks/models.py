@@ -10,7 +10,6 @@ from typing import Any, Literal
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.layers import StrengthMixin
 from retrofit.networks import artifact
 from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
 from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
@@ -18,6 +17,7 @@ from retrofit.networks.load_weights import load_into
 from retrofit.networks.locate import artifact_behind
 from retrofit.networks.manifest import PlainCheckpointError
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
+from retrofit.surgery import plans_of, strength_layers
 from retrofit.utils.text import plural, printable, shortlist
 
 __all__ = ["ModelSource", "Network", "Preprocess", "open_model", "strength_sentence", "strengths", "weights_sentence"]
@@ -57,7 +57,7 @@ class Network:
     @property
     def target(self) -> str | None:
         """What it was converted to last; None if it was not."""
-        plans = getattr(self.model, "_retrofit_plans", [])
+        plans = plans_of(self.model)
         return plans[-1].to if plans else None
 
     @property
@@ -66,10 +66,15 @@ class Network:
         found = set(strengths(self.model))
         return found.pop() if len(found) == 1 else None
 
+    def save(self, path: str | Path, force: bool = False) -> None:
+        """Write it as an artifact, with what is known about it; see `retrofit.save`."""
+        known = {"labels": self.labels, "weights": self.weights, "preprocess": self.preprocess}
+        artifact.save(self.model, path, source=self.source, **known, force=force)  # type: ignore[arg-type]
+
 
 def strengths(model: nn.Module) -> list[float]:
     """Return the strength of each converted layer that has one."""
-    return [float(layer.strength) for layer in model.modules() if isinstance(layer, StrengthMixin)]
+    return [float(layer.strength) for layer in strength_layers(model)]
 
 
 def strength_sentence(model: nn.Module) -> str | None:

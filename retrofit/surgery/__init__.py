@@ -2,7 +2,7 @@
 
 from retrofit.surgery import targets
 from retrofit.surgery.converter import TARGETS, converter_for
-from retrofit.surgery.execute import apply, convert, set_strength, strength_layers, strength_of
+from retrofit.surgery.execute import apply, convert, plans_of, replay, set_strength, strength_layers, strength_of
 from retrofit.surgery.families import FAMILIES
 from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
 from retrofit.surgery.planning import plan
@@ -17,6 +17,8 @@ __all__ = [
     "convert",
     "converter_for",
     "plan",
+    "plans_of",
+    "replay",
     "set_strength",
     "strength_layers",
     "strength_of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -67,10 +67,21 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
         notes: tuple[str, ...] = (plan.activations,) if plan.activations else ()
         notes += converter.finish(model, plan, surveyed)
         notes += _guard_fusing(model, set(built.values()))
-        history: list[Plan] = [*getattr(model, "_retrofit_plans", []), plan]
-        model._retrofit_plans = history  # type: ignore[assignment]
+        vars(model)["_retrofit_plans"] = [*plans_of(model), plan]
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, before, _parameters(model), strength, notes)
+
+
+def plans_of(model: nn.Module) -> list[Plan]:
+    """Return the conversions that a network went through, in order."""
+    return list(getattr(model, "_retrofit_plans", []))
+
+
+def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
+    """Repeat conversions on a network of the structure that they were made for; return the network to use."""
+    for made in plans:
+        model, _ = apply(made, model)
+    return model
 
 
 @takes_options
