@@ -56,7 +56,6 @@ def command(
     from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.export.bake import IMAGES, TOLERANCE, bake
     from retrofit.images.dataset import sample_batches
-    from retrofit.networks import artifact
 
     output = output_file(output, f"{file_stem(model)}-baked.safetensors", force)
     network = open_network(model, **options)
@@ -65,10 +64,7 @@ def command(
         _, report = bake(network.model, batches, tolerance=TOLERANCE if tolerance is None else tolerance)
     _show(report)
     with waiting(f"writing {output}"):
-        artifact.save(
-            network.model, output, source=network.source, labels=network.labels, weights=network.weights,
-            preprocess=network.preprocess, force=force,
-        )  # fmt: skip
+        network.save(output, force)
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)", style="bold")
     say(f"next: retrofit export {output}")
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,8 @@ from retrofit.cli.options import architecture_options, json_option, model_argume
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
-    from retrofit.bench import Cost, Spread
+    from retrofit.bench import Cost
+    from retrofit.bench.exported import FileCost
     from retrofit.networks.models import Network
     from retrofit.utils.onnx_runtimes import Runtime
 
@@ -107,7 +109,7 @@ def command(
     if as_json:
         conversions = {model: network.conversion, name: reference.conversion}
         emit({"schema": 1, "machine": _machine(place), "batch_size": batch_size, "rounds": rounds,
-              "networks": conversions, "costs": [_values(cost) for cost in found]})  # fmt: skip
+              "networks": conversions, "costs": [asdict(cost) for cost in found]})  # fmt: skip
 
 
 def _bench_files(
@@ -120,7 +122,6 @@ def _bench_files(
     others: dict[str, Any],
 ) -> None:
     """Measure exported files."""
-    from dataclasses import asdict
     from pathlib import Path
 
     import torch
@@ -136,12 +137,7 @@ def _bench_files(
         found = measure_files(
             files, runtime, batch_size=batch_size, rounds=rounds, threads=torch.get_num_threads(), progress=move
         )
-    rows = []
-    for cost in found:
-        time = f"{cost.seconds.median * 1e3:.1f} ({cost.seconds.low * 1e3:.1f} to {cost.seconds.high * 1e3:.1f})"
-        rows.append(
-            (cost.file, time, "1" if cost.time_ratio is None else _ratio(cost.time_ratio), f"{cost.bytes / 1e6:.1f}")
-        )
+    rows = [(cost.file, *_times(cost), f"{cost.bytes / 1e6:.1f}") for cost in found]
     show_table(("file", "ms a batch", "time ratio", "MB"), rows)
     place = torch.device("cpu")
     say(f"{rounds} turns each, batches of {batch_size} in {runtime}, {_machine(place)}")
@@ -152,8 +148,6 @@ def _bench_files(
 
 def _reference(model: str, network: Network, against: str | None, own: str | None) -> tuple[str, Network]:
     """Return the name to show, and the network to measure against."""
-    from dataclasses import replace
-
     from retrofit.cli.network import open_network
     from retrofit.networks.description import restore
     from retrofit.networks.identify import set_since
@@ -173,21 +167,16 @@ def _reference(model: str, network: Network, against: str | None, own: str | Non
 def _show(found: list[Cost]) -> None:
     rows = []
     for cost in found:
-        ratio = "1" if cost.time_ratio is None else _ratio(cost.time_ratio)
         memory = "1" if cost.memory_ratio is None else f"{cost.memory_ratio:.2f}"
-        time = f"{cost.seconds.median * 1e3:.1f} ({cost.seconds.low * 1e3:.1f} to {cost.seconds.high * 1e3:.1f})"
-        rows.append((cost.mode, cost.network, time, ratio, f"{cost.bytes / 1e6:.1f}", memory))
+        rows.append((cost.mode, cost.network, *_times(cost), f"{cost.bytes / 1e6:.1f}", memory))
     show_table(("mode", "network", "ms a batch", "time ratio", "peak MB", "memory ratio"), rows)
 
 
-def _ratio(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
-
-
-def _values(cost: Cost) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(cost)
+def _times(cost: Cost | FileCost) -> tuple[str, str]:
+    """Return the milliseconds of a batch, and how many times the reference's they are."""
+    time, ratio = cost.seconds, cost.time_ratio
+    milliseconds = f"{time.median * 1e3:.1f} ({time.low * 1e3:.1f} to {time.high * 1e3:.1f})"
+    return milliseconds, "1" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def _machine(place: Any) -> str:

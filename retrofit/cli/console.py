@@ -15,6 +15,7 @@ from retrofit.utils.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 _LOG_WIDTH = 120  # where stderr is no terminal, a table should not be squeezed into 80 columns
 _GAP = 3  # between two columns of a table
@@ -25,7 +26,8 @@ _EVERY = 30.0  # seconds between lines of progress, where there is no terminal
 _ROWS = 16  # of a table: what is shown must not grow with the model
 
 
-def _stderr() -> Console:
+def stderr() -> Console:
+    """Return a console on stderr that writes what it is given as it is."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -36,7 +38,7 @@ def _stderr() -> Console:
 
 def say(text: str, style: str | None = None) -> None:
     """Write one line to stderr, never broken into several."""
-    _stderr().print(printable(in_flags(text)), style=style, soft_wrap=True)
+    stderr().print(printable(in_flags(text)), style=style, soft_wrap=True)
 
 
 def emit(values: dict[str, Any]) -> None:
@@ -53,7 +55,7 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     from rich import box
     from rich.table import Table
 
-    console = _stderr()
+    console = stderr()
     filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
     shown = [[in_flags(row[number]) for number in filled] for row in rows[:_ROWS]]
     widths = _fit([columns[number] for number in filled], shown, console.width)
@@ -102,8 +104,16 @@ def waiting(text: str) -> AbstractContextManager[Any]:
     """Show a spinner with `text` while something takes its time; nothing where stderr is no terminal."""
     from rich.text import Text
 
-    console = _stderr()
+    console = stderr()
     return console.status(Text(printable(text))) if console.is_terminal else nullcontext()
+
+
+def bar_on(console: Console) -> Progress:
+    """Return a progress bar that is gone when it is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)
 
 
 class ProgressCallback(Protocol):
@@ -116,14 +126,11 @@ class ProgressCallback(Protocol):
 @contextmanager
 def progress_bar(text: str, lines: bool = False) -> Iterator[ProgressCallback | None]:
     """Give what moves a progress bar. Without a terminal None; with `lines` what writes lines."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = _stderr()
+    console = stderr()
     if not console.is_terminal:
         yield _lines(text) if lines else None
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with bar_on(console) as bar:
         task = bar.add_task(text, total=None)
 
         def move(done: int, total: int | None, what: str = "") -> None:
@@ -148,7 +155,7 @@ def _lines(text: str) -> ProgressCallback:
 def names(values: Iterable[str]) -> str:
     """Return the first names, two where there is room for them, and the number of the others."""
     listed = list(values)
-    if _stderr().width < _WIDE and len(listed) > 1:
+    if stderr().width < _WIDE and len(listed) > 1:
         return f"{listed[0]} (+{len(listed) - 1})"
     shown = 2
     head = ", ".join(printable(value, 80) for value in listed[:shown])

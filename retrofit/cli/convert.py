@@ -98,7 +98,6 @@ def command(
     from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.evaluation.accuracy import predictions
     from retrofit.images.dataset import sample_batches
-    from retrofit.networks import artifact
     from retrofit.surgery.identity_check import IdentityCheck
 
     converter = surgery.converter_for(to)
@@ -144,15 +143,7 @@ def command(
         change = check.compare(network.model, layers=False)
         answer["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
         say(f"at strength {strength:g} the output changes: {change}")
-    artifact.save(
-        network.model,
-        output,
-        source=network.source,
-        labels=network.labels,
-        weights=network.weights,
-        preprocess=network.preprocess,
-        force=force,
-    )
+    network.save(output, force)
     _show_artifact(output, network.source, check.classifies)
     if as_json:
         emit(answer)

@@ -12,6 +12,7 @@ from retrofit.cli.console import emit, names, progress_bar, say
 from retrofit.cli.device import chosen_device, precision_of
 from retrofit.cli.options import architecture_options, data_options, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
+from retrofit.utils.text import plural
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,8 +135,7 @@ def command(
                 style="yellow",
             )
     if result.skipped:
-        images = "1 image" if len(result.skipped) == 1 else f"{len(result.skipped)} images"
-        say(f"warning: {images} cannot be read: {names(result.skipped)}", style="yellow")
+        say(f"warning: {plural(len(result.skipped), 'image')} cannot be read: {names(result.skipped)}", style="yellow")
     if result.not_finite:
         say(f"warning: {result.not_finite} images gave scores that are not finite, counted as wrong", style="yellow")
     say(f"top-1 {result.top1:.2f}% ({result.correct1} of {result.images})", style="bold")

@@ -17,7 +17,7 @@ from retrofit.cli import completion
 from retrofit.cli.console import emit, names, say
 from retrofit.cli.options import json_option, network_option
 from retrofit.errors import UsageError
-from retrofit.finetune.recipe import FREE, Recipe
+from retrofit.finetune.recipe import FREE, Recipe, load_recipe
 from retrofit.utils.text import printable
 
 if TYPE_CHECKING:
@@ -134,27 +134,28 @@ def command(
         if model is not None or recipe is not None or folder is not None:
             raise UsageError("--resume takes MODEL, --recipe and -o from the run's folder; drop them")
     with _asked_to_stop() as stop:
+        from retrofit.cli.progress import run_callback
+        from retrofit.finetune.loop import finetune, resume_network
+
         if resume is not None:
-            folder, result = _resumed(resume, network, given, stop)
+            folder, opened = resume, resume_network(resume, network)
+            settled = load_recipe(resume / "recipe.yaml", given)
         else:
-            folder, result = _started(model, network, recipe, folder, given, stop)
+            folder, opened, settled = _prepared(model, network, recipe, folder, given)
             network = model if model is not None and model.startswith("py:") else network
+        going_on, stopped = resume is not None, lambda: stop() is not None
+        with run_callback() as callback:
+            result = finetune(opened, settled, folder, resume=going_on, callback=callback, stop=stopped)
     if _first_process():
         _conclude(folder, result, network, as_json)
     if not result.finished:
         sys.exit(128 + (stop() or signal.SIGTERM))
 
 
-def _started(
-    model: str | None,
-    network_name: str | None,
-    name: str | None,
-    folder: Path | None,
-    given: dict[str, Any],
-    stop: Callable[[], int | None],
-) -> tuple[Path, Result]:
-    from retrofit.finetune.loop import finetune
-    from retrofit.finetune.recipe import load_recipe
+def _prepared(
+    model: str | None, network_name: str | None, name: str | None, folder: Path | None, given: dict[str, Any]
+) -> tuple[Path, Network, Recipe]:
+    """Return the folder of a new run, the network that it begins with, and its settings."""
     from retrofit.finetune.run_state import seed_everything
     from retrofit.networks.models import is_artifact, open_model
 
@@ -175,22 +176,7 @@ def _started(
         network=network_name,
     )
     _introduce(network)
-    with _callback() as callback:
-        return folder, finetune(network, recipe, folder, callback=callback, stop=lambda: stop() is not None)
-
-
-def _resumed(
-    folder: Path, network_name: str | None, given: dict[str, Any], stop: Callable[[], int | None]
-) -> tuple[Path, Result]:
-    from retrofit.finetune.loop import finetune, resume_network
-    from retrofit.finetune.recipe import load_recipe
-
-    network = resume_network(folder, network_name)
-    recipe = load_recipe(folder / "recipe.yaml", given)
-    with _callback() as callback:
-        return folder, finetune(
-            network, recipe, folder, resume=True, callback=callback, stop=lambda: stop() is not None
-        )
+    return folder, network, recipe
 
 
 def _first_process() -> bool:
@@ -265,12 +251,3 @@ def _conclude(folder: Path, result: Result, network: str | None, as_json: bool) 
                 "output": str(artifact),
             }
         )
-
-
-@contextmanager
-def _callback() -> Iterator[Any]:
-    """Give what writes down a run's progress: a bar on a terminal, a line an epoch otherwise, and now and then."""
-    from retrofit.cli.progress import run_callback
-
-    with run_callback() as callback:
-        yield callback

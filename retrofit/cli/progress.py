@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 
-from retrofit.cli.console import say
+from retrofit.cli.console import bar_on, say, stderr
 from retrofit.finetune.run_callback import RunCallback, Step
 
 _EVERY = 30.0  # seconds between lines within an epoch, where there is no terminal
@@ -79,11 +78,10 @@ def _figures(step: Step) -> str:
 
 @contextmanager
 def run_callback() -> Iterator[RunCallback]:
-    """Give the callback that suits stderr."""
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    """Give what writes down a run's progress: a bar on a terminal, a line an epoch otherwise, and now and then."""
+    console = stderr()
     if not console.is_terminal:
         yield Lines()
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with bar_on(console) as progress:
         yield Bar(progress, progress.add_task("starting", total=None))
