@@ -91,7 +91,6 @@ class _Search:
             activation_consumer_reason=activation_reason,
             last_before_pool=any(end.flow.reaches_final_pool(end.node) for end in ends),
             in_squeeze_excite=any(step.flow.in_squeeze_excite(step.node) for step in steps),
-            last_affine_of_block=any(step.flow.is_added(step.node) for step in steps),
             modes=mode,
         )
 
@@ -104,26 +103,25 @@ class _Search:
                 return None, f"its own activation, {type(fused).__name__}, is not known to be elementwise", []
             owner = self.names[norm]
             name = f"{owner}.act" if owner else "act"
-            found = Activation("fused", name, type(fused).__name__, owner, type(norm).__name__, None, fused)
+            found = Activation("fused", name, type(fused).__name__, owner, None, fused)
             return found, "", calls.norms[place]
         follower, reason = calls.follower(place)
         if follower is None:
             return None, reason, calls.norms[place]
         steps = calls.activations[follower]
-        module = _module_of(steps[0])
+        module, owner = _module_of(steps[0]), self.names[follower.owner]
         if isinstance(follower.target, nn.Module) and self._called_once(follower.target):
-            found = Activation("module", self.names[module], *self._labels(steps[0]), None, module)
-            return found, "", steps
+            return Activation("module", self.names[module], type(module).__name__, owner, None, module), "", steps
         target = follower.target
         if isinstance(target, nn.Module):
             target = {child: name for name, child in follower.owner.named_modules()}.get(target)
             if target is None:
                 return None, f"{self.names[module]} is not a child of the block that calls it", []
         if any(step.given != steps[0].given for step in steps):
-            return None, f"{self.names[follower.owner]} is called with different sets of arguments", []
+            return None, f"{owner} is called with different sets of arguments", []
         run = (follower.index, steps[0].total)
         call = Call(
-            owner=self.names[follower.owner],
+            owner=owner,
             method=follower.method,
             op=steps[0].node.op,
             target=target,
@@ -131,18 +129,13 @@ class _Search:
             eval=run if mode == "eval" else None,
             train=run if mode == "train" else None,
         )
-        return Activation("call", self._name(steps[0]), *self._labels(steps[0]), call, module), "", steps
+        return Activation("call", self._name(steps[0]), type(module).__name__, owner, call, module), "", steps
 
     def _name(self, step: TracedStep) -> str:
         if isinstance(step.place.target, nn.Module):
             name = self.names[step.place.target]
             return name if self._called_once(step.place.target) else f"{name}#{step.place.index}"
         return f"{self.names[step.place.owner]}.{call_name(step.node)}#{step.place.index}".lstrip(".")
-
-    def _labels(self, step: TracedStep) -> tuple[str, str, str]:
-        """The class of the activation, and the name and class of the module that calls it."""
-        owner = step.place.owner
-        return type(_module_of(step)).__name__, self.names[owner], type(owner).__name__
 
     def _places(self, target: nn.Module) -> int:
         return max(calls.places[target] for calls in self.modes.values())
@@ -205,7 +198,8 @@ class _Search:
             claimed = {calls.follower(place)[0] for place in owned if place in calls.norms}
             for place, steps in calls.activations.items():
                 if place not in claimed and place not in seen:
-                    yield Left(self._name(steps[0]), *self._labels(steps[0]), self._why_left(calls, steps[0], sites))
+                    kind = type(_module_of(steps[0])).__name__
+                    yield Left(self._name(steps[0]), kind, self._why_left(calls, steps[0], sites))
             seen.update(calls.activations)
 
     def _why_left(self, calls: Calls, step: TracedStep, sites: dict[Place, Site]) -> str:
@@ -230,15 +224,11 @@ class _Search:
         for module, name in self.names.items():
             fused = _fused_activation(module) if kinds.is_norm(module) and not self.wanted(module) else None
             if fused is not None:
-                norm = type(module).__name__
-                reason = f"its norm, {norm}, is not one of those asked for"
-                yield Left(f"{name}.act", type(fused).__name__, name, norm, reason)
-            holders = self.holders[module]
-            inside = any(kinds.is_norm(holder) or kinds.is_activation(holder) for holder in holders)
+                reason = f"its norm, {type(module).__name__}, is not one of those asked for"
+                yield Left(f"{name}.act", type(fused).__name__, reason)
+            inside = any(kinds.is_norm(holder) or kinds.is_activation(holder) for holder in self.holders[module])
             if kinds.is_activation(module) and module not in called and not inside:
-                holder = next(iter(holders), module)
-                labels = type(module).__name__, self.names[holder], type(holder).__name__
-                yield Left(name, *labels, self._why_unseen(module))
+                yield Left(name, type(module).__name__, self._why_unseen(module))
 
     def _why_unseen(self, module: nn.Module) -> str:
         """Why no trace shows a call of `module`."""
@@ -302,6 +292,5 @@ def _merge(first: Site, second: Site) -> Site:
         activation_consumer_reason=activation_reason,
         last_before_pool=first.last_before_pool or second.last_before_pool,
         in_squeeze_excite=first.in_squeeze_excite or second.in_squeeze_excite,
-        last_affine_of_block=first.last_affine_of_block or second.last_affine_of_block,
         modes="both",
     )

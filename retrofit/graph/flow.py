@@ -109,10 +109,6 @@ class Flow:
             return None, f"{self.describe(node)} is not a plain convolution or linear layer"
         return module, ""
 
-    def is_added(self, node: fx.Node) -> bool:
-        """Whether a node's value goes into an addition to other features."""
-        return any(self.steps[user] == "addition" for user in self.after(node))
-
     def describe(self, node: fx.Node) -> str:
         """Words for a node: a module's class and name, or a function's name."""
         if node.op == "call_module":

@@ -43,7 +43,6 @@ class Activation:
         name: Dotted name of the module; for calls followed by `()` and the number of the call.
         type: Class name of `module`.
         owner: Dotted name of the module whose forward makes the call.
-        owner_type: Its class name.
         call: What `replace_call` needs, for kind "call".
         module: The activation itself; for functional calls a fresh module that does the same, not in place.
     """
@@ -52,7 +51,6 @@ class Activation:
     name: str
     type: str
     owner: str
-    owner_type: str
     call: Call | None = None
     module: nn.Module = field(default_factory=nn.Identity, compare=False, repr=False)
 
@@ -81,7 +79,6 @@ class Site:
         activation_consumer_reason: Why there is none.
         last_before_pool: Whether the activation (the norm, if none) is the last before the final mean pooling.
         in_squeeze_excite: Whether the norm works on pooled values that go on to multiply other features.
-        last_affine_of_block: Whether the norm's output goes into a residual addition.
         modes: "both", or the only mode in which the call is made.
     """
 
@@ -100,7 +97,6 @@ class Site:
     activation_consumer_reason: str = ""
     last_before_pool: bool = False
     in_squeeze_excite: bool = False
-    last_affine_of_block: bool = False
     modes: Literal["both", "eval", "train"] = "both"
 
 
@@ -111,15 +107,11 @@ class Left:
     Attributes:
         name: As `Activation.name`.
         type: As `Activation.type`.
-        owner: As `Activation.owner`.
-        owner_type: As `Activation.owner_type`.
         reason: Why it is left alone.
     """
 
     name: str
     type: str
-    owner: str
-    owner_type: str
     reason: str
 
 

@@ -238,12 +238,15 @@ def trace(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm
         inner: dict[nn.Module, list[Mode]] = {}
         failed: list[Mode] = []
         for mode in modes:
+            tracer = Tracer(leaf)
             try:
-                scope = _trace_one(names[module], module, leaf, training=mode == "train")
+                module.train(mode == "train")
+                graph = tracer.trace(module)
             except Exception as error:  # anything may come out of a model's own code
                 coverage.failures.setdefault(module, reason_of(error))
                 failed.append(mode)
                 continue
+            scope = Scope(names[module], module, graph, tracer.origins, tracer.given)
             coverage.scopes[mode].append(scope)
             for called in dict.fromkeys(scope.modules.values()):
                 inner.setdefault(called, []).append(mode)
@@ -256,13 +259,6 @@ def trace(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm
     with untouched(model):
         cover(model, MODES)
     return coverage
-
-
-def _trace_one(name: str, module: nn.Module, leaf: Callable[[nn.Module], bool], training: bool) -> Scope:
-    module.train(training)
-    tracer = Tracer(leaf)
-    graph = tracer.trace(module)
-    return Scope(name, module, graph, tracer.origins, tracer.given)
 
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:

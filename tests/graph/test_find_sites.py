@@ -135,14 +135,15 @@ def test_a_shared_activation_is_told_apart_by_call() -> None:
     by_norm = {site.norm: site for site in found.sites}
     stem = by_norm["bn1"].activation
     assert stem is not None
-    assert (stem.kind, stem.name, stem.owner_type, stem.call) == ("module", "relu", "ResNet", None)
+    assert (stem.kind, stem.name, stem.owner, stem.call) == ("module", "relu", "", None)
     act = by_norm["layer2.1.bn2"].activation
     assert act is not None
     assert act.call is not None
-    assert (act.kind, act.name, act.owner, act.owner_type) == ("call", "layer2.1.relu#1", "layer2.1", "Bottleneck")
+    assert (act.kind, act.name, act.owner) == ("call", "layer2.1.relu#1", "layer2.1")
+    assert by_norm["layer2.1.bn2"].owner_type == "Bottleneck"
     assert (act.call.target, act.call.eval, act.call.train) == ("relu", (1, 3), (1, 3))
     last = by_norm["layer2.1.bn3"]
-    assert (last.activation, last.reason, last.last_affine_of_block) == (None, "residual addition", True)
+    assert (last.activation, last.reason) == (None, "residual addition")
     assert {left.reason for left in found.left} == {"after a residual addition"}
     assert not any(site.last_before_pool for site in found.sites)
 
@@ -192,7 +193,6 @@ def test_two_consumers_are_no_site() -> None:
     one, two = find_sites(blocks.TwoConsumers(), is_bn).sites
     assert one.activation is None
     assert one.reason == "output used twice: relu(), add()"
-    assert one.last_affine_of_block
     assert two.reason == "residual addition"
 
 
