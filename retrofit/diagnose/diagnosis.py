@@ -6,9 +6,9 @@ does not grow with their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from retrofit.utils.placement import device_of
 
 Batch = tuple[Tensor, "Tensor | None"]
 Progress = Callable[[str, int, int], None]
+Item = TypeVar("Item")
 
 NOISE_LEVELS = (0.0, 0.1, 0.25, 0.5, 1.0)
 INJECTED = 0.1
@@ -111,14 +112,9 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the points of the Q-Q plots."""
-        layers = []
-        for layer in self.layers:
-            values = asdict(layer)
-            del values["plot"]
-            layers.append(values)
         return {
             "images": self.images,
-            "layers": layers,
+            "layers": [{key: value for key, value in asdict(layer).items() if key != "plot"} for layer in self.layers],
             "noise": [asdict(entry) for entry in self.noise],
             "input_noise": [asdict(entry) for entry in self.input_noise],
             "unmeasured": list(self.unmeasured),
@@ -188,15 +184,13 @@ def diagnose(
         images = 0
         clean: list[Tensor] = []
         with hooked(observer.attach() for observer in observers):
-            for number, (pixels, _) in enumerate(batches):
+            for pixels, _ in _reported("layers", batches, progress):
                 scores = model(pixels)
                 if isinstance(scores, Tensor) and scores.ndim == 2:
                     if not scores.isfinite().all():
                         raise RetrofitError("the network gives scores that are not finite; check its weights")
                     clean.append(scores.argmax(1))
                 images += len(pixels)
-                if progress is not None:
-                    progress("layers", number + 1, len(batches))
         if not images:
             raise RetrofitError("there are no images to measure on; give some")
         called = [observer for observer in observers if observer.seen]
@@ -206,35 +200,33 @@ def diagnose(
         before = predecessors(model, [observer.probe for observer in called], batches[0][0][:1])
         longest = set(main_path(before))
         layers = []
-        for number, observer in enumerate(called):
+        for observer in _reported("statistics", called, progress):
             name = observer.probe.name
             follows = before.get(name, ())
             parallel = name in before and name not in longest
             layers.append(observer.result(lambdas.get(name), follows, parallel))
-            if progress is not None:
-                progress("statistics", number + 1, len(called))
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
         followed = []
         enough = range(min(len(batches), -(-_NOISE_IMAGES // len(batches[0][0]))))
         pixels = torch.cat([batches[number][0] for number in enough])[:_NOISE_IMAGES]
-        for number, source in enumerate(sources):
+        for source in _reported("noise", sources, progress):
             generator = torch.Generator().manual_seed(options.seed)
             arrived = attenuation(model, live, source, pixels, INJECTED, generator)
             followed += [arrived] if arrived.errors else []
-            if progress is not None:
-                progress("noise", number + 1, len(sources))
         answers: list[InputNoise] = []
         if clean:
-            answers = input_noise(model, _reported(batches, progress), clean, NOISE_LEVELS, options.seed)
+            noisy = _reported("input noise", batches, progress)
+            answers = input_noise(model, noisy, clean, NOISE_LEVELS, options.seed)
     return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers), tuple(unmeasured(model)))
 
 
-def _reported(batches: Sequence[Batch], progress: Progress | None) -> Iterable[Batch]:
-    for number, batch in enumerate(batches):
-        yield batch
+def _reported(what: str, items: Sequence[Item], progress: Progress | None) -> Iterator[Item]:
+    """Yield items; report each when it is done."""
+    for number, item in enumerate(items, 1):
+        yield item
         if progress is not None:
-            progress("input noise", number + 1, len(batches))
+            progress(what, number, len(items))
 
 
 def _follow_activations(model: nn.Module, observers: list[_Observer]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -145,11 +145,19 @@ def plots(networks: Networks) -> list[Plot]:
     return found
 
 
-def _lines(axes: Axes, networks: Networks, value: Callable[[Layer], float | None]) -> None:
+def _coloured(networks: Networks) -> Iterator[tuple[str, Diagnosis, str]]:
     for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+        yield name, diagnosis, colour
+
+
+def _lines(
+    axes: Axes, networks: Networks, value: Callable[[Layer], float | None], suffix: str = "", **style: Any
+) -> None:
+    for name, diagnosis, colour in _coloured(networks):
         points = [(i, v) for i, layer in enumerate(diagnosis.layers) if (v := value(layer)) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, label=name, marker="o", markersize=3)
+            drawn = style or {"marker": "o", "markersize": 3}
+            axes.plot(*zip(*points, strict=True), color=colour, label=name + suffix, **drawn)
     _by_layer(axes)
     axes.set_xlim(-0.5, max(len(diagnosis.layers) for diagnosis in networks.values()) - 0.5)
 
@@ -157,11 +165,7 @@ def _lines(axes: Axes, networks: Networks, value: Callable[[Layer], float | None
 def _gaussianity(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     _lines(axes, networks, lambda layer: layer.r2)
-    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
-        before = [(i, layer.r2_before) for i, layer in enumerate(diagnosis.layers) if layer.r2_before is not None]
-        if before:
-            label = f"{name}, before the transform"
-            axes.plot(*zip(*before, strict=True), color=colour, linestyle=":", label=label)
+    _lines(axes, networks, lambda layer: layer.r2_before, ", before the transform", linestyle=":")
     axes.set_ylabel("mean R² of the Q-Q plots")
     axes.set_ylim(top=1)
     _legend(figure, axes)
@@ -170,7 +174,7 @@ def _gaussianity(figure: Figure, networks: Networks) -> None:
 def _qq(figure: Figure, networks: Networks) -> None:
     grid = figure.subplots(2 * len(networks), 2, squeeze=False, sharex=True, sharey=True)
     panels = grid.reshape(len(networks), 4)
-    for row, (name, diagnosis), colour in zip(panels, networks.items(), _COLOURS, strict=False):
+    for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
         drawn = [layer for layer in diagnosis.layers if layer.plot is not None]
         for column, axes in enumerate(row):
             if not drawn:
@@ -222,7 +226,7 @@ def _independence(figure: Figure, networks: Networks) -> None:
 
 def _noise(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
-    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+    for name, diagnosis, colour in _coloured(networks):
         for number, followed in enumerate(diagnosis.noise):
             _paths(axes, diagnosis, followed, color=colour, alpha=1 - 0.18 * number)
         axes.plot([], [], color=colour, marker=".", label=name)
@@ -255,7 +259,7 @@ def _paths(axes: Axes, diagnosis: Diagnosis, followed: Attenuation, **style: Any
 
 def _lambda(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
-    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+    for name, diagnosis, colour in _coloured(networks):
         points = [(i, layer.lmbda) for i, layer in enumerate(diagnosis.layers) if layer.lmbda]
         if points:
             x = [i for i, _ in points]
@@ -272,7 +276,7 @@ def _lambda(figure: Figure, networks: Networks) -> None:
 def _input_noise(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     labelled = all(d.input_noise and d.input_noise[0].top1 is not None for d in networks.values())
-    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+    for name, diagnosis, colour in _coloured(networks):
         values = [
             entry.agreement if entry.top1 is None or not labelled else entry.top1 for entry in diagnosis.input_noise
         ]
@@ -303,7 +307,6 @@ def _short(name: str) -> str:
 def _paint(figure: Figure, theme: Theme) -> None:
     """Give every part of a figure the theme's colours."""
     ink, grid = _INK[theme], _GRID[theme]
-    legends = list(figure.legends)
     for axes in figure.axes:
         axes.set_facecolor(_PAPER[theme])
         axes.tick_params(which="both", colors=ink, labelsize=8)
@@ -314,14 +317,10 @@ def _paint(figure: Figure, theme: Theme) -> None:
         texts: Sequence[Any] = (axes.xaxis.label, axes.yaxis.label, axes.title)
         for text in texts:
             text.set_color(ink)
-        legend = axes.get_legend()
-        if legend is not None:
-            legends.append(legend)
-    for legend in legends:
+    for legend in figure.legends:
         legend.get_frame().set(facecolor=_PAPER[theme], edgecolor=grid)
         for text in legend.get_texts():
             text.set_color(ink)
-            text.set_fontsize(8)
     for text in figure.texts:
         text.set_color(ink)
     if figure._supxlabel is not None:  # type: ignore[attr-defined]
