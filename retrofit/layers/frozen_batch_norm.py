@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrofit.layers.group_norm import GroupNormalNorm
 from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.norm_act import _ThenActivate
 
@@ -56,12 +57,7 @@ class FrozenBatchNorm(LeafMixin):
         self.register_buffer("running_var", torch.ones(num_features, device=device, dtype=dtype))
         self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
 
-    def reset_parameters(self) -> None:
-        """Return gamma to 1 and beta to 0, as far as there are any; the running statistics stay."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+    reset_parameters = GroupNormalNorm.reset_parameters
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to `x`, (N, C, *)."""

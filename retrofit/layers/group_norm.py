@@ -41,7 +41,7 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         self._register_options(noise, strength, steps, noise_kind, alpha, device)
 
     def reset_parameters(self) -> None:
-        """Return gamma to 1 and beta to 0, as far as there are any."""
+        """Return gamma to 1 and beta to 0, as far as there are any; running statistics stay."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if getattr(self, "bias", None) is not None:

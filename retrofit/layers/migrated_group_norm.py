@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.layers.base import StrengthMixin, shown
+from retrofit.layers.group_norm import GroupNormalNorm
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.norm_act import _ThenActivate
 from retrofit.layers.normality_norm import compute_dtype
@@ -311,12 +312,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
                 self._buffers[name] = value.to(now.device)
         return self
 
-    def reset_parameters(self) -> None:
-        """Return gamma to 1 and beta to 0, as far as there are any; the running statistics stay."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if getattr(self, "bias", None) is not None:
-            nn.init.zeros_(self.bias)
+    reset_parameters = GroupNormalNorm.reset_parameters
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *)."""
