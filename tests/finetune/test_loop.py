@@ -244,34 +244,29 @@ def test_stopped_anywhere_it_goes_on_from_there(
             assert_same(weights(tmp_path / "whole", name), weights(tmp_path / "broken", name))
 
 
+class Poison(RunCallback):
+    """Makes a value of a parameter not finite after a step."""
+
+    def __init__(self, parameter: torch.Tensor, step: int) -> None:
+        self.parameter, self.after = parameter, step
+
+    def step(self, step: Step) -> None:
+        if step.step == self.after:
+            self.parameter.data[0] = math.nan
+
+
 def test_a_loss_that_is_not_finite_names_the_layer_and_keeps_the_last_good_state(train: Train, tmp_path: Path) -> None:
-    class Poison(RunCallback):
-        def __init__(self, layer: torch.nn.Module) -> None:
-            self.layer = layer
-
-        def step(self, step: Step) -> None:
-            if step.step == 6:
-                self.layer.weight.data[0] = math.inf
-
     network = small_network()
     message = r"loss is not finite at step 7 of 8: layer2\.0\.bn\d .* went first; .* step 4; lower `lr`"
     with pytest.raises(RetrofitError, match=message):
-        train("run", network, callback=Poison(network.model.layer2[0].conv1))
+        train("run", network, callback=Poison(network.model.layer2[0].conv1.weight, step=6))
     assert load_state(tmp_path / "run" / "state")["position"]["step"] == 4
 
 
 def test_a_parameter_that_is_not_finite_is_never_saved(train: Train, tmp_path: Path) -> None:
-    class Poison(RunCallback):
-        def __init__(self, layer: torch.nn.Module) -> None:
-            self.layer = layer
-
-        def step(self, step: Step) -> None:
-            if step.step == 4:
-                self.layer.bias.data[0] = math.nan
-
     network = small_network()
     with pytest.raises(RetrofitError, match=r"fc\.bias is not finite at step 4 of 8: fc \(Linear\) went first"):
-        train("run", network, callback=Poison(network.model.fc))
+        train("run", network, callback=Poison(network.model.fc.bias, step=4))
     assert load_state(tmp_path / "run" / "state")["position"]["step"] == 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit import layers
 
@@ -24,7 +24,7 @@ class Case:
     running: bool = False
     groups: int = 1
 
-    def input(self, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor:
+    def input(self, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor:
         """A skewed, shifted input, so that lambda is far from 1 and the mean from 0."""
         generator = torch.Generator().manual_seed(7)
         x = torch.randn(self.shape, dtype=torch.float64, generator=generator)
@@ -93,6 +93,23 @@ def randomise(module: nn.Module) -> nn.Module:
     return module
 
 
-def as_sets(case: Case, x: torch.Tensor) -> torch.Tensor:
+def as_sets(case: Case, x: Tensor) -> Tensor:
     """View `x` so that `case.dim` spans the normalized set (groups of channels get a dimension of their own)."""
     return x.unflatten(1, (case.groups, -1)) if case.ours().__class__.__name__.startswith("Group") else x
+
+
+def affine_of(case: Case, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """gamma and beta, broadcastable to the sets."""
+    parameters = (layer.weight.detach(), layer.bias.detach())
+    if isinstance(layer, nn.LayerNorm) and not type(layer).__name__.endswith("2d"):
+        return parameters
+    weight, bias = (as_sets(case, p.view(1, -1, *(1,) * (len(case.shape) - 2))) for p in parameters)
+    return weight, bias
+
+
+def assert_same_gradient(out: Tensor, x: Tensor, expected: Tensor, y: Tensor, rtol: float, atol: float) -> None:
+    """Send one gradient back through two results of inputs `x` and `y`, and compare what arrives there."""
+    g = torch.randn_like(out)
+    out.backward(g)
+    expected.backward(g)
+    torch.testing.assert_close(x.grad, y.grad, rtol=rtol, atol=atol)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from retrofit import layers
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.inverse_square_root import inverse_square_root, newton_schulz
-from tests.layers.cases import randomise
+from tests.layers.cases import assert_same_gradient, randomise
 from tests.oracles import normality as normality_oracle
 from tests.oracles import whitening as oracle
 
@@ -164,12 +164,9 @@ def test_strength_0_is_torchs_layer(kind: str, normal: bool, whitening: str) -> 
             x, y = (data(SHAPES[kind]).requires_grad_() for _ in range(2))
             out, expected = ours(x), torchs(y)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=5e-6)
-            g = torch.randn_like(out)
             ours.zero_grad()
             torchs.zero_grad()
-            out.backward(g)
-            expected.backward(g)
-            torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+            assert_same_gradient(out, x, expected, y, 1e-4, 1e-5)
             for name, parameter in torchs.named_parameters():
                 torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=5e-5)
         for name, buffer in torchs.named_buffers():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.layers.cases import CASES, Case, as_sets, randomise
+from tests.layers.cases import CASES, Case, affine_of, as_sets, assert_same_gradient, randomise
 from tests.oracles import normality as oracle
 
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -37,12 +37,9 @@ def test_strength_zero_trains_as_torchs_layer(case: Case) -> None:
         x, y = (case.input().requires_grad_() for _ in range(2))
         out, expected = ours(x), torchs(y)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
-        g = torch.randn_like(out)
         ours.zero_grad()
         torchs.zero_grad()
-        out.backward(g)
-        expected.backward(g)
-        torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+        assert_same_gradient(out, x, expected, y, 1e-4, 1e-5)
         for name, parameter in torchs.named_parameters():
             torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=2e-5)
     for name, buffer in torchs.named_buffers():
@@ -71,22 +68,12 @@ def test_running_lambda_of_one_is_torchs_layer_to_the_bit(case: Case) -> None:
 def test_matches_the_papers_algorithm(case: Case, strength: float) -> None:
     ours, _ = pair(case, strength)
     ours = ours.double().train()
-    if "layer" in type(ours).__name__.lower() and type(ours).__name__.endswith("2d"):
-        weight, bias = (p.detach().view(1, -1, 1, 1) for p in (ours.weight, ours.bias))
-    elif isinstance(ours, nn.LayerNorm):
-        weight, bias = ours.weight.detach(), ours.bias.detach()
-    else:
-        weight, bias = (
-            as_sets(case, p.detach().view(1, -1, *(1,) * (len(case.shape) - 2))) for p in (ours.weight, ours.bias)
-        )
+    weight, bias = affine_of(case, ours)
     x, y = (case.input(torch.float64).requires_grad_() for _ in range(2))
     out = ours(x)
     expected = oracle.normality_norm(as_sets(case, y), weight, bias, case.dim, ours.eps, strength).reshape(y.shape)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
-    g = torch.randn_like(out)
-    out.backward(g)
-    expected.backward(g)
-    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-7)
+    assert_same_gradient(out, x, expected, y, 1e-5, 1e-7)
 
 
 @ALL
@@ -343,7 +330,13 @@ def test_source_checkpoint_loads_and_restarts_lambda(case: Case) -> None:
         assert (ours.running_lambda == 1).all()
 
 
-@pytest.mark.parametrize("kwargs", [{"noise": -0.1}, {"noise": float("nan")}, {"strength": 1.5}, {"steps": 0}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        *({"noise": -0.1}, {"noise": float("nan")}, {"strength": 1.5}, {"steps": 0}),
+        *({"alpha": 1.5}, {"alpha": float("nan")}, {"alpha": -0.1}, {"noise_kind": "none"}, {"noise_kind": ""}),
+    ],
+)
 @pytest.mark.parametrize("name", ["batch2d", "layer", "group", "instance2d"])
 def test_options_out_of_range(name: str, kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(kwargs))):

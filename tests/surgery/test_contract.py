@@ -28,6 +28,7 @@ from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
 
 import retrofit
 from retrofit.surgery.families import KNOWN
+from tests.layers.cases import assert_same_gradient
 
 MAPS, ROWS, VOLUMES, SEQUENCE = (3, 8, 5, 4), (3, 5, 8), (2, 8, 3, 4, 2), (3, 8, 5)
 
@@ -133,10 +134,7 @@ def test_same_function_in_eval_and_training(
         torch.manual_seed(2)
         reference_out = expected(y)
         torch.testing.assert_close(out, reference_out, rtol=1e-5, atol=5e-6)
-        g = torch.randn_like(out)
-        out.backward(g)
-        reference_out.backward(g)
-        torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+        assert_same_gradient(out, x, reference_out, y, 1e-4, 1e-5)
     ours, theirs = (
         model[0].state_dict(),
         (expected[0] if isinstance(expected, nn.Sequential) else expected).state_dict(),

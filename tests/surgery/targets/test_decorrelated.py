@@ -22,6 +22,7 @@ from retrofit.networks.artifact import read_manifest
 from retrofit.surgery import Plan, apply, plan
 from retrofit.surgery.families import find_norms
 from retrofit.surgery.identity_check import IdentityCheck
+from tests.layers.cases import assert_same_gradient
 from tests.surgery.test_contract import reference, trained
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -78,10 +79,7 @@ def test_each_layer_keeps_function_tensors_and_settings(to: str, case: str) -> N
         torch.manual_seed(2)
         reference_out = expected(y)
         torch.testing.assert_close(out, reference_out, rtol=1e-5, atol=5e-6)
-        g = torch.randn_like(out)
-        out.backward(g)
-        reference_out.backward(g)
-        torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+        assert_same_gradient(out, x, reference_out, y, 1e-4, 1e-5)
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(new.state_dict()[key], value, rtol=1e-5, atol=1e-5)
 
