@@ -21,7 +21,8 @@ def _recipes_folder() -> Path:
 
 def recipe_summaries() -> dict[str, str]:
     """Return the first comment line of each shipped recipe, by name."""
-    return {path.stem: _summary(path.read_text()) for path in sorted(_recipes_folder().glob("*.yaml"))}
+    files = sorted(_recipes_folder().glob("*.yaml"))
+    return {path.stem: path.read_text().partition("\n")[0].lstrip("# ") for path in files}
 
 
 def recipe_text(name: str) -> str:
@@ -38,7 +39,3 @@ def recipe_text(name: str) -> str:
             f"no recipe {printable(repr(name), 100)}; did you mean {' or '.join(close)}? `retrofit recipes` lists them"
         )
     return path.read_text()
-
-
-def _summary(text: str) -> str:
-    return text.partition("\n")[0].lstrip("# ")

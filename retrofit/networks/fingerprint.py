@@ -109,7 +109,7 @@ def measure(model: nn.Module, size: Sequence[int], layers: Collection[str] | Non
         CannotTakeError: If it does not run on such images.
     """
     stage, shapes = _call(model, size)
-    chosen = [name for name, module in model.named_modules() if name and _holds_tensors(module)]
+    chosen = [name for name, module in model.named_modules() if name and (module._parameters or module._buffers)]
     if layers is None:
         chosen = chosen[:: max(1, -(-len(chosen) // _LAYERS))]
     else:
@@ -184,10 +184,6 @@ def _images(shape: tuple[int, ...]) -> Tensor:
     mixed = torch.arange(math.prod(shape), device="cpu") * 2654435761 & 0xFFFFFFFF
     mixed = (mixed ^ mixed >> 15) * 2246822519 & 0xFFFFFFFF
     return ((mixed ^ mixed >> 13).double() / 2**31 - 1).mul_(3**0.5).float().reshape(shape)
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    return bool(module._parameters or module._buffers)
 
 
 def _sample(output: Any) -> dict[str, Any]:

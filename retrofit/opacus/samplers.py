@@ -33,7 +33,8 @@ def per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops:
     """
     run = _Bare(layer)
     parameters = {name: p for name, p in run.named_parameters() if p.requires_grad and run.counts(name)}
-    others = {name: tensor for name, tensor in run.state_tensors() if name not in parameters}
+    held = (*run.named_parameters(), *run.named_buffers())
+    others = {name: tensor for name, tensor in held if name not in parameters}
 
     def loss(trained: dict[str, Tensor], x: Tensor, backprop: Tensor) -> Tensor:
         out = functional_call(run, {**others, **trained}, (x.unsqueeze(0),))
@@ -71,9 +72,6 @@ class _Bare(nn.Module):
     def counts(self, name: str) -> bool:
         """Whether a parameter is the layer's own, or its norm's: Opacus asks what the layer holds for the others."""
         return name in ("norm.weight", "norm.bias") or name.count(".") == 1
-
-    def state_tensors(self) -> list[tuple[str, Tensor]]:
-        return [*self.named_parameters(), *self.named_buffers()]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layer(x)

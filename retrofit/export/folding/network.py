@@ -41,7 +41,6 @@ from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.site import Site
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
-from retrofit.surgery.identity_check import own_input_size
 from retrofit.utils.copying import copied
 from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import placement_of
@@ -85,14 +84,12 @@ class Folded:
     layers: list[FoldedLayer] = field(default_factory=list)
 
 
-def fold_network(
-    model: nn.Module, input_size: tuple[int, ...] | None = None, approximation: Approximation | None = None
-) -> Folded:
+def fold_network(model: nn.Module, size: tuple[int, ...], approximation: Approximation | None = None) -> Folded:
     """Fold a copy of `model`.
 
     Args:
         model: Any network, converted or not; it is not changed.
-        input_size: Shape of one sample, (C, H, W); the model's own if None.
+        size: Shape of one sample, (C, H, W).
         approximation: What may be approximated; None for nothing.
 
     Returns:
@@ -102,7 +99,6 @@ def fold_network(
         RetrofitError: If the network does not take such an input, or no approximation meets the tolerance.
     """
     net = copied(model).float().eval().requires_grad_(False)
-    size = tuple(input_size or own_input_size(model))
     fixed = _fixed(net)
     channel_map.plain_convolutions(net, fixed)
     names = {module: name for name, module in net.named_modules()}

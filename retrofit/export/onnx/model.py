@@ -72,9 +72,10 @@ def to_onnx(
                 verbose=False,
             )
     except Exception as error:  # torch.export raises anything that the network's code does
-        raise RetrofitError(
-            f"torch.onnx cannot export the network ({_cause(error)}); {_advice(dynamic_size)}"
-        ) from error
+        advice = (
+            "leave out `dynamic_size`" if dynamic_size else "only networks that torch.export can trace can be exported"
+        )
+        raise RetrofitError(f"torch.onnx cannot export the network ({_cause(error)}); {advice}") from error
     assert program is not None
     model = program.model_proto
     found = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
@@ -133,7 +134,3 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return with_class(error).rstrip(".")
-
-
-def _advice(dynamic_size: bool) -> str:
-    return "leave out `dynamic_size`" if dynamic_size else "only networks that torch.export can trace can be exported"
