@@ -177,16 +177,13 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     model = twin if into is None else surgery.replay(into, plans)
     fill(model, tensors)
     restore(model, description)
-    attached: dict[str, Any] = {
-        "preprocess": manifest.preprocess,
-        "labels": manifest.labels,
-        "weights": manifest.weights,
-    }
+    vars(model).update(
+        _retrofit_preprocess=manifest.preprocess, _retrofit_labels=manifest.labels, _retrofit_weights=manifest.weights
+    )
     if into is None:
-        attached["source"] = source
+        vars(model)["_retrofit_source"] = source
     elif source.library == OWN and not hasattr(into, "_retrofit_source"):
-        attached["source"] = ModelSource(OWN, own.name_of(into))
-    vars(model).update({f"_retrofit_{name}": value for name, value in attached.items()})
+        vars(model)["_retrofit_source"] = ModelSource(OWN, own.name_of(into))
     return model
 
 
