@@ -37,3 +37,9 @@ def complaint(result: Result) -> str:
     assert "; " in last
     assert not any("Traceback" in line or line.startswith("error") for line in others)
     return last
+
+
+def done(result: Result) -> Result:
+    """Return what a command answered that did what it was to do."""
+    assert result.exit_code == 0, result.stderr
+    return result

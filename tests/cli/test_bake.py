@@ -9,7 +9,7 @@ import pytest
 
 import retrofit
 from retrofit.surgery import strength_of
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 from tests.pictures import write_folder
 
 
@@ -21,14 +21,12 @@ def pictures(here: Path) -> Path:
 @pytest.fixture
 def artifact(run: Run, here: Path) -> str:
     words = ["test_resnet", "--img-size", "32", "--to", "ln", "--strength", "1", "-o", "net.safetensors"]
-    result = run("convert", *words)
-    assert result.exit_code == 0, result.stderr
+    done(run("convert", *words))
     return "net.safetensors"
 
 
 def test_bake_and_export(run: Run, artifact: str, pictures: Path) -> None:
-    result = run("bake", artifact, "--calibrate", pictures, "--tolerance", "9", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("bake", artifact, "--calibrate", pictures, "--tolerance", "9", "--json"))
     found = json.loads(result.stdout)
     assert found["output"] == "net-baked.safetensors"
     assert found["images"] == [6, 6]

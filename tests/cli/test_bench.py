@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 
 FEW = ["-b", "2", "--rounds", "3"]
 
 
 def test_an_artifact_is_measured_against_its_source(run: Run) -> None:
-    assert run("convert", "test_resnet", "--to", "bnn").exit_code == 0
-    result = run("bench", "test_resnet-bnn.safetensors", *FEW, "--json")
-    assert result.exit_code == 0, result.stderr
+    done(run("convert", "test_resnet", "--to", "bnn"))
+    result = done(run("bench", "test_resnet-bnn.safetensors", *FEW, "--json"))
     costs = json.loads(result.stdout)["costs"]
     assert [(cost["network"], cost["mode"]) for cost in costs] == [
         ("test_resnet-bnn.safetensors", "eval"),
@@ -39,17 +38,15 @@ def test_against_another(run: Run) -> None:
 
 
 def test_against_a_network_at_the_same_size(run: Run) -> None:
-    assert run("convert", "test_resnet", "--to", "bnn", "--img-size", "48").exit_code == 0
-    result = run("bench", "test_resnet-bnn.safetensors", "--against", "test_vit", "--mode", "eval", *FEW)
-    assert result.exit_code == 0, result.stderr
+    done(run("convert", "test_resnet", "--to", "bnn", "--img-size", "48"))
+    result = done(run("bench", "test_resnet-bnn.safetensors", "--against", "test_vit", "--mode", "eval", *FEW))
     assert f"batches of 2 at 3 x 48 x 48, {torch.get_num_threads()}" in result.stderr.replace("\n", " ")
 
 
 def test_exported_files(run: Run) -> None:
-    assert run("export", "test_resnet", "--img-size", "32", "-o", "a.onnx").exit_code == 0
-    assert run("export", "test_efficientnet", "--img-size", "48", "-o", "b.onnx").exit_code == 0
-    result = run("bench", "a.onnx", "--against", "b.onnx", "--runtime", "onnxruntime", *FEW, "--json")
-    assert result.exit_code == 0, result.stderr
+    done(run("export", "test_resnet", "--img-size", "32", "-o", "a.onnx"))
+    done(run("export", "test_efficientnet", "--img-size", "48", "-o", "b.onnx"))
+    result = done(run("bench", "a.onnx", "--against", "b.onnx", "--runtime", "onnxruntime", *FEW, "--json"))
     found = json.loads(result.stdout)
     assert found["runtime"] == "onnxruntime"
     one, other = found["costs"]

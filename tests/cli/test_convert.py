@@ -22,7 +22,7 @@ from retrofit.cli.convert import command
 from retrofit.cli.network import file_stem
 from retrofit.layers.normality_norm import NoiseKind
 from retrofit.surgery.identity_check import IdentityCheck
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 from tests.pictures import write_folder
 
 SETTLED = {
@@ -70,8 +70,7 @@ def test_a_checkpoint_gives_the_artifact_its_outputs(run: Run, here: Path) -> No
     source = timm.create_model("test_efficientnet", num_classes=10).eval()
     torch.save(source.state_dict(), "w.pth")
     words = ["--checkpoint", "w.pth", "--num-classes", "10", "--model-kwargs", "drop_rate=0.1"]
-    result = run("convert", "test_efficientnet", "--to", "bnn", *words)
-    assert result.exit_code == 0, result.stderr
+    result = done(run("convert", "test_efficientnet", "--to", "bnn", *words))
     assert result.stderr.startswith("weights: checkpoint w.pth")
     images = torch.randn(2, 3, 160, 160)
     converted = retrofit.load("test_efficientnet-bnn.safetensors").eval()
@@ -81,16 +80,15 @@ def test_a_checkpoint_gives_the_artifact_its_outputs(run: Run, here: Path) -> No
 
 @pytest.mark.parametrize("target", ["bnn", "gn-pn"])
 def test_an_artifact_is_a_model_too(run: Run, here: Path, target: str) -> None:
-    assert run("convert", "test_resnet", "--to", target, "--only", "bn1", "-o", "a.safetensors").exit_code == 0
-    result = run("convert", "a.safetensors", "--to", "bnn", "--json")
-    assert result.exit_code == 0, result.stderr
+    done(run("convert", "test_resnet", "--to", target, "--only", "bn1", "-o", "a.safetensors"))
+    result = done(run("convert", "a.safetensors", "--to", "bnn", "--json"))
     assert json.loads(result.stdout)["output"] == "a-bnn.safetensors"
     assert (here / "a-bnn.safetensors").is_file()
 
 
 @pytest.mark.parametrize("strength", [(), ("--strength", "0.5")])
 def test_a_second_conversion_leaves_the_first_at_its_strength(run: Run, here: Path, strength: tuple[str, ...]) -> None:
-    assert run("convert", "test_coatnet", "--to", "bnn", "--strength", "1", "-o", "a.safetensors").exit_code == 0
+    done(run("convert", "test_coatnet", "--to", "bnn", "--strength", "1", "-o", "a.safetensors"))
     first = retrofit.load("a.safetensors").eval()
     result = run("convert", "a.safetensors", "--to", "lnn", "-o", "b.safetensors", *strength, "--json")
     values = json.loads(result.stdout)
@@ -108,8 +106,8 @@ def test_a_second_conversion_leaves_the_first_at_its_strength(run: Run, here: Pa
 def test_predictions_at_full_strength_leave_the_first_conversion_alone(run: Run, here: Path, tmp_path: Path) -> None:
     pictures = write_folder(tmp_path / "pictures", each=1)
     first = ["--only", "layer1", "--strength", "0.5", "-o", "a.safetensors"]
-    assert run("convert", "test_resnet", "--to", "bnn", *first).exit_code == 0
-    assert run("convert", "a.safetensors", "--to", "gn", "--calibrate", pictures, "-o", "b.safetensors").exit_code == 0
+    done(run("convert", "test_resnet", "--to", "bnn", *first))
+    done(run("convert", "a.safetensors", "--to", "gn", "--calibrate", pictures, "-o", "b.safetensors"))
     model = retrofit.load("b.safetensors")
     assert {float(layer.strength) for layer in surgery.strength_layers(model.layer1)} == {0.5}
     assert float(model.bn1.strength) == 0
@@ -128,8 +126,7 @@ def test_strength_is_set_after_the_check_and_the_change_is_told(run: Run, here: 
 def test_options_of_the_batch_independent_targets(run: Run, here: Path, tmp_path: Path) -> None:
     pictures = write_folder(tmp_path / "pictures")
     words = ["--groups", "auto", "--calibrate", pictures, "--no-pn-params", "--ws", "--from", "bn", "--json"]
-    result = run("convert", "test_resnet", "--to", "gn-pn", *words)
-    assert result.exit_code == 0, result.stderr
+    result = done(run("convert", "test_resnet", "--to", "gn-pn", *words))
     values = json.loads(result.stdout)
     assert values["agreement"]["images"] == 12
     assert 0 <= values["agreement"]["same"] <= 12
@@ -142,7 +139,7 @@ def test_options_of_the_batch_independent_targets(run: Run, here: Path, tmp_path
 
 def test_noise_reaches_the_layers(run: Run, here: Path) -> None:
     for flags, noise in (([], 0.0), (["--noise", "0.2"], 0.2), (["--noise", "paper"], 0.4)):
-        assert run("convert", "test_resnet", "--to", "bnn", "--force", *flags).exit_code == 0
+        done(run("convert", "test_resnet", "--to", "bnn", "--force", *flags))
         assert retrofit.load("test_resnet-bnn.safetensors").bn1.noise == noise
     assert run("convert", "test_resnet", "--to", "bnn", "--force", "--noise", "much").exit_code == 2
 
@@ -183,7 +180,7 @@ def truncated() -> None:
 
 def test_options_of_whitening(run: Run, here: Path) -> None:
     words = ["--group-size", "8", "--whitening", "newton-schulz", "--alpha", "0.5"]
-    assert run("convert", "test_resnet", "--to", "dbnn", *words).exit_code == 0
+    done(run("convert", "test_resnet", "--to", "dbnn", *words))
     layer = retrofit.load("test_resnet-dbnn.safetensors").bn1
     assert (layer.group_size, layer.whitening, layer.alpha) == (8, "newton-schulz", 0.5)
 
@@ -258,7 +255,7 @@ def test_an_output_that_exists_is_refused_before_any_work(run: Run, here: Path) 
 
 def test_force_replaces(run: Run, here: Path) -> None:
     Path("test_resnet-bnn.safetensors").write_text("mine")
-    assert run("convert", "test_resnet", "--to", "bnn", "--force").exit_code == 0
+    done(run("convert", "test_resnet", "--to", "bnn", "--force"))
     assert type(retrofit.load("test_resnet-bnn.safetensors").bn1).__name__ == "BatchNormalNorm2d"
 
 
@@ -377,16 +374,15 @@ def test_a_random_network_asks_nothing_of_the_net(
     for owner, function in ((socket, "getaddrinfo"), (socket, "gethostbyname"), (socket, "create_connection")):
         monkeypatch.setattr(owner, function, note)
     monkeypatch.setattr(socket.socket, "connect", note)
-    assert run("inspect", name).exit_code == 0
-    assert run("convert", name, "--to", "bnn", "-o", "a.safetensors", "--img-size", "64").exit_code == 0
+    done(run("inspect", name))
+    done(run("convert", name, "--to", "bnn", "-o", "a.safetensors", "--img-size", "64"))
     retrofit.save(retrofit.load("a.safetensors"), "c.safetensors")
     assert asked == []
 
 
 @pytest.mark.parametrize("to", ["evonorm-s0", "frn-tlu"])
 def test_a_target_without_strength_says_how_much_the_output_changes(to: str, run: Run, here: Path) -> None:
-    result = run("convert", "test_resnet", "--to", to, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("convert", "test_resnet", "--to", to, "--json"))
     values = json.loads(result.stdout)
     assert values["strength"] is None
     assert values["check"]["identity"] is False
@@ -403,8 +399,7 @@ def test_a_target_without_strength_says_how_much_the_output_changes(to: str, run
 
 def test_a_target_without_strength_is_measured_on_images(run: Run, here: Path) -> None:
     write_folder(here / "photos", each=1)
-    result = run("convert", "test_resnet", "--to", "frn-tlu", "--calibrate", "photos", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("convert", "test_resnet", "--to", "frn-tlu", "--calibrate", "photos", "--json"))
     assert json.loads(result.stdout)["agreement"]["images"] > 0
     assert "untrained, " in result.stderr
     assert "at strength 1" not in result.stderr
@@ -420,8 +415,7 @@ def test_outputs_that_are_not_finite_are_no_conversion(run: Run, here: Path, mon
 
 def test_ablation_flags_reach_the_layers(run: Run, here: Path) -> None:
     flags = ("--noise-kind", "gaussian-dropout", "--alpha", "0.5", "--newton-steps", "2")
-    result = run("convert", "test_resnet", "--to", "bnn", *flags)
-    assert result.exit_code == 0, result.stderr
+    done(run("convert", "test_resnet", "--to", "bnn", *flags))
     layer = retrofit.load("test_resnet-bnn.safetensors").bn1
     assert (layer.noise_kind, layer.alpha, layer.steps) == ("gaussian-dropout", 0.5, 2)
     assert run("convert", "test_resnet", "--to", "bnn", "--noise-kind", "none").exit_code == 2
@@ -440,7 +434,6 @@ def test_the_next_step_fits_a_network_that_does_not_classify(run: Run, here: Pat
         "def build():\n"
         "    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))\n"
     )
-    result = run("convert", "py:dense:build", "--to", "bnn", "-o", "dense.safetensors")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("convert", "py:dense:build", "--to", "bnn", "-o", "dense.safetensors"))
     last = result.stderr.splitlines()[-1]
     assert last.startswith("next: model = retrofit.load('dense.safetensors', into=YOUR_NETWORK)")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 from tests.pictures import write_folder
 
 SMALL = ["--images", "4", "-b", "2", "--channels", "2"]
@@ -20,10 +20,9 @@ def pictures(here: Path) -> Path:
 
 @pytest.mark.slow
 def test_two_networks(run: Run, pictures: Path) -> None:
-    assert run("convert", "test_resnet", "--to", "bnn", "--num-classes", "3").exit_code == 0
+    done(run("convert", "test_resnet", "--to", "bnn", "--num-classes", "3"))
     words = ["test_resnet", "--num-classes", "3", "--against", "test_resnet-bnn.safetensors", "--data-dir", pictures]
-    result = run("diagnose", *words, *SMALL, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("diagnose", *words, *SMALL, "--json"))
     found = json.loads(result.stdout)
     assert list(found["networks"]) == ["test_resnet", "test_resnet-bnn"]
     assert found["networks"]["test_resnet"]["images"] == 4

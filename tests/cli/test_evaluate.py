@@ -13,7 +13,7 @@ import torch
 
 import retrofit
 from retrofit.networks.library import Preprocess
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 from tests.pictures import write_folder
 
 MODEL = ["test_resnet", "-j", "0", "-b", "4"]
@@ -30,8 +30,7 @@ def test_figures_and_json(run: Run, pictures: Path) -> None:
     model.fc.bias.data = torch.tensor([0.0, 0.0, 1.0])
     torch.save(model.state_dict(), "w.pth")
     words = ["--checkpoint", "w.pth", "--num-classes", "3", "--data-dir", pictures, "--json"]
-    result = run("evaluate", *MODEL, *words)
-    assert result.exit_code == 0, result.stderr
+    result = done(run("evaluate", *MODEL, *words))
     assert json.loads(result.stdout) == {
         "schema": 1,
         "model": "test_resnet",
@@ -57,7 +56,7 @@ def test_figures_and_json(run: Run, pictures: Path) -> None:
 def test_source_and_artifact_score_alike(run: Run, pictures: Path) -> None:
     torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), "w.pth")
     weights = ["--checkpoint", "w.pth", "--num-classes", "3"]
-    assert run("convert", "test_resnet", "--to", "bnn", *weights).exit_code == 0
+    done(run("convert", "test_resnet", "--to", "bnn", *weights))
     source = json.loads(run("evaluate", *MODEL, *weights, "--data-dir", pictures, "--json").stdout)
     words = ["test_resnet-bnn.safetensors", "-j", "0", "--data-dir", pictures, "--json"]
     converted = json.loads(run("evaluate", *words).stdout)
@@ -98,7 +97,7 @@ def test_a_strength_that_nobody_set_is_warned_of(run: Run, pictures: Path) -> No
 
 @pytest.mark.parametrize("words", [["--amp"], ["--amp", "--amp-dtype", "bfloat16"], ["--channels-last"]])
 def test_ways_of_running(run: Run, pictures: Path, words: list[str]) -> None:
-    assert run("evaluate", *MODEL, "--data-dir", pictures, "--device", "cpu", *words).exit_code == 0
+    done(run("evaluate", *MODEL, "--data-dir", pictures, "--device", "cpu", *words))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +137,10 @@ def test_an_exported_file_scores_as_its_artifact(run: Run, pictures: Path, runti
     model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.2, 0.3, 0.4), "crop_pct": 0.7}
     retrofit.set_strength(model, 1)
     retrofit.save(model, "net.safetensors", labels=["bee", "cat", "ant"])
-    assert run("export", "net.safetensors").exit_code == 0
+    done(run("export", "net.safetensors"))
     data = ["--data-dir", pictures, "-j", "0", "-b", "4", "--json"]
     artifact = json.loads(run("evaluate", "net.safetensors", *data).stdout)
-    result = run("evaluate", "net.onnx", "--runtime", runtime, *data)
-    assert result.exit_code == 0, result.stderr
+    result = done(run("evaluate", "net.onnx", "--runtime", runtime, *data))
     said = f"net.onnx: test_resnet.r160_in1k, converted to ln, strength 1, fold exact, run by {name}"
     assert result.stderr.splitlines()[0] == said
     assert json.loads(result.stdout) == {

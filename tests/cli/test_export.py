@@ -13,7 +13,7 @@ from PIL import Image
 
 import retrofit
 from retrofit.export import api
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 from tests.pictures import write_folder
 
 MODEL = ["test_resnet", "--num-classes", "7"]
@@ -21,14 +21,12 @@ MODEL = ["test_resnet", "--num-classes", "7"]
 
 @pytest.fixture
 def artifact(run: Run, here: Path) -> Path:
-    result = run("convert", *MODEL, "--to", "bnn", "--strength", "1", "-o", "net.safetensors")
-    assert result.exit_code == 0, result.stderr
+    done(run("convert", *MODEL, "--to", "bnn", "--strength", "1", "-o", "net.safetensors"))
     return here / "net.safetensors"
 
 
 def test_export(run: Run, artifact: Path) -> None:
-    result = run("export", artifact.name, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("export", artifact.name, "--json"))
     found = json.loads(result.stdout)
     assert found["schema"] == 1
     assert found["model"] == "test_resnet"
@@ -90,8 +88,7 @@ def test_less_than_32_bits(run: Run, artifact: Path) -> None:
     folder = write_folder(Path("pictures"), wrong=0, each=4)
     assert "choose one" in complaint(run("export", artifact.name, "--half", "--int8"))
     assert "give --calibrate images" in complaint(run("export", artifact.name, "--int8"))
-    result = run("export", artifact.name, "--int8", "--calibrate", folder, "--tolerance", "5", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("export", artifact.name, "--int8", "--calibrate", folder, "--tolerance", "5", "--json"))
     found = json.loads(result.stdout)
     assert found["precision"] == "int8"
     assert found["nodes"]["QuantizeLinear"] > 0
@@ -154,8 +151,7 @@ def bent(artifact: Path) -> str:
 
 
 def test_what_was_judged_on_noise_says_so(run: Run, bent: str) -> None:
-    result = run("export", bent, "--fold", "poly", "--degree", "2", "--tolerance", "0.9")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("export", bent, "--fold", "poly", "--degree", "2", "--tolerance", "0.9"))
     assert "% of 4 random inputs" in result.stderr
     assert "warning: judged on 4 random inputs, which are unlike pictures" in result.stderr
 

@@ -25,7 +25,7 @@ import retrofit
 from retrofit.cli.finetune import _GROUPS
 from retrofit.finetune import setup
 from retrofit.finetune.recipe import Recipe
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 from tests.conftest import heed_signals
 from tests.pictures import write_folder, write_tar
 
@@ -40,7 +40,7 @@ def pictures(here: Path) -> Path:
 @pytest.fixture
 def network(run: Run, here: Path) -> str:
     words = ["--to", "bnn", "--num-classes", "3", "--img-size", "16", "-o", "small.safetensors"]
-    assert run("convert", "test_resnet", *words).exit_code == 0
+    done(run("convert", "test_resnet", *words))
     return "small.safetensors"
 
 
@@ -59,8 +59,7 @@ def assert_same(one: str, other: str) -> None:
 
 
 def test_a_run_and_what_it_says(run: Run, pictures: Path, network: str) -> None:
-    result = run("finetune", network, "--data-dir", pictures, *QUICK, "--bn-momentum", "0.9", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("finetune", network, "--data-dir", pictures, *QUICK, "--bn-momentum", "0.9", "--json"))
     said = result.stderr.splitlines()
     assert said[0].startswith("weights: RANDOM")
     assert said[1] == "run: runs/small"
@@ -71,9 +70,9 @@ def test_a_run_and_what_it_says(run: Run, pictures: Path, network: str) -> None:
     assert (values["finished"], values["step"], values["steps"], values["unreadable"]) == (True, 8, 8, [])
     rows = [json.loads(line) for line in Path("runs/small/metrics.jsonl").read_text().splitlines()]
     assert values["best_top1"] == max(row["val_top1"] for row in rows)
-    assert run("evaluate", values["output"], "--data-dir", pictures, "-j", "0").exit_code == 0
+    done(run("evaluate", values["output"], "--data-dir", pictures, "-j", "0"))
     # The saved recipe is the whole run, network and data included.
-    assert run("finetune", "--recipe", "runs/small/recipe.yaml", "-o", "again").exit_code == 0
+    done(run("finetune", "--recipe", "runs/small/recipe.yaml", "-o", "again"))
     assert_same("runs/small", "again")
     # The next run of the same name gets a folder of its own.
     assert "run: runs/small-2" in run("finetune", network, "--data-dir", pictures, *QUICK, "--epochs", "1").stderr
@@ -90,7 +89,7 @@ def test_the_control_run_is_one_command(run: Run, pictures: Path) -> None:
     assert "this is plain training" in result.stderr
     for name, tensor in source.state_dict().items():
         torch.testing.assert_close(weights("out")[name], tensor, rtol=0, atol=1e-9)
-    assert run("finetune", "--recipe", "out/recipe.yaml", "-o", "again").exit_code == 0
+    done(run("finetune", "--recipe", "out/recipe.yaml", "-o", "again"))
     assert_same("out", "again")
 
 
@@ -99,7 +98,7 @@ def test_flags_win_over_the_recipe(run: Run, pictures: Path, network: str) -> No
         "epochs: 7\nbatch_size: 4\nworkers: 0\nlr: 0.5\nstrength_sched: cosine\nscale: [0.9, 1]\n"
     )
     words = ["--recipe", "mine.yaml", "--data-dir", pictures, "--epochs", "1", "--lr", "1e-3", "-o", "out"]
-    assert run("finetune", network, *words, "--scale", "0.5,0.8", "--model-ema").exit_code == 0
+    done(run("finetune", network, *words, "--scale", "0.5,0.8", "--model-ema"))
     saved = yaml.safe_load(Path("out/recipe.yaml").read_text())
     wanted = {"epochs": 1, "lr": 1e-3, "strength_sched": "cosine", "scale": [0.5, 0.8], "model_ema": True}
     assert {name: saved[name] for name in wanted} == wanted
@@ -110,7 +109,7 @@ def test_a_tar_with_a_class_map_gives_labels(run: Run, pictures: Path, network: 
     write_tar(pictures, Path("pictures.tar"))
     Path("map.txt").write_text("cat\nbee\nant\n")
     words = ["--data-dir", "pictures.tar", "--class-map", "map.txt", *QUICK, "--epochs", "1", "-o", "out"]
-    assert run("finetune", network, *words).exit_code == 0
+    done(run("finetune", network, *words))
     assert vars(retrofit.load("out/last.safetensors"))["_retrofit_labels"] == ["cat", "bee", "ant"]
 
 
@@ -123,7 +122,7 @@ def test_sigterm_saves_and_ends_and_resume_goes_on(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)  # as torchrun sets it
     words = [network, "--data-dir", pictures, *QUICK, "--epochs", "4"]
-    assert run("finetune", *words, "-o", "whole").exit_code == 0
+    done(run("finetune", *words, "-o", "whole"))
 
     def terminate() -> None:
         while not Path("broken/metrics.jsonl").exists():
@@ -152,7 +151,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_the_same(
     run: Run, pictures: Path, network: str, environment: dict[str, str]
 ) -> None:
     words = [network, "--data-dir", str(pictures), *QUICK, "--epochs", "6", "--noise", "0.3", "--checkpoint-every", "1"]
-    assert run("finetune", *words, "-o", "whole").exit_code == 0
+    done(run("finetune", *words, "-o", "whole"))
     command = [sys.executable, "-m", "retrofit", "finetune", *words, "-o", "broken"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
         state = Path("broken/state/last.pt")
@@ -168,7 +167,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_the_same(
 
 def test_a_full_disk_leaves_the_state_before(run: Run, pictures: Path, network: str) -> None:
     words = ["--data-dir", pictures, *QUICK, "-o", "out"]
-    assert run("finetune", network, *words, "--epochs", "1").exit_code == 0
+    done(run("finetune", network, *words, "--epochs", "1"))
     before = Path("out/state/last.pt").stat().st_mtime_ns
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -236,8 +235,8 @@ def test_a_tracker_that_is_not_installed(
 
 @pytest.mark.slow
 def test_digits_from_nothing(run: Run, here: Path) -> None:
-    assert run("convert", "test_resnet", "--to", "bnn", "--img-size", "32", "-o", "d.safetensors").exit_code == 0
-    assert run("finetune", "d.safetensors", "--recipe", "digits", "-o", "digits").exit_code == 0
+    done(run("convert", "test_resnet", "--to", "bnn", "--img-size", "32", "-o", "d.safetensors"))
+    done(run("finetune", "d.safetensors", "--recipe", "digits", "-o", "digits"))
     result = run("evaluate", "digits/best.safetensors", "--dataset", "digits", "--json")
     assert json.loads(result.stdout)["top1"] > 97
 
@@ -266,7 +265,7 @@ def test_torchrun(run: Run, pictures: Path, network: str, environment: dict[str,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("epoch 2:") == 1  # the first process speaks for all
-    assert run("finetune", network, "--data-dir", pictures, *same, "-o", "one").exit_code == 0
+    done(run("finetune", network, "--data-dir", pictures, *same, "-o", "one"))
     for name, tensor in weights("one").items():
         torch.testing.assert_close(weights("two")[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 

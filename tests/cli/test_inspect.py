@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 
 
 def test_the_census(run: Run, here: Path) -> None:
@@ -32,8 +32,8 @@ def test_json_lists_every_layer(run: Run, here: Path) -> None:
 
 
 def test_converted_layers_show_their_strength(run: Run, here: Path) -> None:
-    assert run("convert", "test_coatnet", "--to", "bnn", "--strength", "0.75", "-o", "a.safetensors").exit_code == 0
-    assert run("convert", "a.safetensors", "--to", "lnn", "-o", "b.safetensors").exit_code == 0
+    done(run("convert", "test_coatnet", "--to", "bnn", "--strength", "0.75", "-o", "a.safetensors"))
+    done(run("convert", "a.safetensors", "--to", "lnn", "-o", "b.safetensors"))
     result = run("inspect", "b.safetensors", "--json")
     shown = {row["source"]: row["strength"] for row in json.loads(result.stdout)["layers"]}
     assert shown == {"BatchNormalNormAct2d": 0.75, "LayerNormalNorm2d": 0}

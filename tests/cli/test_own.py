@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import retrofit
-from tests.cli.conftest import Run, complaint
+from tests.cli.conftest import Run, complaint, done
 from tests.networks import mynet
 from tests.pictures import write_folder
 
@@ -22,8 +22,7 @@ def converted(run: Run, here: Path) -> str:
     """The artifact of a converted classifier whose file lies in the working folder."""
     shutil.copy(mynet.__file__, here / "userfile.py")
     write_folder(here / "photos", each=4)
-    result = run("convert", "py:userfile:small", "--to", "bnn", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = done(run("convert", "py:userfile:small", "--to", "bnn", "--json"))
     values = json.loads(result.stdout)
     assert (values["model"], values["library"]) == ("userfile:small", "own")
     assert result.stderr.splitlines()[-1].startswith("next: retrofit evaluate userfile-small-bnn.safetensors --network")
@@ -62,11 +61,10 @@ def test_an_artifact_alone_imports_nothing(run: Run, here: Path, converted: str,
 
 def test_finetune_and_resume(run: Run, here: Path, converted: str) -> None:
     words = ["--data-dir", "photos", "--val-split", "0.25", "--epochs", "1", "-b", "4", "-j", "0", "--device", "cpu"]
-    result = run("finetune", converted, *NETWORK, *words, "-o", "run", "--num-classes", "5")
-    assert result.exit_code == 0, result.stderr
+    done(run("finetune", converted, *NETWORK, *words, "-o", "run", "--num-classes", "5"))
     best = retrofit.load("run/best.safetensors", into=mynet.small(5))
     assert best(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
-    assert run("evaluate", "run/best.safetensors", *NETWORK, "--data-dir", "photos", "-j", "0").exit_code == 0
+    done(run("evaluate", "run/best.safetensors", *NETWORK, "--data-dir", "photos", "-j", "0"))
     assert "holds a network of one's own" in complaint(run("finetune", "--resume", "run"))
     again = run("finetune", "--resume", "run", *NETWORK)
     assert again.exit_code == 0, again.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done
 from tests.pictures import write_folder
 
 DATA = ["--data-dir", "pictures"]
@@ -25,9 +25,8 @@ DATA = ["--data-dir", "pictures"]
 def test_strength_is_visible(run: Run, here: Path, words: list[str], where: list[str]) -> None:
     write_folder(here / "pictures", each=2)
     made = ["--to", "bnn", "--strength", "0.5", "--num-classes", "3", "--img-size", "32", "-o", "net.safetensors"]
-    assert run("convert", "test_resnet", *made).exit_code == 0
-    result = run(words[0], "net.safetensors", *words[1:], "--json")
-    assert result.exit_code == 0, result.stderr
+    done(run("convert", "test_resnet", *made))
+    result = done(run(words[0], "net.safetensors", *words[1:], "--json"))
     assert "strength: 0.5 in 15 converted layers" in result.stderr
     found = json.loads(result.stdout)
     for key in where:
