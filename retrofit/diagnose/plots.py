@@ -317,10 +317,11 @@ def _paint(figure: Figure, theme: Theme) -> None:
         texts: Sequence[Any] = (axes.xaxis.label, axes.yaxis.label, axes.title)
         for text in texts:
             text.set_color(ink)
-    for legend in figure.legends:
+    for legend in (*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))):
         legend.get_frame().set(facecolor=_PAPER[theme], edgecolor=grid)
         for text in legend.get_texts():
             text.set_color(ink)
+            text.set_fontsize(8)
     for text in figure.texts:
         text.set_color(ink)
     if figure._supxlabel is not None:  # type: ignore[attr-defined]

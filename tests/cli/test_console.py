@@ -20,7 +20,7 @@ ROWS = [
 @pytest.fixture(params=[80, 120])
 def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Console:
     made = Console(file=io.StringIO(), width=request.param, force_terminal=True, color_system=None)
-    monkeypatch.setattr(console, "_stderr", lambda: made)
+    monkeypatch.setattr(console, "stderr", lambda: made)
     return made
 
 
