@@ -15,7 +15,7 @@ from retrofit.utils.text import ROOT, plural
 
 _LAYERS = ("#", "layer", "became", "degree or lines", "largest error", "rms error")
 _ERRORS = "Errors are of the approximation, as a share of the standard deviation of the layer's output."
-_UNSURE = "Judged on {}, which are unlike pictures: export again with --calibrate DIR."
+_UNSURE = "Judged on {}, which are unlike pictures: export again, with pictures to calibrate on."
 _MODES = {1: "L", 3: "RGB"}
 
 
@@ -152,10 +152,11 @@ def _snippet(report: ExportReport, known: Mapping[str, Any], mode: str) -> str:
 def _measure(report: ExportReport) -> list[str]:
     file = shlex.quote(report.output)
     commands = [
-        f"$ retrofit evaluate {file} --data-dir DIR",
-        f"$ retrofit bench {file} --against OTHER.onnx --runtime onnxruntime",
+        f"`retrofit evaluate {file} --data-dir DIR`",
+        f"`retrofit bench {file} --against OTHER.onnx --runtime onnxruntime`",
     ]
+    shown = "<br>".join(as_html("$ " + command.strip("`")) for command in commands)
     return [
         "<p>Not measured here; these do, on a folder of labelled pictures and beside another exported file:</p>",
-        f"<pre>{'<br>'.join(map(as_html, commands))}</pre>",
+        f"<pre>{shown}</pre>",
     ]

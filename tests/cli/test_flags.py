@@ -29,7 +29,7 @@ LIBRARY = [file for file in sorted(PACKAGE.rglob("*.py")) if "cli" not in file.p
 FLAG = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|-[a-z](?![\w-]))")
 COMMAND = re.compile(r"`retrofit ([a-z]+) ([^`]*)`")
 OTHERS = {
-    PACKAGE / "diagnose" / "page.py",  # CSS names its variables --ink
+    PACKAGE / "utils" / "html_page.py",  # CSS names its variables --ink
     PACKAGE / "layers" / "kernels" / "build.py",  # the compiler's -o
 }
 
