@@ -260,11 +260,11 @@ def test_torchrun(run: Run, pictures: Path, network: str, environment: dict[str,
     same = [*QUICK, "--no-aug", "--opt", "sgd"]
     quick = [*same, "-b", "2", "--sync-norm"]
     command = [sys.executable, "-m", "torch.distributed.run", *words, *quick]
-    done = subprocess.run(
+    ran = subprocess.run(
         [*command, "-o", "two"], env=environment, capture_output=True, text=True, check=False, preexec_fn=heed_signals
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("epoch 2:") == 1  # the first process speaks for all
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("epoch 2:") == 1  # the first process speaks for all
     done(run("finetune", network, "--data-dir", pictures, *same, "-o", "one"))
     for name, tensor in weights("one").items():
         torch.testing.assert_close(weights("two")[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
