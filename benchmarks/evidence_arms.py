@@ -14,6 +14,7 @@ import retrofit
 from retrofit.finetune import StrengthSchedule
 from retrofit.finetune.strength_schedule import Shape
 from retrofit.layers import MigratedGroupNorm
+from retrofit.surgery.execute import strength_layers
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Standardized(nn.Module):
         return self.network((x - mean) * (0.5 / (std + 1e-3)))
 
 
-def _bnn(label: str, noise: float, ours: bool = True, **options: Any) -> Arm:
-    return Arm(label, ours=ours, to="bnn", noise=noise, options={"noise": noise, **options})
+def _noisy(label: str, noise: float, ours: bool = True, to: str = "bnn", **options: Any) -> Arm:
+    return Arm(label, ours=ours, to=to, noise=noise, options={"noise": noise, **options})
 
 
 ARMS = {
@@ -84,8 +85,8 @@ ARMS = {
     "bn-recal": Arm("BatchNorm, statistics of the new pictures, then frozen", frozen=True, recalibrated=True),
     "gn-swap": Arm("GroupNorm, plain swap", to="gn", end=1.0, swap=True),
     "probe": Arm("linear probe", frozen=True, trained="head"),
-    "bn-noise-0.1": _bnn("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0),
-    "bn-noise-0.2": _bnn("BatchNorm with noise 0.2", 0.2, ours=False, alpha=0.0),
+    "bn-noise-0.1": _noisy("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0),
+    "bn-noise-0.2": _noisy("BatchNorm with noise 0.2", 0.2, ours=False, alpha=0.0),
     "ln": Arm("ln, t to 1", ours=True, to="ln"),
     "ln-std": Arm("ln, t to 1, each picture standardized", ours=True, to="ln", standardized=True),
     "ln-0.75": Arm("ln, t to 0.75", ours=True, to="ln", end=0.75),
@@ -101,9 +102,25 @@ ARMS = {
     "ln-recal-0.5": Arm(
         "ln on statistics of the new pictures, t to 0.5", ours=True, to="ln", end=0.5, recalibrated=True
     ),
-    "bnn": _bnn("bnn, no noise", 0.0),
-    "bnn-0.1": _bnn("bnn, noise 0.1", 0.1),
-    "bnn-0.2": _bnn("bnn, noise 0.2", 0.2),
+    "bnn": _noisy("bnn, no noise", 0.0),
+    "bnn-0.1": _noisy("bnn, noise 0.1", 0.1),
+    "bnn-0.2": _noisy("bnn, noise 0.2", 0.2),
+    # from scratch
+    "bn-noise-0.4": _noisy("BatchNorm with noise 0.4", 0.4, ours=False, alpha=0.0),
+    "bnn-0.4": _noisy("bnn, noise 0.4", 0.4),
+    "dbn": Arm("dbn", ours=True, to="dbn"),
+    "dbn-noise-0.4": _noisy("dbn with noise 0.4", 0.4, to="dbnn", alpha=0.0),
+    "dbnn": _noisy("dbnn, no noise", 0.0, to="dbnn"),
+    "dbnn-0.4": _noisy("dbnn, noise 0.4", 0.4, to="dbnn"),
+    "layer-norm": Arm("LayerNorm"),
+    "layer-norm-noise-1": _noisy("LayerNorm with noise 1", 1.0, ours=False, to="lnn", alpha=0.0),
+    "lnn": _noisy("lnn, no noise", 0.0, to="lnn"),
+    "lnn-1": _noisy("lnn, noise 1", 1.0, to="lnn"),
+    "gn-8": Arm("gn (8 groups)", to="gn"),
+    "gn-pn-8": Arm("gn-pn (8 groups), nothing to restore", ours=True, to="gn-pn", options={"pn_restore": False}),
+    "ln-pn-1": Arm("ln-pn, nothing to restore", ours=True, to="ln-pn", options={"pn_restore": False}),
+    "evonorm-s0": Arm("evonorm-s0", to="evonorm-s0"),
+    "frn-tlu": Arm("frn-tlu", to="frn-tlu"),
 }
 
 
@@ -152,11 +169,11 @@ def training_mode(model: nn.Module, arm: Arm) -> None:
                 module.eval()
 
 
-def strength_schedule(model: nn.Module, arm: Arm, steps: int) -> StrengthSchedule | None:
-    """Return the arm's course of strength and noise: t rises over the first half of the training."""
-    if arm.to is None or arm.swap:
+def strength_schedule(model: nn.Module, arm: Arm, steps: int, ramp: float = 0.5) -> StrengthSchedule | None:
+    """Return the arm's course of strength and noise: t rises over the first part of the training, `ramp` of it."""
+    if arm.swap or not strength_layers(model):
         return None
     shape: Shape = "there-and-back" if arm.back else "linear"
     return StrengthSchedule(
-        model, steps, shape=shape, ramp=0.5, end=arm.end, noise=arm.noise, noise_start=0.0, noise_ramp=0.0
+        model, steps, shape=shape, ramp=ramp, end=arm.end, noise=arm.noise, noise_start=0.0, noise_ramp=0.0
     )

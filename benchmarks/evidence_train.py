@@ -86,7 +86,7 @@ def line_of(
     }
 
 
-def train(model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any]) -> float | None:
+def train(model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any], ramp: float = 0.5) -> float | None:
     """Train a network in place and return the mean loss of the last epoch; None once the loss is not finite."""
     arm = ARMS[key["arm"]]
     steps = math.ceil(key["images"] / key["batch"])
@@ -101,7 +101,7 @@ def train(model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any]
         step_on_epochs=False,
         updates_per_epoch=steps,
     )
-    strength = strength_schedule(model, arm, args.epochs * steps)
+    strength = strength_schedule(model, arm, args.epochs * steps, ramp)
     torch.manual_seed(key["seed"])
     done, total = 0, 0.0
     for epoch in range(args.epochs):

@@ -4,9 +4,9 @@
 
 The source network, its conversion at full strength with eager and with compiled kernels (Triton's on a GPU), and the
 same network with the paper's formulas as they read, left to autograd, take turns (or `--contenders gn-pn,ln-pn,eager`:
-targets of BatchNorm have the fast kernels); figures are medians over the rounds, ratios are of the same round. Peak
-memory is measured in a process of its own for each contender: what a step adds at most to the resident memory before
-it (CPU), or to the memory allocated (CUDA).
+targets of BatchNorm have the fast kernels). A name with `-compiled` after it is that network under torch.compile.
+Figures are medians over the rounds, ratios are of the same round. Peak memory is measured in a process of its own for
+each contender: what a step adds at most to the resident memory before it (CPU), or to the memory allocated (CUDA).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import retrofit
 from retrofit.layers import BatchNormalNorm2d, LayerNormalNorm
 
 BATCH_INDEPENDENT = ("ln", "gn", "ln-pn", "gn-pn")
+COMPILED = "-compiled"
 
 
 def build(model: str, contender: str, mode: str) -> nn.Module:
@@ -53,6 +54,7 @@ def build(model: str, contender: str, mode: str) -> nn.Module:
 
 def stepper(args: argparse.Namespace, contender: str) -> Callable[[], float]:
     """A function that takes one step and returns its seconds."""
+    compiled, contender = contender.endswith(COMPILED), contender.removesuffix(COMPILED)
     network = build(args.model, contender, args.mode).to(args.device)
     x = torch.randn(args.batch, *network.default_cfg["input_size"], device=args.device)
     target = torch.randint(1000, (args.batch,), device=args.device)
@@ -62,6 +64,8 @@ def stepper(args: argparse.Namespace, contender: str) -> Callable[[], float]:
     kernels = contender if contender in ("eager", "cpp", "triton") else "eager"
     if contender in BATCH_INDEPENDENT:
         kernels = "triton" if args.device == "cuda" else "cpp"
+    if compiled:
+        network.compile()
 
     def run() -> float:
         os.environ["RETROFIT_KERNELS"] = kernels
