@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import click
 
@@ -57,6 +57,7 @@ _GROUPS = {
 }
 """The first option of each group of the help."""
 _METAVARS = {float: "F", int: "N", str: "NAME"}
+_LISTS: dict[Any, str] = {tuple: "F,F", list: "A,B,..."}
 
 
 class _Grouped(click.Command):
@@ -86,7 +87,7 @@ def _option(name: str) -> Callable[[Any], Any]:
     if field.annotation is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
     kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind in _METAVARS]
-    metavar = _METAVARS[kinds[0]] if kinds else "VALUE"
+    metavar = _METAVARS[kinds[0]] if kinds else _LISTS.get(get_origin(field.annotation), "VALUE")
     flags = [_SHORT[name], flag] if name in _SHORT else [flag]
     return click.option(*flags, name, metavar=metavar, help=text)
 

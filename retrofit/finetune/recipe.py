@@ -35,8 +35,8 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 def _listed(value: Any) -> Any:
-    """Take "0.8 1" or "0.8,1", as a command line gives it, for a list."""
-    return value.replace(",", " ").split() if isinstance(value, str) else value
+    """Take "0.8 1", "0.8,1" or "[0.8, 1]", as a command line gives it, for a list."""
+    return value.strip("[]").replace(",", " ").split() if isinstance(value, str) else value
 
 
 def _parts(value: Any) -> Any:

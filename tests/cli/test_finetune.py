@@ -93,12 +93,13 @@ def test_the_control_run_is_one_command(run: Run, pictures: Path) -> None:
     assert_same("out", "again")
 
 
-def test_flags_win_over_the_recipe(run: Run, pictures: Path, network: str) -> None:
+@pytest.mark.parametrize("scale", ["0.5,0.8", "0.5 0.8", "[0.5, 0.8]"])
+def test_flags_win_over_the_recipe(run: Run, pictures: Path, network: str, scale: str) -> None:
     Path("mine.yaml").write_text(
         "epochs: 7\nbatch_size: 4\nworkers: 0\nlr: 0.5\nstrength_sched: cosine\nscale: [0.9, 1]\n"
     )
     words = ["--recipe", "mine.yaml", "--data-dir", pictures, "--epochs", "1", "--lr", "1e-3", "-o", "out"]
-    done(run("finetune", network, *words, "--scale", "0.5,0.8", "--model-ema"))
+    done(run("finetune", network, *words, "--scale", scale, "--model-ema"))
     saved = yaml.safe_load(Path("out/recipe.yaml").read_text())
     wanted = {"epochs": 1, "lr": 1e-3, "strength_sched": "cosine", "scale": [0.5, 0.8], "model_ema": True}
     assert {name: saved[name] for name in wanted} == wanted
