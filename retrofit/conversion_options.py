@@ -1,4 +1,4 @@
-"""The options of a conversion, each in one place: its name, values, range, help, and the targets that it belongs to.
+"""The targets of a conversion and its options, each in one place: its name, values, range, help, and whose it is.
 
 From here come the keywords of `retrofit.plan` and `retrofit.convert`, the flags of the command line and the record in a
 plan. Importing this imports no torch, so that `--help` answers at once.
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from retrofit.layers.normality_norm import NoiseKind
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+CONVERTERS = {
+    **dict.fromkeys(("bnn", "lnn", "gnn", "inn", "normal"), "normality"),
+    **dict.fromkeys(("gn", "ln", "gn-pn", "ln-pn"), "batch_independent"),
+    "frozen": "frozen",
+    **dict.fromkeys(("dbn", "dbnn"), "decorrelated"),
+    **dict.fromkeys(("evonorm-s0", "frn-tlu"), "baselines"),
+}
+"""Every target, in the order in which they are listed, and the file of its converter in `retrofit/surgery/targets/`."""
 
 _NORMALITY = ("bnn", "lnn", "gnn", "inn", "normal", "dbnn")
 _MIGRATED = ("gn", "ln", "gn-pn", "ln-pn")

@@ -9,10 +9,6 @@ from click.shell_completion import CompletionItem
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
-TARGETS = (
-    *("bnn", "lnn", "gnn", "inn", "normal", "gn", "ln", "gn-pn", "ln-pn"),
-    *("frozen", "dbn", "dbnn", "evonorm-s0", "frn-tlu"),
-)
 FAMILIES = ("bn", "ln", "gn", "in", "frozen-bn")
 _ENOUGH = 2  # typed characters from which names of networks are worth the seconds that importing timm takes
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrofit.cli import completion
 from retrofit.cli.console import emit, say, waiting
 from retrofit.cli.options import (
     architecture_options,
@@ -20,6 +19,7 @@ from retrofit.cli.options import (
     weights_options,
 )
 from retrofit.cli.tables import show_plan
+from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import RetrofitError, UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
     required=True,
     metavar="TARGET",
     shell_complete=target_completion,
-    help=f"{', '.join(completion.TARGETS)}.",
+    help=f"{', '.join(CONVERTERS)}.",
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="NAME-TARGET.safetensors if left out."

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from retrofit.cli import completion
-from retrofit.conversion_options import OPTIONS, Option
+from retrofit.conversion_options import CONVERTERS, OPTIONS, Option
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -88,7 +88,7 @@ def _or_none(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ..
 
 model_argument = click.argument("model", metavar="MODEL", shell_complete=completion.model)
 
-target_completion = completion.one_of(completion.TARGETS)
+target_completion = completion.one_of(CONVERTERS)
 
 network_option = click.option(
     "--network",

@@ -19,7 +19,7 @@ from retrofit.export.folding.linear import fold_after, out_channels
 from retrofit.export.forms.operations import FunctionModule
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import replace_module
-from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, NormalityMixin, ProxyNorm
+from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, NormalityMixin, ProxyNorm, StrengthMixin
 from retrofit.layers.constant_affine import ConstantAffine
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.leaf import LeafMixin
@@ -27,6 +27,7 @@ from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.copying import copied
 
 _Migrated = MigratedGroupNorm | FrozenBatchNorm
+_KNOWN = (MigratedGroupNorm, NormalityMixin, DecorrelatedNorm, ProxyNorm, WeightStandardization)
 
 
 @torch.no_grad()
@@ -81,6 +82,8 @@ def _hindrance(layer: nn.Module) -> str:
         return "it whitens; set_strength(model, 0) leaves BatchNorm, export_onnx takes it as it is"
     if isinstance(layer, NormalityMixin) and float(layer.strength) > 0 and (layer.alpha > 0 or layer.noise > 0):
         return "it has a power transform; set_strength(model, 0) leaves its source, export_onnx takes it as it is"
+    if isinstance(layer, StrengthMixin) and not isinstance(layer, _KNOWN):
+        return f"nobody has said what a {type(layer).__name__} is in plain layers; export_onnx takes it as it is"
     return ""
 
 

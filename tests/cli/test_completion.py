@@ -9,8 +9,8 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from retrofit.cli import completion, main
-from retrofit.surgery.converter import TARGETS
-from retrofit.surgery.families import FAMILIES
+from retrofit.conversion_options import CONVERTERS
+from retrofit.surgery import FAMILIES, TARGETS
 
 
 def completed(*words: str) -> list[str]:
@@ -39,9 +39,7 @@ def test_words(words: list[str], expected: list[str]) -> None:
 
 
 def test_every_target_and_family_is_known() -> None:
-    import retrofit.surgery.targets  # noqa: F401
-
-    assert set(completion.TARGETS) == set(TARGETS)
+    assert list(CONVERTERS) == list(TARGETS)
     assert set(completion.FAMILIES) == set(FAMILIES)
 
 

@@ -67,8 +67,8 @@ def channel_map(layer: Any) -> ChannelMap | None:
             return None
         scale, shift = layer.input_affine()
         lmbda = torch.ones_like(scale)
-    elif not keeps_statistics(layer):
-        return None
+    elif not (is_batch_norm(layer) or isinstance(layer, RunningNormality)) or not keeps_statistics(layer):
+        return None  # whatever else has running statistics may do something else with them
     else:
         scale = torch.rsqrt(layer.running_var.double() + layer.eps)
         shift = -layer.running_mean.double() * scale

@@ -1,0 +1,83 @@
+"""The target that CONTRIBUTING shows is one: its lines convert networks, which are saved, loaded and exported."""
+
+from __future__ import annotations
+import __future__
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.nn import functional
+
+import retrofit
+from retrofit.errors import RetrofitError
+from retrofit.surgery import TARGETS
+
+ROOT = Path(__file__).parents[1]
+IMPORTS = """
+from collections.abc import Sequence
+from typing import Any
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from retrofit.layers import FrozenBatchNorm, StrengthMixin
+from retrofit.layers.norm_act import _ThenActivate
+from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, seed
+"""
+
+
+@pytest.fixture
+def target() -> Iterator[str]:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    found = re.search(r"\*\*A target\*\*.*?```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    names: dict[str, object] = {"__name__": "mean_only"}
+    exec(IMPORTS, names)
+    exec(compile(found[1], "CONTRIBUTING.md", "exec", __future__.annotations.compiler_flag), names)
+    yield "mean-only"
+    del TARGETS["mean-only"]
+
+
+def moved(name: str) -> nn.Module:
+    """A network whose running statistics, gammas and betas are not those that it starts with."""
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.2)  # type: ignore[union-attr]
+            module.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+    return model
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
+def test_the_target_works(name: str, target: str, tmp_path: Path) -> None:
+    source, x = moved(name), torch.randn(2, 3, 64, 64)
+    model, report = retrofit.convert(moved(name), target)
+    assert {row.status for row in report.plan.layers} == {"converted"}
+    torch.testing.assert_close(model(x), source(x))
+    for module in source.modules():  # at strength 1: no division
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.fill_(1 - module.eps)  # type: ignore[union-attr]
+    retrofit.set_strength(model, 1.0)
+    torch.testing.assert_close(model(x), source(x))
+    retrofit.save(model, tmp_path / "a.safetensors")
+    torch.testing.assert_close(retrofit.load(tmp_path / "a.safetensors").eval()(x), model(x))
+    for strength in (0.0, 0.5, 1.0):
+        retrofit.set_strength(model, strength)
+        retrofit.export_onnx(model, tmp_path / f"{strength}.onnx", input_size=(3, 64, 64))
+    with pytest.raises(RetrofitError, match="nobody has said what a MeanOnly"):  # it is no FrozenBatchNorm any more
+        retrofit.plain(model)
+
+
+def test_it_keeps_a_source_that_has_no_affine(target: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    converted, _ = retrofit.convert(model, target, check=False)
+    expected = functional.batch_norm(model[0](x), torch.zeros(4), torch.ones(4))
+    torch.testing.assert_close(converted(x), expected)
