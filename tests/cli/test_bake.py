@@ -10,6 +10,7 @@ import pytest
 import retrofit
 from retrofit.surgery import strength_of
 from tests.cli.conftest import Run, complaint, done
+from tests.half_resnet import FLAGS
 from tests.pictures import write_folder
 
 
@@ -20,7 +21,7 @@ def pictures(here: Path) -> Path:
 
 @pytest.fixture
 def artifact(run: Run, here: Path) -> str:
-    words = ["test_resnet", "--img-size", "32", "--to", "ln", "--strength", "1", "-o", "net.safetensors"]
+    words = ["test_resnet", *FLAGS, "--img-size", "32", "--to", "ln", "--strength", "1", "-o", "net.safetensors"]
     done(run("convert", *words))
     return "net.safetensors"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import Run, complaint, done
+from tests.half_resnet import FLAGS
 
 FEW = ["-b", "2", "--rounds", "3"]
 
@@ -44,7 +45,7 @@ def test_against_a_network_at_the_same_size(run: Run) -> None:
 
 
 def test_exported_files(run: Run) -> None:
-    done(run("export", "test_resnet", "--img-size", "32", "-o", "a.onnx"))
+    done(run("export", "test_resnet", *FLAGS, "--img-size", "32", "-o", "a.onnx"))
     done(run("export", "test_efficientnet", "--img-size", "48", "-o", "b.onnx"))
     result = done(run("bench", "a.onnx", "--against", "b.onnx", "--runtime", "onnxruntime", *FEW, "--json"))
     found = json.loads(result.stdout)

@@ -14,6 +14,7 @@ import torch
 import retrofit
 from retrofit.networks.library import Preprocess
 from tests.cli.conftest import Run, complaint, done
+from tests.half_resnet import HALF
 from tests.pictures import write_folder
 
 MODEL = ["test_resnet", "-j", "0", "-b", "4"]
@@ -133,7 +134,7 @@ RUNTIMES = [("onnxruntime", "ONNX Runtime"), pytest.param("openvino", "OpenVINO"
 
 @pytest.mark.parametrize(("runtime", "name"), RUNTIMES)
 def test_an_exported_file_scores_as_its_artifact(run: Run, pictures: Path, runtime: str, name: str) -> None:
-    model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3), "ln")
+    model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3, **HALF), "ln")
     model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.2, 0.3, 0.4), "crop_pct": 0.7}
     retrofit.set_strength(model, 1)
     retrofit.save(model, "net.safetensors", labels=["bee", "cat", "ant"])

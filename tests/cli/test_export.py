@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 
 import retrofit
+from retrofit.cli import main
 from retrofit.export import api
 from tests.cli.conftest import Run, complaint, done
+from tests.half_resnet import FLAGS
 from tests.pictures import write_folder
 
-MODEL = ["test_resnet", "--num-classes", "7"]
+MODEL = ["test_resnet", *FLAGS, "--num-classes", "7"]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Convert once for all tests."""
+    path = tmp_path_factory.mktemp("converted") / "net.safetensors"
+    words = ["convert", *MODEL, "--to", "bnn", "--strength", "1", "-o", str(path)]
+    done(CliRunner().invoke(main, words))
+    return path
 
 
 @pytest.fixture
-def artifact(run: Run, here: Path) -> Path:
-    done(run("convert", *MODEL, "--to", "bnn", "--strength", "1", "-o", "net.safetensors"))
-    return here / "net.safetensors"
+def artifact(here: Path, converted: Path) -> Path:
+    return Path(shutil.copy(converted, here))
 
 
 def test_export(run: Run, artifact: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,15 +19,18 @@ import pytest
 import timm
 import torch
 import yaml
+from click.testing import CliRunner
 from PIL import Image
 from torch import Tensor
 
 import retrofit
+from retrofit.cli import main
 from retrofit.cli.finetune import _GROUPS
-from retrofit.finetune import setup
+from retrofit.finetune import run_report, setup
 from retrofit.finetune.recipe import Recipe
 from tests.cli.conftest import Run, complaint, done
 from tests.conftest import heed_signals
+from tests.half_resnet import FLAGS
 from tests.pictures import write_folder, write_tar
 
 QUICK = ["--epochs", "2", "-b", "4", "-j", "0", "--val-split", "0.25", "--lr", "1e-3"]
@@ -37,11 +41,33 @@ def pictures(here: Path) -> Path:
     return write_folder(here / "pictures", wrong=0, each=8)
 
 
+@pytest.fixture(autouse=True)
+def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw a run's pictures, but do not paint them, as in tests/finetune."""
+    monkeypatch.setattr(run_report, "_save", lambda figure, path: None)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Convert once for all tests."""
+    path = tmp_path_factory.mktemp("converted") / "small.safetensors"
+    words = [*FLAGS, "--to", "bnn", "--num-classes", "3", "--img-size", "16", "-o", str(path)]
+    done(CliRunner().invoke(main, ["convert", "test_resnet", *words]))
+    return path
+
+
 @pytest.fixture
-def network(run: Run, here: Path) -> str:
-    words = ["--to", "bnn", "--num-classes", "3", "--img-size", "16", "-o", "small.safetensors"]
-    done(run("convert", "test_resnet", *words))
+def network(here: Path, converted: Path) -> str:
+    shutil.copy(converted, here)
     return "small.safetensors"
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact for pictures of 160 pixels alone."""
+    path = tmp_path_factory.mktemp("vit") / "vit.safetensors"
+    retrofit.save(timm.create_model("test_vit", dynamic_img_size=False), path)
+    return path
 
 
 @pytest.fixture
@@ -214,9 +240,9 @@ def test_a_full_disk_leaves_the_state_before(run: Run, pictures: Path, network: 
         (["test_vit", "--data-dir", "pictures", "--img-size", "9"], 1, "; give another --img-size"),
     ],
 )
-def test_refusals(run: Run, pictures: Path, network: str, words: list[str], code: int, pattern: str) -> None:
+def test_refusals(run: Run, pictures: Path, network: str, vit: Path, words: list[str], code: int, pattern: str) -> None:
     Path("broken.safetensors").write_bytes(b"half of it")
-    retrofit.save(timm.create_model("test_vit", dynamic_img_size=False), "vit.safetensors")  # for 160 pixels
+    shutil.copy(vit, ".")
     before = sorted(os.listdir())
     result = run("finetune", *words)
     assert result.exit_code == code, result.stderr

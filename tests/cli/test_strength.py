@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from retrofit.diagnose.plots import Plot
 from tests.cli.conftest import Run, done
+from tests.half_resnet import FLAGS
 from tests.pictures import write_folder
 
 DATA = ["--data-dir", "pictures"]
@@ -22,12 +24,15 @@ DATA = ["--data-dir", "pictures"]
         (["diagnose", *DATA, "--images", "4", "-b", "2", "--channels", "2"], ["models", "net"]),
     ],
 )
-def test_strength_is_visible(run: Run, here: Path, words: list[str], where: list[str]) -> None:
+def test_strength_is_visible(
+    run: Run, here: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], where: list[str]
+) -> None:
+    monkeypatch.setattr(Plot, "_png", lambda *_: b"")  # painting takes seconds
     write_folder(here / "pictures", each=2)
     made = ["--to", "bnn", "--strength", "0.5", "--num-classes", "3", "--img-size", "32", "-o", "net.safetensors"]
-    done(run("convert", "test_resnet", *made))
+    done(run("convert", "test_resnet", *FLAGS, *made))
     result = done(run(words[0], "net.safetensors", *words[1:], "--json"))
-    assert "strength: 0.5 in 15 converted layers" in result.stderr
+    assert "strength: 0.5 in 8 converted layers" in result.stderr
     found = json.loads(result.stdout)
     for key in where:
         found = found[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -20,6 +20,7 @@ from retrofit.export.forms.operations import Polynomial, constant_norm
 from retrofit.export.onnx.model import node_counts, to_onnx
 from retrofit.export.onnx.precision import _steps_to_convolutions
 from retrofit.utils.onnx_runtimes import open_onnx
+from tests.half_resnet import HALF
 
 SIZE = (3, 32, 32)
 
@@ -28,9 +29,9 @@ def images() -> list[Tensor]:
     return list(torch.randn(24, *SIZE, generator=torch.Generator().manual_seed(1)).split(8))
 
 
-def network(to: str | None, strength: float = 1.0) -> nn.Module:
+def network(to: str | None, strength: float = 1.0, size: dict[str, Any] = HALF) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("test_resnet", num_classes=5).train()
+    model = timm.create_model("test_resnet", num_classes=5, **size).train()
     with torch.no_grad():
         for batch in images():
             model(batch)
@@ -182,7 +183,7 @@ def test_float16_of_a_value_that_several_operations_without_float16_read(tmp_pat
 
 
 def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Path) -> None:
-    model = network("bnn")
+    model = network("bnn", size={})
     for name, buffer in model.named_buffers():
         if name.endswith("running_lambda"):
             buffer.copy_(torch.linspace(0.0, 2.0, len(buffer)))

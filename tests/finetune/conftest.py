@@ -10,10 +10,12 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 import retrofit
+from retrofit.finetune import run_report
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback
 from retrofit.networks.models import Network, open_model
+from tests.half_resnet import HALF
 from tests.pictures import write_folder
 
 Train = Callable[..., Result]
@@ -27,6 +29,16 @@ def clean_slate() -> Iterator[None]:
     GradientState._reset_state()
 
 
+PAINT = run_report._save
+"""Paints a picture and saves it, which takes as long as the training of a small run."""
+
+
+@pytest.fixture(autouse=True)
+def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw a run's pictures, but do not paint them: `test_the_folder_of_a_run` does."""
+    monkeypatch.setattr(run_report, "_save", lambda figure, path: None)
+
+
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """Three classes of eight pictures each, all in their own colour."""
@@ -35,7 +47,8 @@ def pictures(tmp_path: Path) -> Path:
 
 def small_network(to: str | None = "bnn", name: str = "test_resnet", size: int = 16) -> Network:
     """A converted network of random weights for small pictures."""
-    network = open_model(name, num_classes=3, img_size=size)
+    kwargs = HALF if name == "test_resnet" else {}
+    network = open_model(name, num_classes=3, img_size=size, model_kwargs=kwargs)
     if to is not None:
         network.model, _ = retrofit.convert(network.model, to, check=False)
     return network

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def batch() -> tuple[Tensor, Tensor]:
 def work(rank: int, folder: str) -> None:
     """Train one step of each network with half the batch."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    store, patience = f"file://{folder}/store", timedelta(minutes=5)  # where the other process fails
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
     for name in MODELS.values():
         model = network(name)
         assert sync_norms(model) > 0
@@ -50,11 +52,18 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def work_beside(_: int, folder: str) -> None:
+    work(1, folder)
+
+
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of what two processes computed; they take seconds to start, so they serve all networks."""
+    """A folder of what two processes computed, this one and another, which takes seconds to start: for all networks."""
     folder = tmp_path_factory.mktemp("shares")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
+    other = mp.spawn(work_beside, args=(str(folder),), nprocs=1, join=False)
+    work(0, str(folder))
+    while not other.join():
+        pass
     return folder
 
 

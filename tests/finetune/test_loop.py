@@ -24,7 +24,7 @@ from retrofit.layers import NormalityMixin
 from retrofit.layers.base import strength_code
 from retrofit.networks.models import open_model
 from retrofit.surgery import strength_of
-from tests.finetune.conftest import SMALL, Train, small_network
+from tests.finetune.conftest import PAINT, SMALL, Train, small_network
 
 
 class Listener(RunCallback):
@@ -100,7 +100,8 @@ def test_a_run_walks_to_full_strength_and_learns(train: Train, tmp_path: Path) -
     assert weights(tmp_path / "run", "best").keys() == model.state_dict().keys()
 
 
-def test_the_folder_of_a_run(train: Train, tmp_path: Path) -> None:
+def test_the_folder_of_a_run(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_report, "_save", PAINT)
     train("run")
     folder = tmp_path / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -216,13 +217,22 @@ def test_a_damaged_state_falls_back_to_the_one_before(train: Train, tmp_path: Pa
         train("broken", resume_network(tmp_path / "broken"), resume=True)
 
 
-@pytest.mark.parametrize("val_split", [0.25, 0.0])
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("stood", [0, 3, 4, 8])  # nowhere yet, within an epoch, at an epoch's end, at the run's end
+STOPS = [
+    (stood, at_once, val_split)
+    for stood in (0, 3, 4, 8)  # nowhere yet, within an epoch, at an epoch's end, at the run's end
+    for at_once in (True, False)
+    for val_split in (0.25, 0.0)
+]
+QUICK_STOPS = [(0, True, 0.25), (3, True, 0.0), (3, False, 0.25), (4, False, 0.0), (8, False, 0.25)]
+
+
+@pytest.mark.parametrize(
+    ("stood", "at_once", "val_split"),
+    [pytest.param(*stop, marks=[] if stop in QUICK_STOPS else [pytest.mark.slow]) for stop in STOPS],
+)
 def test_stopped_anywhere_it_goes_on_from_there(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stood: int, at_once: bool, val_split: float
+    train: Train, tmp_path: Path, stood: int, at_once: bool, val_split: float
 ) -> None:
-    monkeypatch.setattr(run_report, "_save", lambda figure, path: None)  # the slow part of a picture
     listener = Listener()
     network, same = small_network(), small_network()
     same.model.load_state_dict(network.model.state_dict())
@@ -380,10 +390,7 @@ def test_mixed_precision_and_channels_last(train: Train) -> None:
         ("gnn", "test_efficientnet_gn"),
     ],
 )
-def test_an_average_of_the_weights_keeps_what_is_constant(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, name: str
-) -> None:
-    monkeypatch.setattr(run_report, "_save", lambda figure, path: None)
+def test_an_average_of_the_weights_keeps_what_is_constant(train: Train, tmp_path: Path, to: str, name: str) -> None:
     network = small_network(to, name)
     train("run", network, epochs=1, batch_size=6, model_ema=True, model_ema_decay=0.9, strength_ramp=1.0)
     start, last, average = (weights(tmp_path / "run", file) for file in ("state/start", "last", "best"))
