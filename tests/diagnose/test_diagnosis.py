@@ -16,9 +16,10 @@ from torch import nn
 import retrofit
 from retrofit.diagnose import DiagnosisOptions, Unlabelled, check_folder, diagnose, gaussianity, sentences, write_report
 from retrofit.diagnose.diagnosis import Batch
-from retrofit.diagnose.plots import plots
+from retrofit.diagnose.plots import Plot, plots
 from retrofit.diagnose.probe import Probe, probes
 from retrofit.errors import RetrofitError
+from tests.half_resnet import HALF
 from tests.pretend_device import pretended
 
 SMALL = DiagnosisOptions(channels=3, batches=1)
@@ -29,9 +30,9 @@ def batches(count: int = 2) -> list[Batch]:
     return [(torch.randn(4, 3, 32, 32, generator=generator), torch.arange(4)) for _ in range(count)]
 
 
-def network(to: str) -> nn.Module:
+def network(to: str, size: dict[str, Any] = HALF) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("test_resnet", num_classes=5)
+    model = timm.create_model("test_resnet", num_classes=5, **size)
     model, _ = retrofit.convert(model, to, check=False)
     retrofit.set_strength(model, 1.0)
     for pixels, _ in batches():
@@ -193,7 +194,13 @@ def test_a_probe_sees_whitened_values() -> None:
 
 @pytest.fixture(scope="module")
 def one() -> Any:
-    return diagnose(network("bnn"), batches(), SMALL)
+    return diagnose(network("bnn", size={}), batches(), SMALL)
+
+
+@pytest.fixture
+def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pictures be empty: painting them takes seconds."""
+    monkeypatch.setattr(Plot, "_png", lambda *_: b"")
 
 
 def test_a_report_is_one_folder(one: Any, tmp_path: Path) -> None:
@@ -209,6 +216,7 @@ def test_a_report_is_one_folder(one: Any, tmp_path: Path) -> None:
     assert all(sentence.startswith(("a <b>: ", "other: ")) for sentence in sentences({"a <b>": one, "other": one}))
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_the_heading_says_which_network_and_at_which_strength(one: Any, tmp_path: Path) -> None:
     models = {"digits-best": {"model": "resnet18", "target": "bnn", "strength": 0.5}, "plain": {"model": "resnet18"}}
     write_report({"digits-best": one, "plain": one}, {"models": models}, tmp_path / "report")
@@ -245,6 +253,7 @@ def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Any) -> Non
     assert any(f"left out for {count} of {count} layers" in text for text in sentences({"a": bare}))
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_report_replaces_only_a_report(one: Any, tmp_path: Path) -> None:
     folder = tmp_path / "report"
     write_report({"a": one}, {}, folder)
@@ -261,6 +270,7 @@ def test_a_report_replaces_only_a_report(one: Any, tmp_path: Path) -> None:
         check_folder(tmp_path / "absent" / "report", force=False)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_failed_report_leaves_nothing(one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> str:
         raise OSError("disk full")

@@ -23,9 +23,11 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.export import api
 from retrofit.export.onnx import write
 from tests.export.networks import norm, train_a_little
+from tests.half_resnet import HALF
 
 QUICK = [
-    ("resnet18", "bnn", 1.0),
+    ("test_resnet", "bnn", 1.0),
+    pytest.param("resnet18", "bnn", 1.0, marks=pytest.mark.slow),
     pytest.param("tf_efficientnet_lite0", "bnn", 0.0, marks=pytest.mark.slow),
     pytest.param("resnet18", "gn-pn", 0.5, marks=pytest.mark.slow),
     pytest.param("vit_tiny_patch16_224", "lnn", 1.0, marks=pytest.mark.slow),
@@ -39,6 +41,7 @@ SOURCES = {"bnn": BATCH, "gn-pn": BATCH, "ln-pn": BATCH, "lnn": LAYER, "gnn": []
 
 def build(name: str, to: str, size: int) -> nn.Module:
     options: dict[str, Any] = {"img_size": size, "depth": 4} if name.startswith("vit") else {}
+    options |= HALF if name == "test_resnet" else {}
     model = (
         torchvision.models.get_model(name[3:], weights=None)
         if name.startswith("tv:")
@@ -102,9 +105,11 @@ def test_nothing_to_convert(name: str, to: str) -> None:
         build(name, to, 64)
 
 
-@pytest.mark.parametrize("name", ["resnet18", pytest.param("tf_efficientnet_lite0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["test_resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet18", "tf_efficientnet_lite0"))]
+)
 def test_strength_0_adds_no_node(name: str, tmp_path: Path) -> None:
-    source = timm.create_model(name)
+    source = timm.create_model(name, **(HALF if name == "test_resnet" else {}))
     plain = retrofit.export_onnx(source, tmp_path / "bn.onnx", input_size=(3, 32, 32))
     converted = retrofit.export_onnx(retrofit.convert(source, "bnn")[0], tmp_path / "bnn.onnx", input_size=(3, 32, 32))
     assert plain.nodes == converted.nodes
@@ -113,7 +118,7 @@ def test_strength_0_adds_no_node(name: str, tmp_path: Path) -> None:
     assert graphs[0].SerializeToString(deterministic=True) == graphs[1].SerializeToString(deterministic=True)
 
 
-@pytest.mark.parametrize("opset", [18, 20, 22])
+@pytest.mark.parametrize("opset", [18, pytest.param(20, marks=pytest.mark.slow), 22])
 def test_opset(opset: int, model: nn.Module, tmp_path: Path) -> None:
     export(model, tmp_path / "out.onnx", opset=opset)
     assert onnx.load(tmp_path / "out.onnx").opset_import[0].version == opset
@@ -247,7 +252,10 @@ def test_large_weights_go_beside(model: nn.Module, tmp_path: Path, monkeypatch: 
     onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
 
 
-@pytest.mark.parametrize(("calls", "error"), [(0, KeyboardInterrupt), (1, KeyboardInterrupt), (2, OSError)])
+@pytest.mark.parametrize(
+    ("calls", "error"),
+    [pytest.param(0, KeyboardInterrupt, marks=pytest.mark.slow), (1, KeyboardInterrupt), (2, OSError)],
+)
 def test_a_pair_of_files_is_replaced_together(
     calls: int, error: type[BaseException], model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.bake import bake
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.surgery import strength_of
+from tests.half_resnet import HALF
 
 TARGETS = {
     "bnn": "test_resnet",
@@ -36,8 +37,8 @@ def images(number: int = 16, size: int = 32) -> list[Tensor]:
 
 def converted(to: str) -> nn.Module:
     torch.manual_seed(0)
-    size = {"img_size": 32} if to == "lnn" else {}
-    model = timm.create_model(TARGETS[to], num_classes=5, **size).train()
+    options = {"lnn": {"img_size": 32}, "gnn": {}}.get(to, HALF)
+    model = timm.create_model(TARGETS[to], num_classes=5, **options).train()
     with torch.no_grad():
         for batch in images():
             model(batch)  # running statistics of these images

@@ -18,10 +18,13 @@ from retrofit.export.forms.channel_map import channel_map
 from retrofit.layers import GroupNormalNorm, LayerNormalNorm
 from retrofit.layers.lambdas import lambda_values
 from tests.export.networks import norm, train_a_little
+from tests.half_resnet import HALF
 
 
 def network(name: str) -> nn.Module:
-    return torchvision.models.get_model(name[3:], weights=None) if name.startswith("tv:") else timm.create_model(name)
+    if name.startswith("tv:"):
+        return torchvision.models.get_model(name[3:], weights=None)
+    return timm.create_model(name, **(HALF if name == "test_resnet" else {}))
 
 
 def exported(model: nn.Module, path: Path, size: int, **options: Any) -> onnx.ModelProto:
@@ -51,7 +54,7 @@ def test_rival_layers(to: str, name: str, size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strength", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("restore", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_standardised_weights_are_plain_weights(to: str, strength: float, restore: bool, tmp_path: Path) -> None:
-    model, report = retrofit.convert(timm.create_model("test_resnet"), to, ws=True, pn_restore=restore, check=False)
+    model, report = retrofit.convert(network("test_resnet"), to, ws=True, pn_restore=restore, check=False)
     assert any(row.kind == "convolution" and row.status == "converted" for row in report.plan.edits)
     train_a_little(model, 32, strength)
     file = exported(model, tmp_path / "out.onnx", 32)

@@ -32,7 +32,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Conv2d(8, 4, 1)).eval()
 
 
-@pytest.mark.parametrize("case", FOLDS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case == "poly on images" else []) for case in FOLDS]
+)
 def test_fold_stays_on_the_device(case: str) -> None:
     model = network()
     expected = retrofit.fold(model, input_size=(3, 6, 6), **FOLDS[case])

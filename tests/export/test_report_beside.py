@@ -84,7 +84,7 @@ def test_what_it_was_judged_on(calibrate: int, options: dict[str, Any], judged: 
     assert report.guessed == ("unlike pictures" in page) == (options.get("fold") == "poly" and not calibrate)
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("large", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_full_disk_keeps_what_was_there(large: bool, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_report: ExportReport) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -171,8 +171,10 @@ def test_nothing_from_outside_is_html(model: nn.Module) -> None:
     assert "n<b>" not in page
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize(
+    ("channels", "labels"),
+    [(1, False), (3, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (3, False)))],
+)
 def test_the_pages_script(channels: int, labels: bool, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
     if channels == 1:
         model.stem = nn.Conv2d(1, 8, 3)

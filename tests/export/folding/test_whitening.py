@@ -175,7 +175,7 @@ def parity(name: str, to: str, strength: float, path: Path) -> None:
 
 
 def test_parity(tmp_path: Path) -> None:
-    parity("resnet18", "dbnn", 1.0, tmp_path / "out.onnx")
+    parity("test_resnet", "dbnn", 1.0, tmp_path / "out.onnx")
 
 
 @pytest.mark.slow

@@ -191,7 +191,8 @@ def network(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "activations"),
     [
-        ("resnet18", 9),
+        ("test_resnet", 8),
+        pytest.param("resnet18", 9, marks=pytest.mark.slow),
         pytest.param("tv:resnet50", 33, marks=pytest.mark.slow),
         pytest.param("tf_efficientnet_lite0", 33, marks=pytest.mark.slow),
     ],

@@ -26,6 +26,7 @@ from tests.layers.cases import assert_same_gradient
 from tests.surgery.test_contract import reference, trained
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "test_resnet": lambda: timm.create_model("test_resnet", num_classes=10),
     "resnet18": lambda: timm.create_model("resnet18", num_classes=10),
     "tv:resnet50": lambda: tv.resnet50(num_classes=10),
     "tf_efficientnet_lite0": lambda: timm.create_model("tf_efficientnet_lite0", num_classes=10),
@@ -113,7 +114,7 @@ def same_after_loading(model: nn.Module, path: Path, side: int) -> None:
 
 @TARGET
 @pytest.mark.parametrize(
-    "name", ["resnet18", *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "resnet18")]
+    "name", ["test_resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "test_resnet")]
 )
 def test_networks(to: str, name: str, tmp_path: Path) -> None:
     side = 64  # in smaller pictures the last groups have hardly more values than channels
