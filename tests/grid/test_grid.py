@@ -435,12 +435,17 @@ def strengths_of(row: str) -> tuple[float, ...]:
     return (0.0,) if row in WITHOUT_STRENGTH else STRENGTHS
 
 
+def is_quick(row: str, strength: float) -> bool:
+    """Whether a network is among the default tests: every target on its way, and one of them at its ends too."""
+    return strength == 0.5 or row == "bnn" or row in WITHOUT_STRENGTH
+
+
 def cells() -> Iterator[Any]:
     """Every command of every target at every strength that it has; those of one network follow one another."""
     for row in NETWORKS:
         for strength in strengths_of(row):
             for name in COMMANDS:
-                marks = [pytest.mark.slow] if name in SLOW else []
+                marks = [pytest.mark.slow] if name in SLOW or not is_quick(row, strength) else []
                 yield pytest.param(name, row, strength, id=f"{name}-{row}-{strength:g}", marks=marks)
 
 
