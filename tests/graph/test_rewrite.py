@@ -103,9 +103,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...]]] = {
     "branching": (blocks.Branching, 2, (2, 4, 5, 5)),
 }
 SMALL = [name for name, (_, _, shape) in MODELS.items() if shape[1] == 4]
+LARGE = {"resnetv2_50", "res2net50", *(f"tv:{name}" for name in ("resnet50", "vgg11_bn", "densenet121", "googlenet"))}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in MODELS]
+)
 def test_the_same_function_in_eval_and_in_train(name: str) -> None:
     make, count, shape = MODELS[name]
     source = make()

@@ -65,7 +65,7 @@ def of_a_share(rank: int, shares: list[int], memory_format: torch.memory_format)
 
 KERNELS = [
     "eager",
-    pytest.param("cpp", marks=pytest.mark.compiler),
+    pytest.param("cpp", marks=[pytest.mark.compiler, pytest.mark.slow]),
     pytest.param("triton", marks=pytest.mark.slow),
 ]
 

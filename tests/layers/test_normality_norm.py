@@ -13,6 +13,7 @@ from tests.layers.cases import CASES, Case, affine_of, as_sets, assert_same_grad
 from tests.oracles import normality as oracle
 
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+QUICK = ("batch2d", "layer", "group", "instance tracked")
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +118,10 @@ def test_gradients_come_in_each_inputs_dtype(case: Case) -> None:
     assert all(p.grad.dtype == p.dtype for p in ours.parameters())
 
 
-@ALL
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_compiles_whole_and_strength_recompiles_nothing(case: Case) -> None:
     ours, _ = pair(case, strength=0.0)
     reference = copy.deepcopy(ours)

@@ -58,10 +58,10 @@ STORED: dict[str, tuple[str, str | None, Change]] = {
     "alpha": ("test_vit", "lnn", lambda m: setattr(m.norm, "alpha", 0.5)),
     "eps of ProxyNorm": ("test_resnet", "gn-pn", lambda m: setattr(m.act1, "eps", 0.3)),
     "stride": ("tv:resnet18", "gn", _pool(stride=1)),
-    "padding": ("tv:resnet18", "bnn", lambda m: setattr(m.conv1, "padding", (0, 0))),
-    "dilation": ("tv:resnet18", "bnn", lambda m: vars(m.layer1[0].conv1).update(dilation=(2, 2), padding=(2, 2))),
-    "pool": ("tv:resnet18", "bnn", _pool(kernel_size=5, padding=2)),
-    "ceil mode": ("tv:resnet18", None, _pool(ceil_mode=True)),
+    "padding": ("test_resnet", "bnn", lambda m: setattr(m.conv1[0], "padding", (0, 0))),
+    "dilation": ("test_resnet", "bnn", lambda m: vars(m.layer1[0].conv1).update(dilation=(2, 2), padding=(2, 2))),
+    "pool": ("test_resnet", "bnn", _pool(kernel_size=5, padding=2)),
+    "ceil mode": ("test_resnet", None, _pool(ceil_mode=True)),
     "dropout": ("tv:mobilenet_v3_small", "bnn", lambda m: setattr(m.classifier[2], "p", 0.7)),
     "drop rate": ("test_resnet", "bnn", lambda m: setattr(m, "drop_rate", 0.5)),
     "slope": ("darknet17", "bnn", lambda m: setattr(m.stem.conv1.bn.act, "negative_slope", 0.3)),
@@ -93,6 +93,7 @@ def test_what_no_tensor_says_comes_back(tmp_path: Path, case: str) -> None:
     assert case.startswith(unseen) == torch.equal(before, changed)
 
 
+@pytest.mark.slow
 def test_dilation_in_place_of_strides(tmp_path: Path) -> None:
     model = _spread(torchvision.models.resnet50(replace_stride_with_dilation=[False, True, True])).eval()
     images = torch.randn(1, 3, 64, 64)
@@ -337,7 +338,12 @@ UNUSUAL: dict[str, tuple[Callable[[pytest.MonkeyPatch], nn.Module], ModelSource]
 }
 
 
-@pytest.mark.parametrize("case", list(UNUSUAL))
+SLOW = ("a trained backbone", "a builder in another file")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in UNUSUAL]
+)
 def test_the_builders_arguments_are_found(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, source = UNUSUAL[case]
     model, _ = retrofit.convert(

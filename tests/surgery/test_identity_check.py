@@ -217,7 +217,7 @@ SPECIAL = [
     ("raft_small", (3, 128, 128)),
     ("lraspp_mobilenet_v3_large", (3, 64, 64)),
     ("mc3_18", (3, 32, 32)),
-    ("vit_b_32", None),
+    pytest.param("vit_b_32", None, marks=pytest.mark.slow),
 ]
 
 

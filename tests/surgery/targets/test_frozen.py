@@ -182,7 +182,7 @@ def test_a_probe_standardises_by_the_running_statistics() -> None:
     torch.testing.assert_close(probe.output(x), expected * layer.weight.view(view) + layer.bias.view(view))
 
 
-@pytest.mark.parametrize("to", ["ln-pn", "frozen"])
+@pytest.mark.parametrize("to", ["ln-pn", pytest.param("frozen", marks=pytest.mark.slow)])
 def test_a_detector_with_a_frozen_backbone(to: str) -> None:
     backbone = resnet_fpn_backbone(
         backbone_name="resnet18", weights=None, norm_layer=FrozenBatchNorm2d, trainable_layers=3
