@@ -111,7 +111,7 @@ def test_without_labels_there_is_no_accuracy() -> None:
     assert all(entry.top1 is None for entry in found.input_noise)
 
 
-@pytest.mark.parametrize("to", ["bnn", "ln-pn"])
+@pytest.mark.parametrize("to", [pytest.param("bnn", marks=pytest.mark.slow), "ln-pn"])
 def test_a_network_on_another_device_is_measured_there(to: str) -> None:
     expected = diagnose(network(to), batches(), SMALL)
     with pretended(network(to)) as model:

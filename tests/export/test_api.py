@@ -254,7 +254,11 @@ def test_large_weights_go_beside(model: nn.Module, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("calls", "error"),
-    [pytest.param(0, KeyboardInterrupt, marks=pytest.mark.slow), (1, KeyboardInterrupt), (2, OSError)],
+    [
+        pytest.param(0, KeyboardInterrupt, marks=pytest.mark.slow),
+        pytest.param(1, KeyboardInterrupt, marks=pytest.mark.slow),
+        (2, OSError),
+    ],
 )
 def test_a_pair_of_files_is_replaced_together(
     calls: int, error: type[BaseException], model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

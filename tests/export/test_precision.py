@@ -57,7 +57,8 @@ def sources(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 
 @pytest.mark.parametrize(
-    ("to", "strength"), [(None, 0.0), pytest.param("ln", 1.0, marks=pytest.mark.slow), ("bnn", 1.0)]
+    ("to", "strength"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, 0.0), ("ln", 1.0))), ("bnn", 1.0)],
 )
 def test_every_convolution_is_quantized_and_judged_on_other_images(
     tmp_path: Path, to: str | None, strength: float

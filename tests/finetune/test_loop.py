@@ -119,7 +119,7 @@ def test_the_folder_of_a_run(train: Train, tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
-@pytest.mark.parametrize("val_split", [0.25, 0.0])
+@pytest.mark.parametrize("val_split", [pytest.param(0.25, marks=pytest.mark.slow), 0.0])
 @pytest.mark.parametrize(("name", "to"), [("test_resnet", "bnn"), ("test_vit", "lnn"), ("test_efficientnet_gn", "gnn")])
 def test_lambda_is_drawn_of_every_kind_of_layer(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: str, val_split: float
@@ -309,7 +309,7 @@ def test_the_head_is_replaced_where_classes_differ(train: Train, tmp_path: Path)
     assert start["conv1.0.weight"].any()
 
 
-@pytest.mark.parametrize("to", ["ln-pn", "gn"])
+@pytest.mark.parametrize("to", ["ln-pn", pytest.param("gn", marks=pytest.mark.slow)])
 def test_the_source_teaches_on_unlabelled_images(train: Train, pictures: Path, tmp_path: Path, to: str) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
@@ -385,9 +385,10 @@ def test_mixed_precision_and_channels_last(train: Train) -> None:
 @pytest.mark.parametrize(
     ("to", "name"),
     [
-        *[(to, "test_resnet") for to in ("bnn", "gn-pn", "dbnn", "frozen")],
-        ("lnn", "test_vit"),
-        ("gnn", "test_efficientnet_gn"),
+        *[(to, "test_resnet") for to in ("bnn", "gn-pn")],
+        *[pytest.param(to, "test_resnet", marks=pytest.mark.slow) for to in ("dbnn", "frozen")],
+        pytest.param("lnn", "test_vit", marks=pytest.mark.slow),
+        pytest.param("gnn", "test_efficientnet_gn", marks=pytest.mark.slow),
     ],
 )
 def test_an_average_of_the_weights_keeps_what_is_constant(train: Train, tmp_path: Path, to: str, name: str) -> None:

@@ -63,8 +63,8 @@ def of_a_share(rank: int, shares: list[int], memory_format: torch.memory_format)
     }
 
 
-KERNELS = [
-    "eager",
+KERNELS = [  # slow: two processes take long to start; by default those of tests/finetune/test_batch_statistics.py do
+    pytest.param("eager", marks=pytest.mark.slow),
     pytest.param("cpp", marks=[pytest.mark.compiler, pytest.mark.slow]),
     pytest.param("triton", marks=pytest.mark.slow),
 ]

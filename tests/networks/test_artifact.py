@@ -59,14 +59,14 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tenso
 @pytest.mark.parametrize(
     ("name", "to", "kwargs"),
     [
-        ("resnet18", None, {"num_classes": 3}),
-        ("resnet18", "bnn", {"num_classes": 3}),
+        ("test_resnet", None, {"num_classes": 3}),
+        pytest.param("resnet18", "bnn", {"num_classes": 3}, marks=pytest.mark.slow),
         ("test_byobnet", "bnn", {"in_chans": 1}),
         ("test_efficientnet", "bnn", {}),
         ("test_vit", "lnn", {"img_size": 64}),
         ("test_vit", "normal", {"num_classes": 0}),
         ("tv:resnet18", "bnn", {"num_classes": 3}),
-        ("tv:mobilenet_v3_small", "bnn", {"num_classes": 3}),
+        pytest.param("tv:mobilenet_v3_small", "bnn", {"num_classes": 3}, marks=pytest.mark.slow),
         pytest.param("tv:googlenet", "bnn", {"weights": "IMAGENET1K_V1"}, marks=pytest.mark.slow),
         ("tv:regnet_y_400mf", "bnn", {}),  # does not build on the meta device
     ],
