@@ -285,4 +285,6 @@ def _sentence(problem: dict[str, Any]) -> str:
     if not key:
         return str(problem["msg"]).removeprefix("Value error, ")
     said = str(problem["msg"]).removeprefix("Input should be ").replace(";", ",")
+    if problem["type"] in ("missing", "too_long"):  # of a `Pair`, the only settings of a fixed length
+        said = "two numbers"
     return f"{key} should be {printable(said, 100)}, not {shown(problem['input'])}"
