@@ -76,6 +76,14 @@ COMPARISONS = {
         ["DBN", "DBN, noise alone", "DBNN, no noise", "DBNN"],
         "has DBNN above DBN (CIFAR-10, ResNet-18: 91.50 and 90.66); noise alone is not in the table",
     ),
+    "whitening and transform, with the same noise": (
+        ["noise alone", "BNN", "DBN, noise alone", "DBNN"],
+        "does not compare these",
+    ),
+    "the transform behind whitening, with the same noise": (
+        ["DBN, noise alone", "DBNN"],
+        "does not compare these",
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from evidence_arms import ARMS
 
 Line = dict[str, Any]
 SETUP = ("data", "model", "img_size", "images", "epochs", "warmup_epochs", "clip_grad", "opt")
-NOTE = """Each arm stands at the learning rate that is best on the validation pictures with the first seed.
+NOTE = """Each arm stands at the learning rate that is best on the validation pictures, of those with the most seeds.
 Accuracies are top-1 in percent, mean ± standard error over seeds (n of them); a seed draws its own training
 pictures. A difference is paired: to the best baseline of the same batch size, which is that of the highest
 validation top-1 among those of the most seeds. Its first error is that over seeds (? with one seed), its second
@@ -32,19 +32,20 @@ class Setup:
         self.arms = [name for name in ARMS if any(line["arm"] == name for line in lines)]
 
     def of(self, arm: str, batch: int) -> list[Line]:
-        """Return an arm's runs at its learning rate, by seed; with no search, at that of most runs."""
-        own = [line for line in self.lines if (line["arm"], line["batch"]) == (arm, batch)]
-        if not own:
-            return []
-        first = min(line["seed"] for line in own)
-        rate = max((line for line in own if line["seed"] == first), key=lambda line: line["val"])["lr"]
-        return sorted((line for line in own if line["lr"] == rate), key=lambda line: line["seed"])
+        """Return an arm's runs at its learning rate, by seed.
 
-    def first_seed(self, arm: str, batch: int) -> dict[float, Line]:
-        """Return the runs of the first seed by learning rate."""
-        own = [line for line in self.lines if (line["arm"], line["batch"]) == (arm, batch)]
-        first = min((line["seed"] for line in own), default=0)
-        return {line["lr"]: line for line in own if line["seed"] == first}
+        It is the rate of the highest mean validation top-1, of those that the most seeds were trained at.
+        """
+        runs = self.by_rate(arm, batch).values()
+        return max(runs, key=lambda own: (len(own), statistics.fmean(line["val"] for line in own)), default=[])
+
+    def by_rate(self, arm: str, batch: int) -> dict[float, list[Line]]:
+        """Return an arm's runs by learning rate, in the order of seeds."""
+        found: dict[float, list[Line]] = {}
+        for line in sorted(self.lines, key=lambda line: line["seed"]):
+            if (line["arm"], line["batch"]) == (arm, batch):
+                found.setdefault(line["lr"], []).append(line)
+        return found
 
     def baseline(self, batch: int) -> str:
         """Return the baseline that is best on the validation pictures."""
@@ -82,14 +83,27 @@ class Setup:
         return text
 
     def rates(self, batch: int) -> list[str]:
-        """Return validation and test top-1 of the first seed at every learning rate that was tried."""
+        """Return validation and test top-1 of every seed at every learning rate that was tried."""
         rates = sorted({line["lr"] for line in self.lines if line["batch"] == batch})
         text = ["| network | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "---|" * len(rates)]
         for name in self.arms:
-            tried = self.first_seed(name, batch)
-            cells = [f"{tried[rate]['val']:.1f} / {tried[rate]['test']:.1f}" if rate in tried else "" for rate in rates]
+            tried = self.by_rate(name, batch)
+            cells = [
+                ", ".join(f"{one['val']:.1f} / {one['test']:.1f}" for one in tried.get(rate, [])) for rate in rates
+            ]
             if tried:
                 text.append(f"| {ARMS[name].label} | {' | '.join(cells)} |")
+        return text
+
+    def differences(self, batch: int) -> list[str]:
+        """Return the paired differences of all arms (rows) to all that have the most seeds (columns)."""
+        own = {name: runs for name in self.arms if (runs := self.of(name, batch))}
+        most = max(map(len, own.values()))
+        columns = [name for name, runs in own.items() if len(runs) == most]
+        text = [f"| top-1 minus that of | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+        for name, runs in own.items():
+            cells = ["" if name == other else paired(runs, own[other]) for other in columns]
+            text.append(f"| {ARMS[name].label} ({name}) | {' | '.join(cells)} |")
         return text
 
 
@@ -150,5 +164,6 @@ def document(lines: Sequence[Line]) -> str:
         ]
         for batch in setup.batches:
             text += ["", f"### Batch {batch}", "", *setup.details(batch), ""]
-            text += ["Validation / test top-1 of the first seed by learning rate:", "", *setup.rates(batch)]
+            text += ["Paired differences:", "", *setup.differences(batch), ""]
+            text += ["Validation / test top-1 of each seed by learning rate:", "", *setup.rates(batch)]
     return "\n".join(text) + "\n"

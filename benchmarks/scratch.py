@@ -1,13 +1,12 @@
 """From scratch: a small network with each kind of normalization, at its own learning rate.
 
-    python benchmarks/scratch.py --train train.tar --test test.tar --arms bn gn-8 gn-pn-8 dbn dbnn-0.4
-    python benchmarks/scratch.py --train train.tar --test test.tar --model "small ViT" --arms layer-norm lnn-1
+    python benchmarks/scratch.py --train train.tar --test test.tar --arms bn gn-8 gn-pn-8
+    python benchmarks/scratch.py --train train.tar --test test.tar --model "small ViT" --arms layer-norm-noise-1 lnn-1
     python benchmarks/scratch.py --table
 
-The ResNet is that of ablations.py, the ViT has 4 blocks of 64 features, both see pictures of 12 px; converted layers
-are at full strength from the first step.
-Pictures, the search of a learning rate, seeds and the table are those of evidence.py. The course of a run differs: no
-arm starts from trained weights, and the frozen statistics of a network that was never trained are no normalization.
+The ResNet is that of ablations.py, the ViT has 4 blocks of 64 features, both see pictures of 12 px. Converted layers
+are at full strength from the first step. The frozen statistics of a network that was never trained are no
+normalization. Pictures, training, the search of a learning rate, seeds and the table are those of evidence.py.
 """
 
 from __future__ import annotations

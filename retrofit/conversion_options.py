@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_MIGRATED = ("gn", "ln", "gn-pn", "ln-pn")
+
 CONVERTERS = {
     **dict.fromkeys(("bnn", "lnn", "gnn", "inn", "normal"), "normality"),
-    **dict.fromkeys(("gn", "ln", "gn-pn", "ln-pn"), "batch_independent"),
+    **dict.fromkeys(_MIGRATED, "batch_independent"),
     "frozen": "frozen",
     **dict.fromkeys(("dbn", "dbnn"), "decorrelated"),
     **dict.fromkeys(("evonorm-s0", "frn-tlu"), "baselines"),
 }
 """Every target, in the order in which they are listed, and the file of its converter in `retrofit/surgery/targets/`."""
 
-_NORMALITY = ("bnn", "lnn", "gnn", "inn", "normal", "dbnn")
-_MIGRATED = ("gn", "ln", "gn-pn", "ln-pn")
+_NORMALITY = (*(target for target, converter in CONVERTERS.items() if converter == "normality"), "dbnn")
 
 
 @dataclass(frozen=True)

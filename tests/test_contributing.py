@@ -1,7 +1,6 @@
 """The target that CONTRIBUTING shows is one: its lines convert networks, which are saved, loaded and exported."""
 
 from __future__ import annotations
-import __future__
 
 import re
 from collections.abc import Iterator
@@ -19,10 +18,6 @@ from retrofit.surgery import TARGETS
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = """
-from collections.abc import Sequence
-from typing import Any
-import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 from retrofit.layers import FrozenBatchNorm, StrengthMixin
 from retrofit.layers.norm_act import _ThenActivate
@@ -37,7 +32,7 @@ def target() -> Iterator[str]:
     assert found is not None
     names: dict[str, object] = {"__name__": "mean_only"}
     exec(IMPORTS, names)
-    exec(compile(found[1], "CONTRIBUTING.md", "exec", __future__.annotations.compiler_flag), names)
+    exec(found[1], names)
     yield "mean-only"
     del TARGETS["mean-only"]
 

@@ -56,8 +56,7 @@ _GROUPS = {
     "workers": "Machine and output",
 }
 """The first option of each group of the help."""
-_METAVARS = {float: "F", int: "N", str: "NAME"}
-_LISTS: dict[Any, str] = {tuple: "F,F", list: "A,B,..."}
+_METAVARS: dict[Any, str] = {float: "F", int: "N", str: "NAME", tuple: "F,F", list: "A,B,..."}
 
 
 class _Grouped(click.Command):
@@ -86,8 +85,8 @@ def _option(name: str) -> Callable[[Any], Any]:
     text = f"{field.description}{default}"
     if field.annotation is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
-    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind in _METAVARS]
-    metavar = _METAVARS[kinds[0]] if kinds else _LISTS.get(get_origin(field.annotation), "VALUE")
+    kinds = (field.annotation, get_origin(field.annotation), *get_args(field.annotation))
+    metavar = next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), "VALUE")
     flags = [_SHORT[name], flag] if name in _SHORT else [flag]
     return click.option(*flags, name, metavar=metavar, help=text)
 

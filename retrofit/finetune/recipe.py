@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from retrofit.conversion_options import OPTIONS
 from retrofit.errors import UsageError
@@ -39,6 +40,13 @@ def _listed(value: Any) -> Any:
     return value.strip("[]").replace(",", " ").split() if isinstance(value, str) else value
 
 
+def _two(value: Any) -> Any:
+    """Refuse a list of another length in one sentence."""
+    if isinstance(value := _listed(value), list | tuple) and len(value) != 2:
+        raise PydanticCustomError("two", "Input should be two numbers")
+    return value
+
+
 def _parts(value: Any) -> Any:
     """Take a split's name, or a fraction of the training images."""
     try:
@@ -47,7 +55,7 @@ def _parts(value: Any) -> Any:
         return value
 
 
-Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_listed)]
+Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_two)]
 
 
 class Recipe(BaseModel):
@@ -285,6 +293,4 @@ def _sentence(problem: dict[str, Any]) -> str:
     if not key:
         return str(problem["msg"]).removeprefix("Value error, ")
     said = str(problem["msg"]).removeprefix("Input should be ").replace(";", ",")
-    if problem["type"] in ("missing", "too_long"):  # of a `Pair`, the only settings of a fixed length
-        said = "two numbers"
     return f"{key} should be {printable(said, 100)}, not {shown(problem['input'])}"

@@ -67,8 +67,8 @@ def channel_map(layer: Any) -> ChannelMap | None:
             return None
         scale, shift = layer.input_affine()
         lmbda = torch.ones_like(scale)
-    elif not (is_batch_norm(layer) or isinstance(layer, RunningNormality)) or not keeps_statistics(layer):
-        return None  # whatever else has running statistics may do something else with them
+    elif not keeps_statistics(layer):
+        return None
     else:
         scale = torch.rsqrt(layer.running_var.double() + layer.eps)
         shift = -layer.running_mean.double() * scale
@@ -92,10 +92,12 @@ class ChannelsFirstLayerNorm(nn.LayerNorm):
 
 
 def keeps_statistics(layer: Any) -> bool:
-    """Whether a layer evaluates by running statistics; torch's instance norms have an attribute decide, not buffers."""
-    if isinstance(layer, _InstanceNormalNorm) and not layer.track_running_stats:
+    """Whether a layer evaluates by running statistics, as BatchNorm does; others may do something else with theirs."""
+    if not isinstance(layer, RunningNormality):
+        return is_batch_norm(layer)
+    if isinstance(layer, _InstanceNormalNorm) and not layer.track_running_stats:  # as torch's decide, not by buffers
         return False
-    return getattr(layer, "running_mean", None) is not None
+    return layer.running_mean is not None
 
 
 def source_layer(layer: Any) -> nn.Module:
