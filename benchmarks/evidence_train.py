@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,19 @@ PAIRS = [("bn", "bn-precise"), ("ln", "ln-baked"), ("ln-pn", "ln-pn-baked")]  # 
 BAKED = 250  # pictures, half of them to fit on
 
 
-def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, Any]]:
+def run(
+    args: Namespace,
+    data: Pictures,
+    key: dict[str, Any],
+    prepare: Callable[[nn.Module, Tensor], None] | None = None,
+) -> list[dict[str, Any]]:
     """Train once and return a line for each arm that the run measures.
 
     Args:
         args: Model, checkpoint, image size, epochs, warm-up and clipping.
         data: The pictures.
         key: What tells the run from the others: arm, batch, images, lr, seed, ...
+        prepare: Changes the source network in place, before its conversion; it is given the training pictures.
 
     Returns:
         A line; a second one of the same weights after PreciseBN with BatchNorm in training mode, and after baking
@@ -44,7 +51,9 @@ def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, 
     classes = 1 + max(label for _, label in data.test)
     model = trained_network(args.model, args.checkpoint, classes, key["seed"])
     if arm.recalibrated:
-        take_statistics(model, still(pictures, args.img_size)[0])
+        prepare = take_statistics
+    if prepare is not None:
+        prepare(model, still(pictures, args.img_size)[0])
     model = convert(model, arm)
     epochs = Epochs(pictures, args.img_size, key["seed"], data.flip)
     loss = train(model, epochs, args, key)
