@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import timm
@@ -114,6 +114,8 @@ ARMS = {
     "evonorm-s0": Arm("evonorm-s0", to="evonorm-s0"),
     "frn-tlu": Arm("frn-tlu", to="frn-tlu"),
 }
+for _name in ("bn-noise-0.1", "bnn-0.1"):
+    ARMS[f"{_name}-precise"] = replace(ARMS[_name], label=f"{ARMS[_name].label}, then PreciseBN", precise=True)
 
 
 def trained_network(name: str, checkpoint: str, classes: int, seed: int) -> nn.Module:

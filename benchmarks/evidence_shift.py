@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from evidence_arms import ARMS
 from evidence_data import still
 from evidence_kept import measured, parser

@@ -23,7 +23,10 @@ from torch.optim.swa_utils import update_bn
 import retrofit
 
 BINS = 15  # of the calibration error
-PAIRS = [("bn", "bn-precise"), ("ln", "ln-baked"), ("ln-pn", "ln-pn-baked")]  # two measurements of one training
+PAIRS = [  # two measurements of one training
+    *((name, f"{name}-precise") for name in ("bn", "bn-noise-0.1", "bnn-0.1")),
+    *((name, f"{name}-baked") for name in ("ln", "ln-pn")),
+]
 BAKED = 250  # pictures, half of them to fit on
 
 
@@ -42,8 +45,7 @@ def run(
         prepare: Changes the source network in place, before its conversion; it is given the training pictures.
 
     Returns:
-        A line; a second one of the same weights after PreciseBN with BatchNorm in training mode, and after baking
-        with ln and ln-pn.
+        A line, and for the arms of PAIRS a second one of the same weights, after PreciseBN or baking.
     """
     began, worked = time.monotonic(), time.process_time()
     arm = ARMS[key["arm"]]
@@ -135,8 +137,9 @@ def train(model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any]
 
 
 def take_statistics(model: nn.Module, images: Tensor) -> None:
-    """Set all running statistics to the mean over batches of 50 pictures, as PreciseBN does."""
-    update_bn(images.split(50), model)
+    """Set all running statistics to the mean over batches of 50 pictures in random order, as PreciseBN does."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    update_bn(images[order].split(50), model)
 
 
 @cache

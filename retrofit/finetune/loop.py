@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback, Step
 from retrofit.finetune.run_state import load_state, random_state, save_state, seed_everything, set_random_state
-from retrofit.finetune.running_statistics import group_moments, move_standardisation
+from retrofit.finetune.running_statistics import group_moments, move_standardisation, tracking_layers, update_bn
 from retrofit.finetune.setup import (
     check_unused,
     fit_network,
@@ -55,6 +55,7 @@ _OLD = 0.05  # of running statistics, at the end of a run
 _HALVINGS = 30  # of float16's scale of the loss in a row, which then is no longer the reason
 _SHOWN = 8  # images that lambda is estimated on for a picture
 _RECENTRED = 128  # images that moments are measured on before the way back
+_PRECISE_BATCH = 32  # images that running statistics are estimated on at a time
 
 
 @dataclass
@@ -199,11 +200,13 @@ class _Run:
                     module.momentum = recipe.bn_momentum
         running = [m.momentum for m in model.modules() if isinstance(m, RunningNormality) and m.momentum is not None]
         batches = self.steps * recipe.grad_accum_steps
-        if running and (old := (1 - min(running)) ** batches) > _OLD:
+        if running and recipe.precise_bn is None and (old := (1 - min(running)) ** batches) > _OLD:
             self.callback.note(
                 f"warning: running statistics move by {min(running):g} a batch, so after {batches} batches {old:.0%} "
                 "of them are those from before; raise `bn_momentum`"
             )
+        if recipe.precise_bn is not None and all(getattr(one, "frozen", False) for one in tracking_layers(model)):
+            self.callback.note("no layer of the network tracks batch statistics: `precise_bn` does nothing")
         if recipe.freeze == "all-but-norm":
             trained = freeze_all_but_norm(model, self.fresh)
             self.callback.note(f"training {trained:,} parameters, those of the converted normalization layers")
@@ -395,6 +398,8 @@ class _Run:
         position = self.position
         self._check_finite()
         loss_sum, images = self._summed([position.loss_sum, position.images])
+        if self.recipe.precise_bn is not None:
+            self._estimate_statistics(self.recipe.precise_bn)
         accuracy = self._validate()
         self._list([name for names in gather_object([position.unreadable]) for name in names], "it is left out")
         row: dict[str, Any] = {
@@ -552,10 +557,26 @@ class _Run:
             for name, (mean, deviation) in moments.items():
                 move_standardisation(model.get_submodule(name), mean, deviation)
 
+    def _estimate_statistics(self, number: int) -> None:
+        """Estimate running statistics on a random choice of training images, each time the same (PreciseBN)."""
+        order = torch.randperm(len(self.learned), generator=torch.Generator().manual_seed(self.recipe.seed))
+        chosen = order[:number]
+
+        def batches() -> Iterator[Tensor]:
+            for places in chosen.tensor_split(math.ceil(len(chosen) / _PRECISE_BATCH)):
+                if (images := self._images(self.learned, places.tolist())) is not None:
+                    yield images
+
+        for model in dict.fromkeys((self.plain, self._answering)):
+            update_bn(batches(), model)
+
     def _few_images(self, part: Part, number: int = _SHOWN) -> Tensor | None:
         """Return a few of a part's images, spread over its classes; None if they cannot be read."""
-        found = [part[place * len(part) // number] for place in range(number)]
-        readable = [image for image, target in found if target >= 0]
+        return self._images(part, [place * len(part) // number for place in range(number)])
+
+    def _images(self, part: Part, places: Iterable[int]) -> Tensor | None:
+        """Return images of a part, those that can be read; None if there is none."""
+        readable = [image for image, target in map(part.__getitem__, places) if target >= 0]
         return torch.stack(readable).to(self.accelerator.device) if readable else None
 
     def _checkpoint(self) -> None:

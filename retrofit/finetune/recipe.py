@@ -120,6 +120,9 @@ class Recipe(BaseModel):
     noise_start: Fraction = Field(0.5, description="Fraction of the training at which noise begins.")
     noise_ramp: Fraction = Field(0.1, description="Fraction of the training in which it grows.")
     bn_momentum: Fraction | None = Field(None, description="Weight of the newest batch in running statistics.")
+    precise_bn: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="Training images to estimate running statistics anew on before each validation."
+    )
     freeze: Literal["none", "all-but-norm"] = Field("none", description="What not to train.")
     sync_norm: bool = Field(False, description="Take batch statistics over all processes.")
 

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torch import Tensor
+from torch.optim.swa_utils import update_bn
 
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune import loop, run_report
+from retrofit.finetune.loaders import open_data
 from retrofit.finetune.loop import resume_network
-from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_callback import RunCallback, Step
 from retrofit.finetune.run_state import load_state
 from retrofit.layers import NormalityMixin
@@ -165,6 +168,7 @@ EVERYTHING: dict[str, Any] = {
     "grad_accum_steps": 2,
     "clip_grad": 1.0,
     "warmup_epochs": 1,
+    "precise_bn": 5,
     "checkpoint_every": 1,
     "epochs": 3,
     "batch_size": 2,
@@ -425,6 +429,33 @@ def test_running_statistics_that_will_not_catch_up(train: Train, momentum: float
     listener = Listener()
     train("run", epochs=1, bn_momentum=momentum, callback=listener)
     assert any("raise `bn_momentum`" in note for note in listener.notes) is warned
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("to", [None, "bnn"])
+def test_statistics_are_those_of_the_training_images(
+    train: Train, tmp_path: Path, to: str | None, average: bool
+) -> None:
+    network = small_network(to)
+    result = train("run", network, epochs=1, precise_bn=1000, model_ema=average, model_ema_decay=0.5)
+    assert result.finished
+    images = open_data(load_recipe(tmp_path / "run" / "recipe.yaml", {}), None, 3).train.images
+    images.transform = create_transform(**network.preprocess.to_dict())
+    batch = torch.stack([image for image, _ in images])
+    for name in ("last", "best"):
+        model = retrofit.load(tmp_path / "run" / f"{name}.safetensors")
+        found = {key: value.clone() for key, value in model.named_buffers() if "running" in key}
+        update_bn([batch], model)  # torch's
+        assert found
+        for key, value in found.items():
+            torch.testing.assert_close(value, model.get_buffer(key), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("to", "said"), [("bnn", False), ("ln", True)])
+def test_statistics_to_estimate_where_there_are_none(train: Train, to: str, said: bool) -> None:
+    listener = Listener()
+    assert train("run", small_network(to), epochs=1, callback=listener, precise_bn=8).finished
+    assert any("`precise_bn` does nothing" in note for note in listener.notes) == said
 
 
 @pytest.mark.parametrize("schedule", ["off", "linear"])
