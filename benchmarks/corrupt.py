@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("test", metavar="TAR")
     parser.add_argument("out", metavar="NPZ")
-    parser.add_argument("--images", type=int, default=50, help="pictures of each class")
+    parser.add_argument("--images", type=int, default=20, help="pictures of each class")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--severities", type=int, nargs="+", default=[1, 3, 5])
     args = parser.parse_args()

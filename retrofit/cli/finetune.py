@@ -85,10 +85,16 @@ def _option(name: str) -> Callable[[Any], Any]:
     text = f"{field.description}{default}"
     if field.annotation is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
-    kinds = (field.annotation, get_origin(field.annotation), *get_args(field.annotation))
-    metavar = next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), "VALUE")
+    metavar = next((_METAVARS[kind] for kind in _kinds(field.annotation) if kind in _METAVARS), "VALUE")
     flags = [_SHORT[name], flag] if name in _SHORT else [flag]
     return click.option(*flags, name, metavar=metavar, help=text)
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Give what a type is made of, from the outside in: `tuple[float, float] | None` is first a tuple."""
+    yield get_origin(annotation) or annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
 
 
 def _shown(value: Any) -> str:
