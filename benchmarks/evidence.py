@@ -9,8 +9,8 @@ class. Every arm at every batch size sees the same pictures in the same order wi
 Each takes the learning rate that does best on validation pictures, out of one grid: with the first seed, the middle of
 the grid for the batch size and both neighbours, and further while the best is the last one tried. The other seeds run
 at that rate, and at others with --lr. Each finished run is a line of evidence.jsonl; started again, the script goes on
-with what is missing. `--table` writes evidence.md from the lines: of the rates with the most seeds, it takes the one
-whose mean on the validation pictures is best.
+with what is missing. `--table` writes evidence.md from the lines: of the rates with the most seeds (three and more
+count alike), it takes the one whose mean on the validation pictures is best.
 """
 
 from __future__ import annotations

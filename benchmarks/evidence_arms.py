@@ -72,6 +72,10 @@ class Standardized(nn.Module):
         return self.network((x - mean) * (0.5 / (std + 1e-3)))
 
 
+def _precise(arm: Arm) -> Arm:
+    return replace(arm, label=f"{arm.label}, then PreciseBN", precise=True)
+
+
 def _noisy(label: str, noise: float, ours: bool = True, to: str = "bnn", **options: Any) -> Arm:
     return Arm(label, ours=ours, to=to, noise=noise, options={"noise": noise, **options})
 
@@ -86,6 +90,7 @@ ARMS = {
     "gn-swap": Arm("GroupNorm, plain swap", to="gn", end=1.0, swap=True),
     "probe": Arm("linear probe", frozen=True, trained="head"),
     "bn-noise-0.1": _noisy("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0),
+    "bn-noise-0.1-precise": _precise(_noisy("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0)),
     "bn-noise-0.2": _noisy("BatchNorm with noise 0.2", 0.2, ours=False, alpha=0.0),
     "ln": Arm("ln, t to 1", ours=True, to="ln"),
     "ln-std": Arm("ln, t to 1, each picture standardized", ours=True, to="ln", standardized=True),
@@ -104,6 +109,7 @@ ARMS = {
     ),
     "bnn": _noisy("bnn, no noise", 0.0),
     "bnn-0.1": _noisy("bnn, noise 0.1", 0.1),
+    "bnn-0.1-precise": _precise(_noisy("bnn, noise 0.1", 0.1)),
     "bnn-0.2": _noisy("bnn, noise 0.2", 0.2),
     # from scratch
     "layer-norm-noise-1": _noisy("LayerNorm with noise 1", 1.0, ours=False, to="lnn", alpha=0.0),
@@ -114,8 +120,6 @@ ARMS = {
     "evonorm-s0": Arm("evonorm-s0", to="evonorm-s0"),
     "frn-tlu": Arm("frn-tlu", to="frn-tlu"),
 }
-for _name in ("bn-noise-0.1", "bnn-0.1"):
-    ARMS[f"{_name}-precise"] = replace(ARMS[_name], label=f"{ARMS[_name].label}, then PreciseBN", precise=True)
 
 
 def trained_network(name: str, checkpoint: str, classes: int, seed: int) -> nn.Module:

@@ -12,11 +12,13 @@ from evidence_arms import ARMS
 
 Line = dict[str, Any]
 SETUP = ("data", "model", "img_size", "images", "epochs", "warmup_epochs", "clip_grad", "opt")
-NOTE = """Each arm stands at the learning rate that is best on the validation pictures, of those with the most seeds.
-Accuracies are top-1 in percent, mean ± standard error over seeds (n of them); a seed draws its own training
-pictures. A difference is paired: to the best baseline of the same batch size, which is that of the highest
-validation top-1 among those of the most seeds. Its first error is that over seeds (? with one seed), its second
-that over test pictures (of the seeds' mean for each). Seconds are of processor time, training alone."""
+ENOUGH = 3  # seeds
+NOTE = """Each arm stands at the learning rate that is best on the validation pictures, of those with the most seeds
+(three and more count alike). Accuracies are top-1 in percent, mean ± standard error over seeds (n of them); a seed
+draws its own training pictures. A difference is paired: to the best baseline of the same batch size, which is that of
+the highest validation top-1 among those of the most seeds, likewise. Its first error is that over seeds (? with one
+seed), its second that over test pictures (of the seeds' mean for each). Seconds are of processor time, training
+alone."""
 
 
 class Setup:
@@ -37,7 +39,7 @@ class Setup:
         It is the rate of the highest mean validation top-1, of those that the most seeds were trained at.
         """
         runs = self.by_rate(arm, batch).values()
-        return max(runs, key=lambda own: (len(own), statistics.fmean(line["val"] for line in own)), default=[])
+        return max(runs, key=lambda own: (_seeds(own), statistics.fmean(line["val"] for line in own)), default=[])
 
     def by_rate(self, arm: str, batch: int) -> dict[float, list[Line]]:
         """Return an arm's runs by learning rate, in the order of seeds."""
@@ -50,8 +52,8 @@ class Setup:
     def baseline(self, batch: int) -> str:
         """Return the baseline that is best on the validation pictures."""
         known = [name for name in self.arms if not ARMS[name].ours and self.of(name, batch)]
-        most = max((len(self.of(name, batch)) for name in known), default=0)
-        known = [name for name in known if len(self.of(name, batch)) == most]
+        most = max((_seeds(self.of(name, batch)) for name in known), default=0)
+        known = [name for name in known if _seeds(self.of(name, batch)) == most]
         return max(known, key=lambda name: statistics.fmean(line["val"] for line in self.of(name, batch)), default="")
 
     def difference(self, arm: str, against: str, batch: int) -> str:
@@ -98,13 +100,18 @@ class Setup:
     def differences(self, batch: int) -> list[str]:
         """Return the paired differences of all arms (rows) to all that have the most seeds (columns)."""
         own = {name: runs for name in self.arms if (runs := self.of(name, batch))}
-        most = max(map(len, own.values()))
-        columns = [name for name, runs in own.items() if len(runs) == most]
+        most = max(map(_seeds, own.values()))
+        columns = [name for name, runs in own.items() if _seeds(runs) == most]
         text = [f"| top-1 minus that of | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
         for name, runs in own.items():
             cells = ["" if name == other else paired(runs, own[other]) for other in columns]
             text.append(f"| {ARMS[name].label} ({name}) | {' | '.join(cells)} |")
         return text
+
+
+def _seeds(runs: Sequence[Line]) -> int:
+    """Return how many seeds there are, enough at most."""
+    return min(len(runs), ENOUGH)
 
 
 def paired(ours: Sequence[Line], theirs: Sequence[Line]) -> str:
