@@ -22,7 +22,7 @@ from evidence_kept import measured, parser
 from evidence_table import Line, error
 from evidence_train import measure
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 AGAINST = {
     "bn-frozen-std": "bn-frozen",
@@ -74,23 +74,19 @@ def main() -> None:
     args = options.parse_args()
 
     @functools.cache
-    def pictures() -> dict[str, list[Image.Image]]:
+    def tensors(size: int) -> dict[str, tuple[Tensor, Tensor]]:
         with np.load(args.corrupted) as file:
-            return {name: [Image.fromarray(one) for one in file[name]] for name in file.files if name != "labels"}
-
-    @functools.cache
-    def labels() -> list[int]:
-        with np.load(args.corrupted) as file:
-            return file["labels"].tolist()
+            labels = file["labels"].tolist()
+            return {
+                name: still(list(zip(map(Image.fromarray, file[name]), labels, strict=True)), size)
+                for name in file.files
+                if name != "labels"
+            }
 
     def corruptions(model: nn.Module, run: Line) -> dict[str, Any]:
-        made: dict[str, Any] = {"images": len(labels()), "top1": {}, "ece": {}}
-        for name, found in pictures().items():
-            images, classes = still(list(zip(found, labels(), strict=True)), run["img_size"])
-            result = measure(model, images, classes)
-            for part in ("top1", "ece"):
-                made[part][name] = round(result[part], 2)
-        return made
+        found = {name: measure(model, *given) for name, given in tensors(run["img_size"]).items()}
+        made = {part: {name: round(value[part], 2) for name, value in found.items()} for part in ("top1", "ece")}
+        return {"images": len(tensors(run["img_size"])["clean"][1]), **made}
 
     lines = measured(args, corruptions)
     seeds = sorted({line["seed"] for line in lines})

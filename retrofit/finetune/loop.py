@@ -31,7 +31,7 @@ from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback, Step
 from retrofit.finetune.run_state import load_state, random_state, save_state, seed_everything, set_random_state
-from retrofit.finetune.running_statistics import group_moments, move_standardisation, tracking_layers, update_bn
+from retrofit.finetune.running_statistics import estimated_layers, group_moments, move_standardisation, update_bn
 from retrofit.finetune.setup import (
     check_unused,
     fit_network,
@@ -205,7 +205,7 @@ class _Run:
                 f"warning: running statistics move by {min(running):g} a batch, so after {batches} batches {old:.0%} "
                 "of them are those from before; raise `bn_momentum`"
             )
-        if recipe.precise_bn is not None and all(getattr(one, "frozen", False) for one in tracking_layers(model)):
+        if recipe.precise_bn is not None and not estimated_layers(model):
             self.callback.note("no layer of the network tracks batch statistics: `precise_bn` does nothing")
         if recipe.freeze == "all-but-norm":
             trained = freeze_all_but_norm(model, self.fresh)

@@ -39,7 +39,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     Raises:
         RetrofitError: If the loader is empty, or statistics are not finite; they are then as they were.
     """
-    found: list[Any] = [layer for layer in tracking_layers(model) if not getattr(layer, "frozen", False)]
+    found: list[Any] = estimated_layers(model)
     if not found:
         return 0
     momenta = {layer: layer.momentum for layer in found}
@@ -164,7 +164,7 @@ def freeze_norms(model: nn.Module) -> int:
     Returns:
         How many layers were frozen.
     """
-    found = tracking_layers(model)
+    found = _tracking(model)
     for layer in found:
         if isinstance(layer, StrengthMixin):
             layer.frozen = True
@@ -174,6 +174,11 @@ def freeze_norms(model: nn.Module) -> int:
     return len(found)
 
 
-def tracking_layers(model: nn.Module) -> list[nn.Module]:
+def estimated_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers whose running statistics `update_bn` estimates: those that track them and are not frozen."""
+    return [layer for layer in _tracking(model) if not getattr(layer, "frozen", False)]
+
+
+def _tracking(model: nn.Module) -> list[nn.Module]:
     """Layers that normalize by the batch in training and by running statistics after it."""
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and getattr(m, "running_mean", None) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from timm.data import create_transform
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 import retrofit
@@ -449,6 +450,27 @@ def test_statistics_are_those_of_the_training_images(
         assert found
         for key, value in found.items():
             torch.testing.assert_close(value, model.get_buffer(key), rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_are_taken_in_batches_of_every_class(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The images lie sorted by class: batches of neighbours would have one class each, and too small a variance."""
+    monkeypatch.setattr(loop, "_PRECISE_BATCH", 6)
+    seen: list[Tensor] = []
+
+    def listen(loader: Iterable[Tensor], model: nn.Module) -> None:
+        seen.extend(loader)
+
+    monkeypatch.setattr(loop, "update_bn", listen)
+    network = small_network(None)
+    train("run", network, epochs=1, precise_bn=17)
+    images = open_data(load_recipe(tmp_path / "run" / "recipe.yaml", {}), None, 3).train.images
+    images.transform = create_transform(**network.preprocess.to_dict())
+    known = list(images)
+    assert [len(batch) for batch in seen] == [6, 6, 5]
+    for batch in seen:
+        assert len({next(target for image, target in known if torch.equal(image, one)) for one in batch}) > 1
 
 
 @pytest.mark.parametrize(("to", "said"), [("bnn", False), ("ln", True)])
