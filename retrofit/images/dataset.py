@@ -45,11 +45,13 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
         self._reader = reader
         self._targets = targets
         self._mode = mode
+        self._process: int | None = None
 
     def __len__(self) -> int:
         return len(self._reader)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
+        self._keep_files_apart()
         try:
             file, target = self._reader[index][:2]
             with file, Image.open(file) as image:
@@ -57,6 +59,21 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
         except Exception:  # Pillow's decoders raise almost anything on a damaged file
             return self.transform(Image.new(self._mode, (256, 256))), -1 - index
         return self.transform(pixels), int(target if self._targets is None else self._targets[target])
+
+    def _keep_files_apart(self) -> None:
+        """Close what another process opened: timm keeps a tar open, and after a fork all would share one place in it.
+
+        They would move each other's place, and read the bytes of other images.
+        """
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
+        tars = getattr(self._reader, "tar_state", {})
+        for tar in tars.values() if isinstance(tars, dict) else (tars,):
+            for state in (tar, *tar.children.values()):
+                if state.tf is not None:
+                    state.tf.close()  # this process's own handle: the place is not moved
+                state.reset()
 
     def unreadable(self, target: int) -> str:
         """Return the name of the file behind a negative target."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from timm.data import create_transform
+from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import predictions
@@ -82,3 +88,24 @@ def test_labels_that_classes_taken_by_order_contradict(
     labels: list[str] | None, contradicted: bool, tmp_path: Path
 ) -> None:
     assert open_images(write_folder(tmp_path / "pictures"), labels=labels).contradicts(labels) is contradicted
+
+
+def test_processes_do_not_share_a_place_in_a_tar(tmp_path: Path) -> None:
+    """What one reads before the others start would be open in all of them: they would read each other's images."""
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        (tmp_path / "pictures" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        noise = generator.integers(0, 256, (150, 150, 3), np.uint8)  # larger than what a file keeps in memory
+        Image.fromarray(noise).save(tmp_path / "pictures" / "ab"[number % 2] / f"{number}.png")
+    images = open_images(write_tar(tmp_path / "pictures", tmp_path / "pictures.tar")).images
+    images.transform = create_transform(**PLAIN.to_dict())
+    images[0]
+    place = images._reader.tar_state.tf.fileobj.fileno()
+    before = os.lseek(place, 0, os.SEEK_CUR)
+    found = list(DataLoader(images, batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    assert os.lseek(place, 0, os.SEEK_CUR) == before
+    for number, (image, target) in enumerate(found):
+        own, wanted = images[number]
+        assert int(target) == wanted >= 0
+        assert torch.equal(image, own)
+    images._reader.tar_state.tf.close()
