@@ -24,7 +24,6 @@ from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.migrated_group_norm import (
     MigratedGroupNorm,
     MigratedGroupNormAct,
-    fold_input_affine,
     migrated_group_norm,
 )
 from retrofit.layers.norm_act import (
@@ -80,7 +79,6 @@ __all__ = [
     "WeightStandardizedConv3d",
     "batch_normal_norm",
     "channel_layer_normal_norm",
-    "fold_input_affine",
     "group_normal_norm",
     "instance_normal_norm",
     "layer_normal_norm",

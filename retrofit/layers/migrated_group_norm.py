@@ -18,13 +18,6 @@ from retrofit.layers.normality_norm import compute_dtype
 from retrofit.layers.settings import check_groups, hold_settings
 from retrofit.layers.transforms import differentiable_once, transformed
 
-_Linear = nn.Linear | nn.modules.conv._ConvNd
-_LINEAR_TYPES: tuple[type[_Linear], ...] = (
-    nn.Linear,
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-
 
 def migrated_group_norm(
     x: Tensor,
@@ -352,47 +345,3 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
 
 class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
     """Migrated group normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
-
-
-@torch.no_grad()
-def fold_input_affine(norm: MigratedGroupNorm, feeder: nn.Module, *, also: tuple[type[nn.Module], ...] = ()) -> None:
-    """Move the standardisation by running statistics from `norm` into the convolution or linear layer before it.
-
-    The pair computes the same function afterwards, to rounding; `norm` standardises by the identity and its gain is 1.
-    Only valid where `feeder` feeds `norm` and nothing else, directly. A bias is added where `feeder` has none, and its
-    state dict no longer means what the source's did, so this belongs to deployment rather than conversion.
-
-    Args:
-        norm: The layer to relieve.
-        feeder: Linear or a (transposed) convolution of torch's own, of any number of dimensions and groups.
-        also: Subclasses of those to accept, whose output is linear in `weight` and `bias` too, such as timm's
-            Conv2dSame. (A weight-standardised convolution is not: it undoes the scale.)
-
-    Raises:
-        TypeError: If `feeder` is of another type.
-        ValueError: If it does not put out the channels of `norm`.
-    """
-    if type(feeder) not in (*_LINEAR_TYPES, *also) or not isinstance(feeder, _LINEAR_TYPES):
-        raise TypeError(f"cannot fold into {type(feeder).__name__}: not known to be linear in its weight")
-    transposed = isinstance(feeder, nn.modules.conv._ConvTransposeNd)
-    groups = feeder.groups if isinstance(feeder, nn.modules.conv._ConvNd) else 1
-    weight = feeder.weight
-    channels = weight.shape[1] * groups if transposed else weight.shape[0]
-    if channels != norm.num_channels:
-        raise ValueError(f"the layer before puts out {channels} channels, the norm has {norm.num_channels}")
-    scale, shift = norm.input_affine()
-    if transposed:  # (C_in, C_out / groups, *), C_in in groups
-        by_group = weight.double().view(groups, -1, *weight.shape[1:])
-        scaled = by_group * scale.view(groups, 1, -1, *(1,) * (weight.ndim - 2))
-    else:
-        scaled = weight.double() * scale.view(-1, *(1,) * (weight.ndim - 1))
-    weight.copy_(scaled.view_as(weight))
-    if feeder.bias is None:
-        feeder.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=weight.requires_grad)
-    else:
-        feeder.bias.copy_(feeder.bias.double() * scale + shift)
-    if norm.weight is not None:
-        norm.weight.div_(norm.gain)
-    norm.gain.fill_(1.0)
-    norm.running_mean.zero_()
-    norm.running_var.fill_(1 - norm.source_eps)  # so that the layer divides by exactly one

@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from retrofit.layers.migrated_group_norm import (
     MigratedGroupNorm,
     MigratedGroupNormAct,
-    fold_input_affine,
     group_gain,
     migrated_group_norm,
 )
@@ -86,10 +85,6 @@ def test_each_end_of_the_path_may_have_its_own_eps(strength: float) -> None:
     before = norm(x)
     torch.testing.assert_close(before, expected(norm, x))
     assert "source_eps=0.5" in repr(norm)
-    eye = nn.Conv1d(6, 6, 1, groups=6, bias=False, dtype=torch.float64)
-    nn.init.ones_(eye.weight)
-    fold_input_affine(norm, eye)
-    torch.testing.assert_close(norm(eye(x)), before)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
@@ -258,61 +253,6 @@ def test_fused_dropout_and_activation_follow_in_order() -> None:
     fused.drop = nn.Identity()
     got, reference = (torch.autograd.grad(out.sin().sum(), x) for out in (fused(x), plain.relu()))
     torch.testing.assert_close(got, reference)
-
-
-FEEDERS = {
-    "linear": (lambda b: nn.Linear(4, 6, bias=b), (3, 4)),
-    "conv1d": (lambda b: nn.Conv1d(4, 6, 3, padding=1, bias=b), (3, 4, 5)),
-    "conv2d": (lambda b: nn.Conv2d(4, 6, 3, padding=1, bias=b), (3, 4, 5, 4)),
-    "conv3d": (lambda b: nn.Conv3d(4, 6, 2, bias=b), (2, 4, 3, 3, 3)),
-    "grouped": (lambda b: nn.Conv2d(4, 6, 3, groups=2, bias=b), (3, 4, 5, 4)),
-    "depthwise": (lambda b: nn.Conv2d(6, 6, 3, groups=6, padding=1, padding_mode="reflect", bias=b), (3, 6, 5, 4)),
-    "transposed": (lambda b: nn.ConvTranspose2d(4, 6, 3, stride=2, bias=b), (3, 4, 5, 4)),
-    "transposed_grouped": (lambda b: nn.ConvTranspose1d(4, 6, 3, groups=2, bias=b), (3, 4, 5)),
-    "transposed_3d": (lambda b: nn.ConvTranspose3d(4, 6, 2, bias=b), (2, 4, 3, 3, 3)),
-}
-
-
-@pytest.mark.parametrize("strength", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", FEEDERS)
-def test_folding_the_input_affine_changes_nothing(kind: str, bias: bool, strength: float) -> None:
-    make, shape = FEEDERS[kind]
-    feeder, norm, x = make(bias), layer(2, strength).float(), torch.randn(shape)
-    before = norm(feeder(x))
-    weight = feeder.weight
-    fold_input_affine(norm, feeder)
-    torch.testing.assert_close(norm(feeder(x)), before, atol=2e-5, rtol=2e-5)
-    assert feeder.weight is weight
-    assert feeder.bias is not None
-    assert torch.rsqrt(norm.running_var + norm.eps).eq(1).all()
-    assert norm.running_mean.eq(0).all()
-
-
-@pytest.mark.parametrize("eps", [1e-2, 1e-3, 1e-4, 1e-5, 2e-5, 1e-6, 1e-8, 0.0])
-def test_a_folded_layer_standardises_by_exactly_one(eps: float) -> None:
-    norm, conv = layer(2, 1.0, eps).float(), nn.Conv2d(3, 6, 1)
-    fold_input_affine(norm, conv)
-    x = torch.randn(2, 6, 4)
-    torch.testing.assert_close(norm(x), F.group_norm(x, 2, norm.weight, norm.bias, eps), atol=1e-5, rtol=1e-5)
-    assert torch.rsqrt(norm.running_var + eps).eq(1).all()
-
-
-def test_folding_refuses_what_it_does_not_know() -> None:
-    class Standardising(nn.Conv2d):
-        pass
-
-    norm, conv = layer(2).float(), Standardising(3, 6, 1)
-    with pytest.raises(TypeError, match="Standardising"):
-        fold_input_affine(norm, conv)
-    with pytest.raises(TypeError, match="ReLU"):
-        fold_input_affine(norm, nn.ReLU(), also=(nn.ReLU,))
-    with pytest.raises(ValueError, match="5 channels"):
-        fold_input_affine(norm, nn.Linear(3, 5))
-    conv.requires_grad_(False)
-    conv.bias = None
-    fold_input_affine(norm, conv, also=(Standardising,))
-    assert not conv.bias.requires_grad
 
 
 @pytest.mark.parametrize(

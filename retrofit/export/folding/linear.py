@@ -91,7 +91,10 @@ def fold_before(layer: nn.Module, scale: Tensor, shift: Tensor | None = None) ->
 
 
 def takes_shift(layer: nn.Module) -> bool:
-    """Whether a constant added to the input of `layer` is a constant added to its output: no zeros are padded in."""
+    """Whether a constant added to the input of `layer` is a constant added to its output: no zeros are padded in.
+
+    (What is padded in by reflection or the like holds the constant too.)
+    """
     if isinstance(layer, nn.Linear):
         return True
     if isinstance(layer, _ConvTransposeNd) or not isinstance(layer, _ConvNd):
@@ -100,6 +103,8 @@ def takes_shift(layer: nn.Module) -> bool:
         return isinstance(layer.padding, str) or not any(layer.padding)
     if type(layer) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):  # timm's Conv2dSame pads by the input's size
         return False
+    if layer.padding_mode != "zeros":
+        return True
     return layer.padding == "valid" if isinstance(layer.padding, str) else not any(layer.padding)
 
 
