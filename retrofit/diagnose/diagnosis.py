@@ -26,7 +26,9 @@ from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
+from retrofit.utils.image_rows import without_image_rows
 from retrofit.utils.placement import device_of
+from retrofit.utils.text import shortlist
 
 Batch = tuple[Tensor, "Tensor | None"]
 Progress = Callable[[str, int, int], None]
@@ -100,8 +102,8 @@ class Diagnosis:
         layers: The normalization layers that were called, in the model's order.
         noise: Where noise injected at some layers went.
         input_noise: Answers under noise on the images; empty where the model gives no class scores.
-        unmeasured: Names of normalization layers that leave nothing to measure: they subtract no mean, or are one with
-            their activation.
+        unmeasured: Names of normalization layers that leave nothing to measure: they subtract no mean, are one with
+            their activation, or do not hold the images in their first dimension.
     """
 
     images: int
@@ -178,6 +180,13 @@ def diagnose(
         )
     batches = _Placed(batches, device_of(model))
     with evaluating(model):
+        rowless = _rowless(model, found, batches)
+        if found and len(rowless) == len(found):
+            raise RetrofitError(
+                f"no normalization layer holds the images in its first dimension ({shortlist(rowless)}), where this "
+                "command follows them"
+            )
+        found = [probe for probe in found if probe.name not in rowless]
         every = -(-len(batches) // options.batches)
         observers = [_Observer(probe, options, every) for probe in found]
         _follow_activations(model, observers)
@@ -218,7 +227,15 @@ def diagnose(
         if clean:
             noisy = _reported("input noise", batches, progress)
             answers = input_noise(model, noisy, clean, NOISE_LEVELS, options.seed)
-    return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers), tuple(unmeasured(model)))
+    return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers), (*unmeasured(model), *rowless))
+
+
+def _rowless(model: nn.Module, found: list[Probe], batches: Sequence[Batch]) -> list[str]:
+    """Return the names of the layers that cannot be followed image by image."""
+    if not len(batches):
+        return []
+    layers = without_image_rows(model, [probe.layer for probe in found], batches[0][0][:1])
+    return [probe.name for probe in found if probe.layer in layers]
 
 
 def _reported(what: str, items: Sequence[Item], progress: Progress | None) -> Iterator[Item]:

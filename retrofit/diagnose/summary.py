@@ -47,8 +47,8 @@ def _about(diagnosis: Diagnosis) -> list[str]:
         )
     if left := diagnosis.unmeasured:
         texts.append(
-            f"{len(left)} normalization layers subtract no mean or are one with their activation, and are not measured "
-            f"({shortlist(left)})"
+            f"{len(left)} normalization layers subtract no mean, are one with their activation or do not hold the "
+            f"images in their first dimension, and are not measured ({shortlist(left)})"
         )
     if diagnosis.noise:
         first = diagnosis.noise[0]

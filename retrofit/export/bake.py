@@ -26,9 +26,12 @@ from retrofit.export.forms.channel_map import split_fused
 from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
 from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.surgery.restore import kept_values, put_back
 from retrofit.utils.batches import images_of
+from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
-from retrofit.utils.placement import device_of
+from retrofit.utils.image_rows import without_image_rows
+from retrofit.utils.placement import device_of, placement_of
 from retrofit.utils.text import one_line, plural
 
 TOLERANCE = 0.1
@@ -152,8 +155,18 @@ def bake(model: nn.Module, images: Iterable[Any], *, tolerance: float = TOLERANC
             "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched there-and-back`)"
         )
     chosen = max(within, key=lambda choice: choice.stage.layers)
-    for name, (weight, bias) in chosen.fits.items():
-        _settle(model.get_submodule(name), weight, bias)
+    layers = [model.get_submodule(name) for name in chosen.fits]
+    before = kept_values(tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
+    for layer, (weight, bias) in zip(layers, chosen.fits.values(), strict=True):
+        _settle(layer, weight, bias)
+    stage = trial.judge(model, chosen.stage)
+    if stage.error > 1.001 * tolerance:
+        put_back(before)
+        raise RetrofitError(
+            f"the baked network's output changes by {stage.error:.2g} of its standard deviation, in the trial by "
+            f"{chosen.stage.error:.2g}; the model is left as it was: in half precision bake a float32 copy "
+            "(`model.float()`), else please report it"
+        )
     rows = tuple(
         BakedLayer(
             name,
@@ -163,7 +176,7 @@ def bake(model: nn.Module, images: Iterable[Any], *, tolerance: float = TOLERANC
         )
         for name in trial.names
     )
-    return model, BakeReport(rows, tuple(tried), chosen.stage, tolerance, (len(fit), len(check)))
+    return model, BakeReport(rows, tuple(tried), stage, tolerance, (len(fit), len(check)))
 
 
 @dataclass(frozen=True)
@@ -200,7 +213,9 @@ class _Trial:
         self.names = list(found)
         self._net = split_fused(net, ())
         self._fit, self._check = fit, check
-        self.reasons = _reasons(found, self._calls(found.values()))
+        calls = self._calls(found.values())
+        rowless = without_image_rows(partial(_answers, self._net), found.values(), check[:1])
+        self.reasons = _reasons(self._net, found, calls, rowless)
         self._layers = {name: layer for name, layer in found.items() if name not in self.reasons}
         self._plain = {name: _plain(layer) for name, layer in self._layers.items()}
         if not self._layers:
@@ -239,6 +254,12 @@ class _Trial:
                     got = _answers(self._net, inputs)
         return _Choice(self._judge(threshold, got, len(fits)), errors, fits)
 
+    def judge(self, model: nn.Module, stage: Stage) -> Stage:
+        """Compare the network itself, after the baking of a choice, with what it was."""
+        with evaluating(model):
+            got = _answers(model, self._check.to(*placement_of(model)))
+        return self._judge(stage.threshold, got, stage.layers)
+
     def _judge(self, threshold: float, got: Sequence[Tensor], layers: int) -> Stage:
         """Compare answers with those of the network as it is."""
         per_image = []
@@ -268,10 +289,12 @@ class _Trial:
         return calls
 
 
-def _reasons(found: dict[str, Any], calls: Counter[nn.Module]) -> dict[str, str]:
+def _reasons(
+    net: nn.Module, found: dict[str, Any], calls: Counter[nn.Module], rowless: set[nn.Module]
+) -> dict[str, str]:
     """Say of each layer that cannot be baked why."""
     reasons = {}
-    owners = Counter(id(getattr(layer, "weight", None)) for layer in found.values())
+    owners = Counter(id(one) for module in net.modules() for one in module.parameters(recurse=False))
     for name, layer in found.items():
         if isinstance(layer, ProxyNorm | WeightStandardization):
             reasons[name] = "is constant at inference already"
@@ -279,10 +302,12 @@ def _reasons(found: dict[str, Any], calls: Counter[nn.Module]) -> dict[str, str]
             reasons[name] = "is at strength 0 already"
         elif layer.weight is None or layer.bias is None:
             reasons[name] = "has no weight and bias of its own"
-        elif owners[id(layer.weight)] > 1:
+        elif owners[id(layer.weight)] > 1 or owners[id(layer.bias)] > 1:
             reasons[name] = "shares its parameters with another layer"
         elif calls[layer] != 1:
             reasons[name] = f"is called {calls[layer]} times"
+        elif layer in rowless:
+            reasons[name] = "does not hold the images in its first dimension"
     return reasons
 
 

@@ -8,6 +8,7 @@ its source's layer, or a constant affine.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from retrofit.errors import RetrofitError
 from retrofit.export.folding.linear import fold_after, out_channels
 from retrofit.export.forms.operations import FunctionModule
 from retrofit.graph.find_sites import find_sites
+from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_module
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, NormalityMixin, ProxyNorm, StrengthMixin
 from retrofit.layers.constant_affine import ConstantAffine
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.surgery.execute import prepared_check
 from retrofit.utils.copying import copied
 
 _Migrated = MigratedGroupNorm | FrozenBatchNorm
@@ -31,7 +34,7 @@ _KNOWN = (MigratedGroupNorm, NormalityMixin, DecorrelatedNorm, ProxyNorm, Weight
 
 
 @torch.no_grad()
-def plain(model: nn.Module) -> nn.Module:
+def plain(model: nn.Module, input_size: Sequence[int] | None = None) -> nn.Module:
     """Return a copy of a converted network that holds layers of torch and timm alone, with the same function.
 
     It can be trained. What is constant in it stays so: the statistics of the BatchNorm that was, and what ProxyNorm and
@@ -39,15 +42,19 @@ def plain(model: nn.Module) -> nn.Module:
 
     Args:
         model: A network at strength 1 (targets gn, ln, gn-pn, ln-pn), of target frozen, or at strength 0 (any other).
+        input_size: Shape of one sample, (C, H, W), on which the two are compared; the model's own if None, and then a
+            network that does not take that is not compared, nor is one in half precision.
 
     Raises:
-        RetrofitError: If a layer is neither, with the name and the reason of each.
+        RetrofitError: If a layer is neither, with the name and the reason of each, or the copy is another function.
     """
-    hindered = [(name, reason) for name, layer in model.named_modules() if (reason := _hindrance(layer))]
+    found = ((name, _hindrance(layer) or _altered(layer)) for name, layer in model.named_modules())
+    hindered = [(name, reason) for name, reason in found if reason]
     if hindered:
         name, reason = hindered[0]
         more = f" (and {len(hindered) - 1} more layers)" if len(hindered) > 1 else ""
         raise RetrofitError(f"no layer of torch or timm computes what {name or 'the model'} does{more}: {reason}")
+    check, _ = prepared_check(model, input_size)
     net = copied(model)
     vars(net).pop("_retrofit_plans", None)
     feeders = _feeders(net)
@@ -57,6 +64,8 @@ def plain(model: nn.Module) -> nn.Module:
         if new is None:
             continue
         net = replace_module(net, name, new.train(layer.training))
+    if check is not None and (problem := check.compare(net, layers=False).problem(identity=True)):
+        raise RetrofitError(f"{problem}; please report it")
     return net
 
 
@@ -87,6 +96,12 @@ def _hindrance(layer: nn.Module) -> str:
     return ""
 
 
+def _altered(layer: nn.Module) -> str:
+    if isinstance(layer, StrengthMixin | FrozenBatchNorm) and is_altered(layer):
+        return "it has hooks, or a forward of its own; remove them first"
+    return ""
+
+
 def _plain(layer: Any, feeders: dict[nn.Module, nn.Module], constants: dict[Any, Any]) -> nn.Module | None:
     if isinstance(layer, ProxyNorm):
         scale, shift = constants[layer]
@@ -98,7 +113,8 @@ def _plain(layer: Any, feeders: dict[nn.Module, nn.Module], constants: dict[Any,
         return layer.plain_convolution()
     if isinstance(layer, MigratedGroupNorm) and float(layer.strength) == 1.0:
         return _group_norm(layer, feeders.get(layer))
-    if isinstance(layer, _Migrated):
+    frozen = getattr(layer, "frozen", False) and getattr(layer, "running_mean", None) is not None
+    if isinstance(layer, _Migrated) or frozen:
         return _affine(layer, feeders.get(layer))
     if isinstance(layer, NormalityMixin | DecorrelatedNorm):
         return _source(layer)

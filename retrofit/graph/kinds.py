@@ -180,7 +180,7 @@ def is_plain_affine(module: nn.Module) -> bool:
     if cls in (Conv2dSame, Linear):
         return True
     base = next((base for base in _AFFINE if issubclass(cls, base)), None)
-    own = ("forward", "_conv_forward", "weight")  # a parametrized layer has its weight as a property
+    own = ("forward", "_conv_forward", "weight", "bias")  # a parametrized layer has its weight as a property
     return base is not None and all(getattr(cls, name, None) is getattr(base, name, None) for name in own)
 
 

@@ -124,6 +124,8 @@ def adopt(new: nn.Module, old: nn.Module) -> nn.Module:
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set
     hooks = {key for key in vars(old) if "_hooks" in key}
     for key, value in vars(old).items():
+        if key == "_compiled_call_impl":  # `old.compile()`: a call of the old layer
+            continue
         if key in hooks or (key not in vars(new) and key not in new._buffers):
             vars(new)[key] = value
     new.training = old.training

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.layers import StrengthMixin
+from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
+from retrofit.surgery.guards import guard
 from retrofit.surgery.identity_check import IdentityCheck
 from retrofit.surgery.plan_and_report import Plan, Report
 from retrofit.surgery.planning import Patterns, plan
 from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.placement import device_of
-from retrofit.utils.text import plural
-
-_FUSING_METHODS = ("fuse", "reparameterize", "switch_to_deploy", "fuse_model")
+from retrofit.utils.text import plural, shortlist
 
 
 def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
@@ -66,7 +64,7 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
                 setattr(model.get_submodule(parent), leaf, built[module])
         notes: tuple[str, ...] = (plan.activations,) if plan.activations else ()
         notes += converter.finish(model, plan, surveyed)
-        notes += _guard_fusing(model, set(built.values()))
+        notes += guard(model, set(built.values()))
         vars(model)["_retrofit_plans"] = [*plans_of(model), plan]
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, before, _parameters(model), strength, notes)
@@ -123,21 +121,31 @@ def convert(
     made = plan(model, to, only=only, skip=skip, source=source, **options)
     converter = converter_for(to)
     with unchanged_on_failure(model):
-        ready, reason = _ready(model, input_size) if check else (None, "")
+        ready, reason = prepared_check(model, input_size) if check else (None, "")
         model, report = apply(made, model)
         if ready is None:
             return model, replace(report, notes=(*report.notes, *([f"not checked: {reason}"] if reason else ())))
-        result = ready.compare(model, layers=converter.identity)
-        if problem := result.problem(converter.identity):
+        if constant := _constant_layers(model, ready):
             raise RetrofitError(
-                f"{problem}; the model is left as it was: keep the layers concerned with `skip`, or pass `check=False` "
-                "where it is known to amplify rounding errors"
+                f"every group of {shortlist(constant)} would hold a single value, of which a normalization makes a "
+                "constant; the model is left as it was: take fewer groups with `groups`, or keep them with `skip`"
             )
-    return model, replace(report, check=result)
+        result = ready.compare(model, layers=converter.identity)
+        converted = {row.name for row in made.layers if row.status == "converted"}
+        if problem := result.problem(converter.identity):
+            advice = "" if result.lost else ", or pass `check=False` where it is known to amplify rounding errors"
+            raise RetrofitError(
+                f"{problem}; the model is left as it was: keep the layers concerned with `skip`{advice}"
+            )
+    return model, replace(report, check=result, notes=(*report.notes, *_uncalled_note(ready.uncalled & converted)))
 
 
-def _ready(model: nn.Module, input_size: Sequence[int] | None) -> tuple[IdentityCheck | None, str]:
-    """Run the source for the check; or say why that cannot be."""
+def prepared_check(model: nn.Module, input_size: Sequence[int] | None) -> tuple[IdentityCheck | None, str]:
+    """Run a network for a comparison with what becomes of it; or say why that cannot be.
+
+    Raises:
+        RetrofitError: If it does not take the `input_size` that is given.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return None, "the model lies on the meta device"
@@ -149,6 +157,23 @@ def _ready(model: nn.Module, input_size: Sequence[int] | None) -> tuple[Identity
         if input_size is not None:
             raise
         return None, f"{error} with input_size="
+
+
+def _constant_layers(model: nn.Module, source: IdentityCheck) -> list[str]:
+    """Return the names of the layers that normalize groups of one channel and one position."""
+    found = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, MigratedGroupNorm))
+    single = ((name, layer.num_channels) for name, layer in found if layer.num_groups == layer.num_channels)
+    return [name for name, channels in single if source.has_one_position(name, channels)]
+
+
+def _uncalled_note(names: set[str]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    return (
+        f"not called in the check, before the conversion and after it: {plural(len(names), 'converted layer')} "
+        f"({shortlist(sorted(names))}); only training calls such layers, or code that reads their tensors, for which "
+        "nothing changes",
+    )
 
 
 def set_strength(model: nn.Module, strength: float) -> int:
@@ -207,29 +232,6 @@ def _check_structure(plan: Plan, found: dict[str, NormLayer]) -> None:
     raise RetrofitError(
         f"the plan was made for another model: {plural(len(differing), 'normalization layer')} differ, first "
         f"{first!r} ({planned.get(first, 'absent')} in the plan, {actual.get(first, 'absent')} here); make a new plan"
-    )
-
-
-def _guard_fusing(model: nn.Module, converted: set[nn.Module]) -> tuple[str, ...]:
-    """Make methods that would fuse a converted layer as if it were its source refuse instead."""
-    blocks = 0
-    for module in model.modules():
-        methods = [name for name in _FUSING_METHODS if callable(getattr(type(module), name, None))]
-        if methods and any(child in converted for child in module.modules()):
-            blocks += 1
-            for name in methods:
-                vars(module)[name] = functools.partial(_refuse, type(module).__name__, name)
-    if not blocks:
-        return ()
-    return (
-        f"{plural(blocks, 'block')} can re-parameterise (fuse BatchNorm into convolutions); they now refuse to: "
-        "the converted layers are no longer affine",
-    )
-
-
-def _refuse(block: str, method: str, *_: Any, **__: Any) -> NoReturn:
-    raise RetrofitError(
-        f"{block}.{method}() would fuse a converted layer as if it were its source; re-parameterise before converting"
     )
 
 

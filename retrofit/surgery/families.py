@@ -57,6 +57,7 @@ THAWED = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
 
 _RMS = "RMS normalization subtracts no mean, and the paper defines no counterpart for it"
 _FUSED = "a normalization fused with its activation, which leaves nothing between the two"
+_REPLACED = "its forward was replaced on the instance, so that it may compute something else"
 _LAZY = "not initialised yet; run one forward pass and convert again"
 
 UNSUPPORTED: dict[str, tuple[str | None, str]] = {
@@ -125,6 +126,8 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     """Return what kind of normalization layer `module` is, or None if it is none."""
     cls = type(module)
     kind = f"{cls.__module__}.{cls.__qualname__}"
+    if kind in KNOWN and "forward" in vars(module):
+        return NormLayer(name, module, kind, KNOWN[kind], "unsupported", _REPLACED)
     if kind in KNOWN:
         return NormLayer(name, module, kind, KNOWN[kind], "known")
     if kind in UNSUPPORTED:

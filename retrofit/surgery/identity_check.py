@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from retrofit.surgery.restore import kept_values, put_back
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import device_of, placement_of
-from retrofit.utils.text import with_class
+from retrofit.utils.text import plural, shortlist, with_class
 
 TOLERANCE = 1e-4
 BATCHES = (1, 2)
@@ -43,17 +43,19 @@ class CheckResult:
         scale: Largest absolute finite value that the source gave there.
         tolerance: Largest share of `scale` that still passes.
         where: The layer that the figures belong to; empty for the network's output.
+        lost: Layers whose sources the converted network calls on, by references of its own.
     """
 
     max_abs_diff: float
     scale: float
     tolerance: float
     where: str = ""
+    lost: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is within the tolerance."""
-        return self.max_abs_diff <= self.tolerance * self.scale
+        """Whether the difference is within the tolerance, and all layers took their sources' places."""
+        return not self.lost and self.max_abs_diff <= self.tolerance * self.scale
 
     @property
     def share(self) -> float:
@@ -62,6 +64,11 @@ class CheckResult:
 
     def problem(self, identity: bool) -> str:
         """Say in a sentence what is wrong; nothing if all is well. Without `identity`, outputs need only be finite."""
+        if self.lost:
+            return (
+                f"the network calls the sources of {plural(len(self.lost), 'layer')} ({shortlist(self.lost)}), which "
+                "it holds in a list or elsewhere besides their names"
+            )
         if not identity:
             finite = math.isfinite(self.max_abs_diff)
             return "" if finite else "the converted network's outputs are not finite, or of another shape"
@@ -124,6 +131,16 @@ class IdentityCheck:
         self.tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 
     @property
+    def uncalled(self) -> set[str]:
+        """The normalization layers that the source does not call."""
+        return {name for name, found in self._samples.items() if not found}
+
+    def has_one_position(self, name: str, channels: int) -> bool:
+        """Whether a layer of the source, called with one image, puts out a single value a channel."""
+        found = self._samples[name]
+        return bool(found) and found[0].numel() == channels
+
+    @property
     def classifies(self) -> bool:
         """Whether the network gives scores of classes, (N, classes), and nothing else."""
         return len(self._outputs) == len(self._calls) and all(scores.ndim == 2 for scores in self._outputs)
@@ -141,12 +158,18 @@ class IdentityCheck:
         """
         with _undisturbed(model):
             outputs, samples = self._run(model)
+        found = self._figures(outputs, samples, layers)
+        return replace(
+            found, lost=tuple(name for name in self._layers if len(samples[name]) < len(self._samples[name]))
+        )
+
+    def _figures(self, outputs: list[Tensor], samples: dict[str, list[Tensor]], layers: bool) -> CheckResult:
         largest = max((scale_of(value) for values in self._samples.values() for value in values), default=0.0)
         rounding = _ROUNDING * largest if layers else 0.0  # without layers there is nothing else to judge by
         found = self._worst(zip(self._outputs, outputs, strict=True), "", rounding)
         if not layers or not found.passed:
             return found
-        rows = [self._worst(zip(self._samples[name], samples[name], strict=True), name) for name in self._layers]
+        rows = [self._worst(zip(self._samples[name], samples[name], strict=False), name) for name in self._layers]
         failed = next((row for row in rows if not row.passed), None)
         if failed is None and found.scale == 0 and rows:
             return max(rows, key=lambda row: row.share)
@@ -165,7 +188,7 @@ class IdentityCheck:
         samples: dict[str, list[Tensor]] = {name: [] for name in self._layers}
         outputs: list[Tensor] = []
         layers = ((model.get_submodule(name), samples[name]) for name in self._layers)
-        with hooked(layer.register_forward_hook(partial(_sample, found)) for layer, found in layers):
+        with hooked(layer.register_forward_hook(partial(_sample, layer, found)) for layer, found in layers):
             for call in self._calls:
                 torch.manual_seed(0)
                 answer = model.get_submodule(call.stage)(*call.args, **call.kwargs)
@@ -254,9 +277,12 @@ def _detector_calls(model: nn.Module, images: list[Tensor], random: Callable[...
     return calls
 
 
-def _sample(samples: list[Tensor], _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-    """Append a copy of some elements of an output to `samples`, always the same ones; as a forward hook."""
-    if not isinstance(output, Tensor):
+def _sample(layer: nn.Module, samples: list[Tensor], called: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    """Append a copy of some elements of a layer's output to `samples`, always the same ones; as a forward hook.
+
+    A converted layer has its source's hooks, in one table with it.
+    """
+    if called is not layer or not isinstance(output, Tensor):
         return
     flat = output.detach().flatten()
     chosen = torch.arange(flat.numel(), device="cpu")

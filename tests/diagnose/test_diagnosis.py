@@ -300,3 +300,24 @@ def test_an_interrupted_report_leaves_the_one_before(
         write_report({"b": one}, {}, tmp_path / "report")
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()} == before
+
+
+class TokensFirst(nn.Module):
+    """A norm on (tokens, images, channels), and one on images if `mixed`."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.patches, self.tokens, self.head = nn.Conv2d(3, 8, 8, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+        self.maps = nn.BatchNorm2d(8) if mixed else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.maps(self.patches(x)).flatten(2).permute(2, 0, 1)
+        return self.head(self.tokens(tokens).mean(0))
+
+
+def test_layers_that_cannot_be_followed_image_by_image_are_named() -> None:
+    found = diagnose(TokensFirst(mixed=True), batches(), SMALL)
+    assert found.unmeasured == ("tokens",)
+    assert [layer.name for layer in found.layers] == ["maps"]
+    with pytest.raises(RetrofitError, match=r"no normalization layer holds the images .*\(tokens\)"):
+        diagnose(TokensFirst(mixed=False), batches(), SMALL)

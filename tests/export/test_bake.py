@@ -160,3 +160,83 @@ def test_saved_loaded_and_exported_without_a_normalization(tmp_path: Path) -> No
     report = retrofit.export_onnx(again, tmp_path / "a.onnx", input_size=(3, 32, 32))
     assert not {kind for kind in report.nodes if "Norm" in kind}
     assert {layer.form for layer in report.layers} == {"folded"}
+
+
+class Plain(nn.Module):
+    """Two blocks whose norms `tied` gives one gamma and beta."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Linear(8, 5)
+        for norm in (self.first[1], self.second[1]):
+            nn.init.uniform_(norm.running_mean, -0.5, 0.5)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+        if tied:
+            self.second[1].weight, self.second[1].bias = self.first[1].weight, self.first[1].bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)).mean((2, 3)))
+
+
+def at_full_strength(model: nn.Module, only: str | None = None) -> nn.Module:
+    model, _ = retrofit.convert(model.eval(), "bnn", input_size=(3, 32, 32), only=only)
+    for layer in model.modules():
+        if hasattr(layer, "running_lambda"):
+            nn.init.uniform_(layer.running_lambda, 0.3, 1.7)
+    retrofit.set_strength(model, 1.0)
+    return model
+
+
+def test_parameters_that_another_norm_holds_too_stay() -> None:
+    torch.manual_seed(0)
+    model = at_full_strength(Plain(tied=True), only="first")
+    with pytest.raises(RetrofitError, match="shares its parameters with another layer"):
+        bake(model, images(), tolerance=10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_reported_error_is_that_of_the_network_which_is_returned(dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, given = at_full_strength(Plain()).to(dtype), images(128)
+    before, state = copy.deepcopy(model).float(), copy.deepcopy(model.state_dict())
+    try:
+        baked, report = bake(model, given, tolerance=0.5)
+    except RetrofitError as error:
+        assert dtype == torch.bfloat16
+        assert "float32 copy" in str(error)  # noqa: PT017
+        torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+        return
+    judged = torch.cat(given)[1::2]
+    with torch.no_grad():
+        expected, got = before(judged), baked(judged.to(dtype)).float()
+    error = ((got - expected).square().mean() / (expected - expected.mean(0)).square().mean()).sqrt()
+    assert report.chosen.error == pytest.approx(float(error), rel=1e-3)
+
+
+class Tokens(nn.Module):
+    """A transformer's layer on (tokens, images, channels), or on (images, tokens, channels)."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.patches, self.norm, self.head = nn.Conv2d(3, 8, 8, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).mT
+        out = self.norm(tokens if self.batch_first else tokens.transpose(0, 1)).relu()
+        return self.head(out.mean(1 if self.batch_first else 0))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_layers_that_hold_no_images_in_their_first_dimension_are_not_fitted(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    model, _ = retrofit.convert(Tokens(batch_first).eval(), "lnn", input_size=(3, 32, 32))
+    retrofit.set_strength(model, 1.0)
+    if batch_first:
+        bake(model, images(), tolerance=10)
+        return
+    with pytest.raises(RetrofitError, match="norm does not hold the images in its first dimension"):
+        bake(model, images(), tolerance=10)

@@ -12,6 +12,7 @@ from torch import nn
 
 import retrofit
 from retrofit import layers
+from retrofit.errors import RetrofitError
 
 X = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 ALLOWED = {"ConstantAffine", "Pointwise"}  # no parameters; a convolution
@@ -148,3 +149,54 @@ def test_a_network_that_holds_nothing_of_ours_is_copied() -> None:
     root, _ = retrofit.convert(nn.BatchNorm2d(6), "ln")
     assert isinstance(root, layers.MigratedGroupNorm)
     close(root, retrofit.plain(root), torch.randn(2, 6, 4, 4))
+
+
+class Skip(nn.Module):
+    """Calls an encoder's children itself, in code that cannot be traced: what its convolution gives is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] % 2:
+            x = x[..., 1:]
+        kept = self.encoder[0](x)
+        return self.head((kept + self.encoder[1:](kept)).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("to", "strength"), [("ln", 0.0), ("ln", 1.0), ("frozen", None)])
+def test_a_copy_that_is_another_function_is_refused(to: str, strength: float | None) -> None:
+    torch.manual_seed(0)
+    model = Skip()
+    nn.init.uniform_(model.encoder[1].running_mean, -1, 1)
+    model, _ = retrofit.convert(model, to, input_size=(3, 16, 16))
+    if strength is not None:
+        retrofit.set_strength(model, strength)
+    for size in (None, (3, 16, 16)):
+        with pytest.raises(RetrofitError, match="not the function"):
+            retrofit.plain(model, size)
+
+
+def test_layers_with_hooks_are_refused() -> None:
+    model, _ = retrofit.convert(network("test_resnet"), "ln")
+    retrofit.set_strength(model, 1.0)
+    model.conv1[1].register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.raises(RetrofitError, match="it has hooks"):
+        retrofit.plain(model)
+
+
+@pytest.mark.parametrize("to", ["bnn", "dbn"])
+def test_frozen_statistics_stay_frozen(to: str) -> None:
+    model, _ = retrofit.convert(network("test_resnet"), to)
+    retrofit.freeze_norms(model)
+    plain = retrofit.plain(model)
+    close(model, plain)
+    torch.testing.assert_close(plain.train()(X), model.train()(X), rtol=1e-4, atol=1e-5)
+
+
+def test_an_input_that_the_network_does_not_take_is_an_error() -> None:
+    model, _ = retrofit.convert(network("test_resnet"), "frozen")
+    with pytest.raises(RetrofitError, match="did not take a random input of size 4x64x64"):
+        retrofit.plain(model, (4, 64, 64))

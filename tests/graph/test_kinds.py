@@ -115,4 +115,7 @@ def test_weights_that_are_changed_in_forward_take_no_fold() -> None:
     assert kinds.is_plain_affine(Conv3DSimple(2, 2, 1))
     assert not kinds.is_plain_affine(StdConv2d(2, 2, 1))
     assert not kinds.is_plain_affine(nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 1)))
+    halved = nn.Conv2d(2, 2, 1)
+    nn.utils.parametrize.register_parametrization(halved, "bias", nn.Identity())
+    assert not kinds.is_plain_affine(halved)
     assert not kinds.is_plain_affine(nn.BatchNorm2d(2))
