@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.images.dataset import ImageData, open_images
+from retrofit.images.dataset import TO_VALIDATE, ImageData, has_part, open_images, parts_in
 from retrofit.images.worker_signals import heed_no_signals
 from retrofit.networks.library import Preprocess
-from retrofit.utils.text import shortlist
+from retrofit.utils.text import shortlist, shown
 
 _HELD_OUT = 0.1  # where the data has no part to validate on and the recipe names no fraction
-_EVAL_NAMES = ("val", "valid", "validation", "eval", "evaluation")
 
 Key = tuple[int, int]  # epoch, number of the image
 
@@ -128,11 +126,12 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
             channels=channels,
         )
 
-    train = part(recipe.train_split, labels)
+    train_split = _train_split(recipe)
+    train = part(train_split, labels)
     kept = teaching or recipe.num_classes == len(labels or ())  # the classifier, whatever the data has
     if recipe.labelled and train.matched == "labels" and train.classes != len(labels or ()) and not kept:
         labels = None  # fewer classes than the network knows: it gets a classifier for these alone
-        train = part(recipe.train_split, None)
+        train = part(train_split, None)
     if recipe.labelled and train.classes == 1:
         raise RetrofitError(
             "the data has a single class; give one folder a class, or train without labels: `teacher='source'` "
@@ -145,8 +144,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         outputs = len(names)
     val_split = recipe.val_split
     notes: tuple[str, ...] = ()
-    if isinstance(val_split, str) and not _has_split(recipe, val_split):
-        if val_split not in _EVAL_NAMES:
+    if isinstance(val_split, str) and not has_part(recipe.data_dir, recipe.dataset, val_split):
+        if val_split not in TO_VALIDATE:
             raise UsageError(f"the data has no part {val_split!r}; give `val_split` the name of one, or a fraction")
         val_split = _HELD_OUT
         notes = (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (`val_split`)",)
@@ -172,13 +171,23 @@ def _check_classes(train_split: str, names: tuple[str, ...] | None, val_split: s
         )
 
 
-def _has_split(recipe: Recipe, split: str) -> bool:
-    """Whether the data has a part of that name; folders have it as a sub-folder, tars have no parts."""
-    if recipe.dataset or recipe.data_dir is None:
-        return True
-    root = Path(recipe.data_dir)
-    names = _EVAL_NAMES if split in _EVAL_NAMES else (split,)
-    return any((root / name).is_dir() for name in names)
+def _train_split(recipe: Recipe) -> str:
+    """Return the part to train on: all of a folder or tar without parts.
+
+    Raises:
+        UsageError: If the data has other parts, or the recipe names one that it lacks.
+    """
+    if has_part(recipe.data_dir, recipe.dataset, recipe.train_split):
+        return recipe.train_split
+    others = parts_in(recipe.data_dir)
+    if isinstance(recipe.val_split, str) and has_part(recipe.data_dir, recipe.dataset, recipe.val_split):
+        others = others or [recipe.val_split]
+    if others or recipe.train_split != Recipe.model_fields["train_split"].default:
+        beside = f", but {shortlist(others)}" if others else ""
+        raise UsageError(
+            f"the data has no part {shown(recipe.train_split)}{beside}; give `train_split` the name of one"
+        )
+    return "."
 
 
 def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, ImageData | None]:

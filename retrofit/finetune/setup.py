@@ -24,7 +24,7 @@ from retrofit.images.dataset import ImageData
 from retrofit.networks.models import Network
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.files import termination_unwinds
-from retrofit.utils.text import one_line
+from retrofit.utils.text import one_line, shortlist
 
 
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
@@ -111,7 +111,7 @@ def fit_network(
 
     Raises:
         RetrofitError: If the network does not take the images, or its classifier would have to be replaced and cannot
-            be, or has to teach.
+            be, or has to teach; or if it has to teach, and calls its outputs otherwise than the data its classes.
     """
     own = network.preprocess.input_size
     network = with_images(network, recipe.img_size, recipe.crop_pct)
@@ -127,6 +127,15 @@ def fit_network(
             )
         network, fresh = with_classes(network, wanted)
         note(f"new classifier: {wanted} outputs in place of {present}, zero")
+    if recipe.labelled and images.train.contradicts(network.labels):  # a new classifier has no labels
+        classes, outputs = shortlist(images.train.names or ()), shortlist(network.labels or ())
+        what = f"the data's classes ({classes}) are not what the network calls its outputs ({outputs})"
+        if recipe.teacher == "source":
+            raise RetrofitError(
+                f"{what}, so that its teacher may contradict the labels; give `class_map`, or train without labels: "
+                "`task_loss_weight=0`"
+            )
+        note(f"{what}: they were taken for its outputs in their order; if that is wrong, give `class_map`")
     if images.names is not None:  # where outputs are left over, the network's own names are none of theirs
         network = replace(network, labels=list(images.names) if len(images.names) == wanted else None)
         vars(network.model)["_retrofit_labels"] = network.labels

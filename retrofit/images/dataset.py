@@ -23,7 +23,16 @@ from torch import Tensor
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.digits import Digits
 from retrofit.networks.library import Preprocess
-from retrofit.utils.text import one_line, shortlist
+from retrofit.utils.text import one_line, shortlist, shown
+
+Matched = Literal["class map", "labels", "order"]
+
+_TRAIN_NAMES = ("train", "training")  # of one part, to timm
+TO_VALIDATE = ("val", "valid", "validation", "eval", "evaluation")
+_PARTS = (*_TRAIN_NAMES, *TO_VALIDATE, "test", "testing")
+_FOLDERS = ("", "torch/folder", "torch/image_folder")  # datasets whose parts are sub-folders
+# torchvision checks the names of these itself; of all others it gives the test images for any word but "train".
+_OWN_PARTS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places365")
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -95,12 +104,37 @@ class ImageData:
     images: Any
     classes: int | None = None
     outputs: int | None = None
-    matched: Literal["class map", "labels", "order"] = "order"
+    matched: Matched = "order"
     names: tuple[str, ...] | None = None
 
     def contradicts(self, labels: Sequence[str] | None) -> bool:
         """Whether classes were taken for outputs by their order, and a model's `labels` call these otherwise."""
         return self.matched == "order" and None not in (labels, self.names) and tuple(labels or ()) != self.names
+
+
+def has_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) -> bool:
+    """Whether the data has a part of that name, "." being all of a folder or tar.
+
+    Folders have it as a sub-folder, tars have none. The digits, and torchvision's datasets, have parts of the usual
+    names; what else there is checks the name when it is opened.
+    """
+    dataset = dataset.lower()
+    if dataset in _FOLDERS and data_dir is not None:
+        names = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), (split,))
+        return split == "." or any((Path(data_dir) / name).is_dir() for name in names)
+    if dataset == "digits" or dataset.startswith("torch/"):
+        return dataset in _OWN_PARTS or split in _PARTS
+    return True
+
+
+def parts_in(data_dir: str | os.PathLike[str] | None) -> list[str]:
+    """Return the sub-folders of a folder that hold folders and are called as parts of data usually are."""
+    found = [] if data_dir is None else _folders(Path(data_dir))
+    return sorted(name for name in found if name.lower() in _PARTS and _folders(Path(str(data_dir)) / name))
+
+
+def _folders(folder: Path) -> list[str]:
+    return next(os.walk(folder), ("", [], []))[1]
 
 
 def open_images(
@@ -118,13 +152,15 @@ def open_images(
         data_dir: Folder or .tar file; None for data that lies in none.
         dataset: timm's dataset name ("torch/cifar10", "hfds/...", ...), or "digits", built in; empty for a folder or
             tar.
-        split: Part of the dataset; a folder's sub-folder of that name is used if there is one.
+        split: Part of the dataset; of a folder, a sub-folder of that name, or "." for all of it. A folder without parts
+            needs no split.
         class_map: File with one class name a line, in the order of the model's outputs (or timm's .pkl of a dict).
         labels: The model's own class names; they stand in for a class map if every class of the data is among them.
         channels: 3 for colour, 1 for grey.
 
     Raises:
-        UsageError: If nothing says where the images are, or two things do.
+        UsageError: If nothing says where the images are, or two things do; if the data has no such part, or it does not
+            tell its class names to a class map.
         RetrofitError: If there is no such data, no image, or a class that the class map lacks.
     """
     if channels not in (1, 3):
@@ -136,53 +172,109 @@ def open_images(
         raise UsageError(
             f"the digits are built in and lie in no folder; drop `dataset='digits'` or `data_dir={str(data_dir)!r}`"
         )
-    if dataset == "digits":
-        digits = Digits(split == "train", mode)
-        return ImageData(digits, len(digits.classes), len(digits.classes), names=digits.classes)
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to read images from; give `data_dir` or `dataset`")
     if not dataset and not Path(str(data_dir)).exists():
         raise RetrofitError(f"there is no data at {data_dir}; give a folder or tar with one folder a class")
+    _check_part(data_dir, dataset, split)
+    class_to_idx = None if class_map is None else _read_class_map(class_map)
+    if dataset == "digits":
+        found: Any = Digits(split in _TRAIN_NAMES, mode)
+    else:
+        found = _create(data_dir, dataset, split, mode, class_to_idx)
+    reader = found.reader if isinstance(found, ImageDataset) else None
+    classes = _classes_of(found, dataset)
+    if classes is None:
+        if class_map is not None and dataset.lower().startswith("torch/"):
+            raise UsageError(f"{dataset} does not tell what its classes are called; drop `class_map`")
+        return ImageData(found if reader is None else LabelledImages(reader, None, mode))
+    matched: Matched = "order"
+    targets, names = list(range(len(classes))), tuple(classes)
+    if class_map is not None and class_to_idx is not None:
+        targets, matched = _mapped(classes, class_to_idx, class_map), "class map"
+        names = tuple(sorted(class_to_idx, key=class_to_idx.__getitem__))
+    elif labels and set(classes) <= set(labels):
+        targets, matched = [list(labels).index(name) for name in classes], "labels"
+    if reader is not None:
+        found = LabelledImages(reader, targets, mode)
+    elif matched != "order":
+        found.target_transform = targets.__getitem__
+    return ImageData(found, len(classes), max(targets) + 1, matched, names)
+
+
+def _check_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) -> None:
+    """Refuse a part that the data does not have: timm would read all of a folder, torchvision its test images."""
+    if has_part(data_dir, dataset, split):
+        return
+    if dataset.lower() not in _FOLDERS:
+        raise UsageError(f"{dataset} has no part {shown(split)}; give `split='train'` or `split='validation'`")
+    if split == "validation":  # the default: a folder without parts is read as it is
+        if parts := parts_in(data_dir):
+            raise UsageError(
+                f"{data_dir} has no part to validate on, but {shortlist(parts)}; give `split` one of these names, or "
+                "`split='.'` for all of it"
+            )
+    elif Path(str(data_dir)).is_dir() or split not in _PARTS:  # a tar is one part, whatever it is called
+        raise UsageError(f"the data has no part {shown(split)}; give `split` the name of a sub-folder, or leave it out")
+
+
+def _create(
+    data_dir: str | os.PathLike[str] | None, dataset: str, split: str, mode: str, class_to_idx: dict[str, int] | None
+) -> Any:
+    """Return timm's dataset; a named one that does not tell its classes is given the class map."""
     root = None if data_dir is None else str(data_dir)
-    mapped = {"class_map": str(class_map)} if dataset and class_map else {}
+    mapped = {"class_map": class_to_idx} if dataset and class_to_idx else {}
     try:
-        found = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
+        return create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
     except Exception as error:  # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
         raise RetrofitError(
             f"no images found in {data_dir or dataset} ({one_line(error)}); "
             "give a folder or tar with one folder a class"
         ) from error
+
+
+def _classes_of(found: Any, dataset: str) -> list[str] | None:
+    """Return the names of a dataset's classes in their order, if it tells them."""
     if not isinstance(found, ImageDataset):
         listed = getattr(found, "classes", None)  # torchvision's
-        known = tuple(str(name) for name in listed) if isinstance(listed, list | tuple) else None
-        count = None if known is None else len(known)
-        return ImageData(found, count, count, names=known)
+        return [str(name) for name in listed] if isinstance(listed, list | tuple) else None
     reader = found.reader
     class_to_idx = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
-    if dataset or class_to_idx is None:
-        return ImageData(LabelledImages(reader, None, mode))
-    classes = sorted(class_to_idx, key=class_to_idx.__getitem__)
-    matched: Literal["class map", "labels", "order"]
-    if class_map is not None:
-        class_to_idx = _read_class_map(class_map)
-        targets, matched = _mapped(classes, class_to_idx, class_map), "class map"
-        names = tuple(sorted(class_to_idx, key=class_to_idx.__getitem__))
-        return ImageData(LabelledImages(reader, targets, mode), len(classes), max(targets) + 1, matched, names)
-    if labels and set(classes) <= set(labels):
-        targets, matched = [list(labels).index(name) for name in classes], "labels"
-    else:
-        targets, matched = list(range(len(classes))), "order"
-    return ImageData(LabelledImages(reader, targets, mode), len(classes), max(targets) + 1, matched, tuple(classes))
+    return None if dataset or class_to_idx is None else sorted(class_to_idx, key=class_to_idx.__getitem__)
 
 
 def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
-    """Return the model's output for each class name of a class map's file."""
+    """Return the model's output for each class name of a class map's file: 0 to n - 1, each once."""
+    path = Path(class_map)
     try:
-        return dict(load_class_map(str(class_map)))
+        if path.suffix.lower() == ".txt":  # of a name that comes twice, timm's reader keeps the last
+            lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+            pairs = [(line.strip(), number) for number, line in enumerate(lines)]
+        else:
+            pairs = list(load_class_map(str(path)).items())
     except Exception as error:
         raise RetrofitError(
             f"cannot read the class map {class_map} ({one_line(error)}); give a .txt file with one class name a line"
         ) from error
+    found: dict[str, int] = {}
+    taken: set[int] = set()
+    for name, index in pairs or [("", 0)]:
+        wrong = ""
+        if name == "":
+            wrong = f"has no name for output {shown(index)}"
+        elif name in found:
+            wrong = f"has {shown(name)} for outputs {found[name]} and {index}"
+        elif type(index) is not int or not 0 <= index < len(pairs) or index in taken:
+            wrong = (
+                f"has output {shown(index)} for {shown(name)}, which is not one of its own from 0 to {len(pairs) - 1}"
+            )
+        if wrong:
+            raise RetrofitError(
+                f"the class map {class_map} {wrong}; give each output one name, and each name one output"
+            )
+        found[name] = index
+        taken.add(index)
+    return found
 
 
 def _mapped(classes: Sequence[str], class_to_idx: dict[str, int], class_map: str | os.PathLike[str]) -> list[int]:
@@ -248,7 +340,8 @@ def sample_batches(
     """Read some images, spread evenly over a folder or tar, as a model takes them.
 
     Args:
-        data_dir: Folder or .tar file of images; their classes do not matter.
+        data_dir: Folder or .tar file of images; their classes do not matter. Of a folder, a part to validate on is
+            taken if there is one.
         preprocess: The model's.
         images: How many at most.
         batch_size: Images in a batch.
@@ -259,5 +352,6 @@ def sample_batches(
     Raises:
         RetrofitError: If there is no image, or one cannot be read.
     """
-    data = open_images(data_dir, channels=preprocess.input_size[0])
+    split = "validation" if has_part(data_dir, "", "validation") else "."
+    data = open_images(data_dir, split=split, channels=preprocess.input_size[0])
     return [pixels for pixels, _ in SampledBatches(data, preprocess, images, batch_size)]

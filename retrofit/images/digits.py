@@ -22,6 +22,7 @@ class Digits(torch.utils.data.Dataset[tuple[Any, int]]):
 
     classes = tuple("0123456789")
     transform: Callable[[Image.Image], Any]  # timm's create_loader sets it
+    target_transform: Callable[[int], int] | None = None  # as torchvision's datasets have it
 
     def __init__(self, training: bool, mode: str) -> None:
         """Read the images from scikit-learn's own files."""
@@ -39,4 +40,6 @@ class Digits(torch.utils.data.Dataset[tuple[Any, int]]):
         return len(self._targets)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.transform(Image.fromarray(self._pixels[index]).convert(self._mode)), self._targets[index]
+        target = self._targets[index]
+        picture = self.transform(Image.fromarray(self._pixels[index]).convert(self._mode))
+        return picture, target if self.target_transform is None else self.target_transform(target)

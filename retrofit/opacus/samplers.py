@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from retrofit.export.plain import Pointwise
 from retrofit.layers import ProxyNorm
 from retrofit.layers.constant_affine import ConstantAffine
-from retrofit.opacus.validators import OF_SAMPLES
+from retrofit.opacus.validators import OF_SAMPLES, over_batches, refusal
 
 
 @register_grad_sampler(OF_SAMPLES)
@@ -93,14 +93,20 @@ def _without_hooks(module: nn.Module) -> Any:
 
 
 def _validate(cls: type, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
-    """Opacus's check for buffers, which may hold statistics, that knows those of our layers for constants."""
+    """Opacus's check for buffers, which may hold statistics, that knows those of our layers for constants.
+
+    Where layers mix the samples, it says so, whether or not they are trained.
+    """
+    mixing = over_batches(module)
     ours = (*OF_SAMPLES, ConstantAffine)
     constants = {id(buffer) for layer in module.modules() if type(layer) in ours for buffer in layer.buffers()}
     errors = [
         NotImplementedError(f"{name or 'the model'} ({type(layer).__name__}) is trained and holds buffers")
         for name, layer in trainable_modules(module)
-        if any(id(buffer) not in constants for buffer in layer.buffers())
+        if any(id(buffer) not in constants for buffer in layer.buffers()) and layer not in mixing.values()
     ]
+    if mixing:
+        errors.append(NotImplementedError(refusal(mixing)))
     errors += [
         NotImplementedError(f"{name} gives gamma and beta a gradient but has no parameters trained: no hook reaches it")
         for name, layer in module.named_modules()

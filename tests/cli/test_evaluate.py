@@ -115,12 +115,21 @@ def test_ways_of_running(run: Run, pictures: Path, words: list[str]) -> None:
         (["--data-dir", "pictures", "--in-chans", "5"], 1, "takes 5 channels"),
         (["--data-dir", "pictures", "--dataset", "digits"], 2, "drop --dataset digits or --data-dir"),
         (["--data-dir", "damaged"], 1, "none of the 1 images can be read"),
+        (["--data-dir", "pictures", "--split", "tset"], 2, "no part 'tset'; give --split"),
+        (["--data-dir", "parted"], 2, r"no part to validate on, but test, train; give --split .* --split \. for all"),
+        (["--dataset", "digits", "--split", "tset"], 2, "no part 'tset'; give --split train or --split validation"),
+        (["--dataset", "digits", "--class-map", "short.txt"], 1, "10 of the data's 10 classes are not in short.txt"),
+        (["--data-dir", "pictures", "--class-map", "twice.txt"], 1, "has 'ant' for outputs 0 and 1"),
     ],
 )
 def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: str) -> None:
     if "pictures" in words:
         write_folder(here / "pictures", each=1, wrong=0)
+    if "parted" in words:
+        for part in ("test", "train"):
+            write_folder(here / "parted" / part, each=1, wrong=0)
     (here / "short.txt").write_text("ant\n")
+    (here / "twice.txt").write_text("ant\nant\nbee\ncat\n")
     if "damaged" in words:
         (here / "damaged" / "ant").mkdir(parents=True)
         (here / "damaged" / "ant" / "0.jpg").write_bytes(b"x")

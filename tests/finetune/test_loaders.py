@@ -122,15 +122,16 @@ def test_sub_folders_are_parts(pictures: Path, tmp_path: Path) -> None:
     assert (len(data.train.images), len(data.val.images), data.notes) == (23, 1, ())
 
 
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 @pytest.mark.parametrize("labels", [None, ["cat", "bee", "ant"], ["x", "y", "z"]], ids=str)
 def test_classes_that_the_part_to_validate_on_lacks_move_no_others(
-    labels: list[str] | None, pictures: Path, tmp_path: Path
+    labels: list[str] | None, dataset: str, pictures: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
     for part in ("train", "val"):
         shutil.copytree(pictures, root / part)
     shutil.rmtree(root / "val" / "ant")
-    data = open_data(recipe(root), labels, 3)
+    data = open_data(recipe(root, dataset=dataset), labels, 3)
     assert data.val is not None
     assert data.names is not None
     data.val.images.transform = np.asarray
@@ -138,15 +139,47 @@ def test_classes_that_the_part_to_validate_on_lacks_move_no_others(
     assert found == {1: data.names.index("bee"), 2: data.names.index("cat")}  # by colour
 
 
-@pytest.mark.parametrize(
-    ("lacking", "dataset"), [("train", ""), ("train", "torch/image_folder"), ("val", "torch/image_folder")]
-)
-def test_other_classes_to_validate_on_are_refused(lacking: str, dataset: str, pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_other_classes_to_validate_on_are_refused(dataset: str, pictures: Path, tmp_path: Path) -> None:
     for part in ("train", "val"):
         shutil.copytree(pictures, tmp_path / "root" / part)
-    shutil.rmtree(tmp_path / "root" / lacking / "ant")
+    shutil.rmtree(tmp_path / "root" / "train" / "ant")
     with pytest.raises(RetrofitError, match=r"classes of 'val\w*' are not those of 'train' \(ant\)"):
         open_data(recipe(tmp_path / "root", dataset=dataset), None, 3)
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+@pytest.mark.parametrize(
+    ("parts", "settings", "message"),
+    [
+        (("Train", "val"), {}, r"no part 'train', but Train, val; give `train_split`"),
+        (("Train", "val"), {"val_split": 0.25}, "no part 'train', but Train, val;"),
+        (("Train", "test"), {}, "no part 'train', but Train, test;"),
+        (("", "exam"), {"val_split": "exam"}, "no part 'train', but exam;"),
+        (("train", "val"), {"train_split": "trian"}, "no part 'trian', but train, val;"),
+        (("",), {"train_split": "trian"}, "no part 'trian'; give `train_split`"),
+    ],
+)
+def test_images_to_validate_on_are_not_trained_on(
+    parts: tuple[str, ...], settings: dict[str, Any], message: str, dataset: str, pictures: Path, tmp_path: Path
+) -> None:
+    """Without the part to train on, timm would read all of the folder."""
+    for part in parts:
+        shutil.copytree(pictures, tmp_path / "root" / part, dirs_exist_ok=True)
+    with pytest.raises(UsageError, match=message):
+        open_data(recipe(tmp_path / "root", dataset=dataset, **settings), None, 3)
+
+
+def test_a_named_folder_without_parts_is_divided(pictures: Path) -> None:
+    data = open_data(recipe(pictures, dataset="torch/image_folder", val_split="validation"), None, 3)
+    assert data.val is not None
+    assert (len(data.train.images), len(data.val.images)) == (22, 2)
+
+
+@pytest.mark.parametrize("setting", ["train_split", "val_split"])
+def test_other_words_for_parts_of_the_digits_are_refused(setting: str) -> None:
+    with pytest.raises(UsageError, match=f"the data has no part 'exam'.*; give `{setting}`"):
+        open_data(Recipe(dataset="digits", **{setting: "exam"}), None, 3)
 
 
 def test_a_torchvision_dataset(pictures: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +71,48 @@ def test_outputs_are_called_as_the_data_trains_them(
         images.train.images.transform = np.asarray
         for pixels, target in (images.train.images[number] for number in range(len(images.train.images))):
             assert expected[target] == ("ant", "bee", "cat")[pixels[0, 0].argmax()]
+
+
+DISTILLED = {"teacher": "source"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "settings", "said"),
+    [
+        (["x", "y", "z"], {}, "note"),
+        (["ant", "bee", "dog"], {}, "note"),
+        (["x", "y", "z"], DISTILLED, "error"),
+        (["x", "y", "z"], {**DISTILLED, "task_loss_weight": 0}, ""),
+        (["x", "y", "z"], {**DISTILLED, "class_map": "map.txt"}, ""),
+        (["cat", "bee", "ant"], DISTILLED, ""),
+        (["w", "x", "y", "z"], {}, ""),  # the classifier is new
+        (["w", "x", "y", "z"], {"num_classes": 4}, "note"),
+    ],
+    ids=str,
+)
+def test_classes_taken_for_outputs_by_order_are_said(
+    labels: list[str],
+    settings: dict[str, Any],
+    said: str,
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "map.txt").write_text("ant\nbee\ncat\n")
+    network = open_model("test_resnet", num_classes=len(labels), img_size=16)
+    network.labels = labels
+    recipe = Recipe(data_dir=str(pictures), **settings)
+    images, notes = open_data(recipe, labels, 3), []
+    unlike = rf"the data's classes \(ant, bee, cat\) are not what the network calls its outputs \({labels[0]}, "
+    if said == "error":
+        with pytest.raises(RetrofitError, match=rf"{unlike}.*; give `class_map`, .*: `task_loss_weight=0`"):
+            fit_network(network, images, recipe, notes.append)
+        return
+    fit_network(network, images, recipe, notes.append)
+    found = [note for note in notes if "new classifier" not in note]
+    assert len(found) == bool(said), notes
+    assert all(re.match(rf"{unlike}.*if that is wrong, give `class_map`", note) for note in found)
 
 
 def test_folders(tmp_path: Path) -> None:

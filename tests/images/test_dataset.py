@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from PIL import Image
 from timm.data import create_transform
 from torch.utils.data import DataLoader
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.evaluation.accuracy import predictions
+from retrofit.images import dataset as module
 from retrofit.images.dataset import open_images, sample_batches
 from retrofit.networks.library import Preprocess
 from tests.pictures import Colours, write_folder, write_tar
@@ -109,3 +112,129 @@ def test_processes_do_not_share_a_place_in_a_tar(tmp_path: Path) -> None:
         assert int(target) == wanted >= 0
         assert torch.equal(image, own)
     images._reader.tar_state.tf.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "split", "message"),
+    [
+        (("train", "test"), "validation", r"no part to validate on, but test, train; give `split` .* `split='\.'`"),
+        (("train",), "validation", "no part to validate on, but train;"),
+        (("Train", "Val"), "validation", "no part to validate on, but Train, Val;"),
+        (("train", "val"), "trian", "the data has no part 'trian'; give `split`"),
+        (("train", "val"), "train[:50%]", r"the data has no part 'train\[:50%\]'"),
+        (("",), "train", "the data has no part 'train'"),
+        (("",), "val", "the data has no part 'val'"),
+    ],
+)
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_parts_that_a_folder_lacks(
+    tmp_path: Path, parts: tuple[str, ...], split: str, message: str, dataset: str
+) -> None:
+    """timm would read all of the folder in their place, with what was trained on."""
+    for part in parts:
+        write_folder(tmp_path / "data" / part)
+    with pytest.raises(UsageError, match=message):
+        open_images(tmp_path / "data", dataset=dataset, split=split)
+
+
+@pytest.mark.parametrize(("split", "count"), [("test", 3), ("training", 12), (".", 15)])
+def test_parts_that_a_folder_has(tmp_path: Path, split: str, count: int) -> None:
+    write_folder(tmp_path / "data" / "train")
+    write_folder(tmp_path / "data" / "test", each=1)
+    assert len(open_images(tmp_path / "data", split=split).images) == count
+    assert sum(map(len, sample_batches(tmp_path / "data", PLAIN))) == 15  # their classes do not matter
+
+
+def test_a_class_may_be_called_like_a_part(folder: Path) -> None:
+    (folder / "bee").rename(folder / "train")
+    assert open_images(folder).names == ("ant", "cat", "train")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "split"),
+    [("digits", "trian"), ("digits", "."), ("torch/cifar10", "tset"), ("torch/QMNIST", "."), ("", "tset")],
+)
+def test_parts_that_other_data_lack(folder: Path, tmp_path: Path, dataset: str, split: str) -> None:
+    """Any word but "train" would stand for the images held out, and a tar would be read whatever is asked for."""
+    place = None if dataset == "digits" else tmp_path if dataset else write_tar(folder, tmp_path / "p.tar")
+    with pytest.raises(UsageError, match=f"has no part {split!r}; give `split"):
+        open_images(place, dataset=dataset, split=split)
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 1437), ("training", 1437), ("val", 360), ("test", 360)])
+def test_parts_of_the_digits(split: str, count: int) -> None:
+    assert len(open_images(None, dataset="digits", split=split).images) == count
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*tar:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("split", ["train", "validation", "."])
+def test_a_tar_is_one_part(folder: Path, tmp_path: Path, split: str) -> None:
+    assert len(open_images(write_tar(folder, tmp_path / "p.tar"), split=split).images) == 12
+
+
+@pytest.mark.parametrize("way", ["class map", "labels"])
+@pytest.mark.parametrize("dataset", ["digits", "torch/image_folder"])
+def test_classes_of_named_data_find_their_outputs(folder: Path, tmp_path: Path, dataset: str, way: str) -> None:
+    place = None if dataset == "digits" else folder
+    plain = open_images(place, dataset=dataset)
+    assert plain.names is not None
+    outputs = ["other", *reversed(plain.names)]
+    (tmp_path / "map.txt").write_text("\n".join(outputs))
+    given: dict[str, Any] = {"class_map": tmp_path / "map.txt"} if way == "class map" else {"labels": outputs}
+    data = open_images(place, dataset=dataset, **given)
+    assert (data.matched, data.classes, data.outputs) == (way, len(plain.names), len(outputs))
+    plain.images.transform = data.images.transform = np.asarray
+    for number in range(0, len(plain.images), 5):
+        assert outputs[data.images[number][1]] == plain.names[plain.images[number][1]]
+
+
+@pytest.mark.parametrize("dataset", ["digits", "torch/image_folder"])
+def test_a_class_map_of_named_data_is_looked_at(folder: Path, tmp_path: Path, dataset: str) -> None:
+    place = None if dataset == "digits" else folder
+    with pytest.raises(RetrofitError, match="cannot read the class map"):
+        open_images(place, dataset=dataset, class_map=tmp_path / "absent.txt")
+    (tmp_path / "map.txt").write_text("0\nant\n")
+    with pytest.raises(RetrofitError, match=r"of the data's \d+ classes are not in"):
+        open_images(place, dataset=dataset, class_map=tmp_path / "map.txt")
+
+
+def test_a_class_map_for_classes_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "create_dataset", lambda *_, **__: [])
+    (tmp_path / "map.txt").write_text("ant\n")
+    with pytest.raises(UsageError, match="torch/inat does not tell what its classes are called; drop `class_map`"):
+        open_images(tmp_path, dataset="torch/inat", class_map=tmp_path / "map.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("cat\n\nbee\nant\n", "has no name for output 1;"),
+        ("\ncat\nbee\nant", "has no name for output 0;"),
+        ("", "has no name for output 0;"),
+        ("cat\nbee\nbee \nant\n", "has 'bee' for outputs 1 and 2;"),
+        ({"cat": 0, "bee": 1, "ant": 3}, "has output 3 for 'ant', which is not one of its own from 0 to 2;"),
+        ({"cat": 0, "bee": 1, "ant": 1}, "has output 1 for 'ant'"),
+        ({"cat": 0, "bee": -1, "ant": 1}, "has output -1 for 'bee'"),
+        ({"cat": 0, "bee": 1, "ant": "2"}, "has output '2' for 'ant'"),
+        ({}, "has no name for output 0;"),
+    ],
+    ids=str,
+)
+def test_class_maps_that_would_shift_the_outputs(
+    folder: Path, tmp_path: Path, content: str | dict[str, Any], message: str
+) -> None:
+    path = tmp_path / ("map.txt" if isinstance(content, str) else "map.pkl")
+    path.write_bytes(content.encode() if isinstance(content, str) else pickle.dumps(content))
+    with pytest.raises(RetrofitError, match=rf"the class map .*/map.\w+ {message}") as caught:
+        open_images(folder, class_map=path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["cat\nbee\nant\n\n \n", "cat\r\nbee\r\nant", {"ant": 2, "cat": 0, "bee": 1}], ids=str
+)
+def test_class_maps(folder: Path, tmp_path: Path, content: str | dict[str, Any]) -> None:
+    path = tmp_path / ("map.txt" if isinstance(content, str) else "map.pkl")
+    path.write_bytes(content.encode() if isinstance(content, str) else pickle.dumps(content))
+    data = open_images(folder, class_map=path)
+    assert (data.names, data.outputs) == (("cat", "bee", "ant"), 3)

@@ -14,6 +14,7 @@ from opacus import PrivacyEngine
 from opacus.grad_sample.utils import wrap_model
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
+from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -154,6 +155,77 @@ def test_residual_sums_in_place_take_mode_ew() -> None:
 def test_statistics_of_the_batch_are_refused(to: str) -> None:
     with pytest.raises(UnsupportedModuleError, match="normalizes each sample by its batch"):
         ModuleValidator.validate(converted("test_resnet", to), strict=True)
+
+
+class Subclass(nn.BatchNorm2d):
+    """To Opacus, a type that it knows nothing of."""
+
+
+def mixing(norm: nn.Module, to: str | None = None) -> nn.Module:
+    """A network in which only the last layer is trained, around a norm of the batch."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    if to is not None:
+        retrofit.convert(model, to, check=False)
+    model.requires_grad_(False)[-1].requires_grad_(True)
+    return model.train()
+
+
+MIXING = {
+    "bn": lambda: mixing(nn.BatchNorm2d(8)),
+    "bn without parameters": lambda: mixing(nn.BatchNorm2d(8, affine=False)),
+    "timm's": lambda: mixing(BatchNormAct2d(8)),
+    "bnn": lambda: mixing(nn.BatchNorm2d(8), "bnn"),
+    "dbn": lambda: mixing(nn.BatchNorm2d(8), "dbn"),
+}
+
+
+@pytest.mark.parametrize("case", list(MIXING))
+def test_layers_that_are_not_trained_may_not_mix_samples(case: str) -> None:
+    model = MIXING[case]()
+    advice = (
+        r"normalizes each sample by its batch, trained or not \(1\w*\); call retrofit.freeze_norms\(model\), or convert"
+    )
+    for found in (model, ModuleValidator.fix(model)):
+        assert not ModuleValidator.is_valid(found)
+        with pytest.raises(UnsupportedModuleError, match=advice):
+            PrivacyEngine().validate(module=found, optimizer=None, data_loader=None)
+        with pytest.raises(NotImplementedError, match=advice):
+            wrap_model(found, "hooks")
+    retrofit.freeze_norms(model)
+    assert ModuleValidator.validate(model.train(), strict=True) == []
+    x, y = torch.randn(4, 3, 16, 16), torch.randint(0, 5, (4,))
+    alone = copy.deepcopy(model)
+    cross_entropy(wrap_model(model, "hooks")(x), y).backward()
+    for i in range(4):
+        alone.zero_grad()
+        cross_entropy(alone(x[i : i + 1]), y[i : i + 1]).backward()
+        torch.testing.assert_close(model[-1].weight.grad_sample[i], alone[-1].weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("norm", "advice"),
+    [
+        (Subclass(8), "call retrofit.freeze_norms"),
+        (nn.BatchNorm2d(8, affine=False, track_running_stats=False), "with track_running_stats=True and train them"),
+    ],
+    ids=["a subclass, trained", "without running statistics"],
+)
+def test_layers_that_opacus_does_not_know_are_refused(norm: nn.Module, advice: str) -> None:
+    model = mixing(norm).requires_grad_(True)
+    with pytest.raises(UnsupportedModuleError, match=f"normalizes each sample by its batch.*{advice}"):
+        ModuleValidator.validate(model, strict=True)
+
+
+def test_a_network_in_evaluation_is_told_so_as_by_opacus() -> None:
+    errors = ModuleValidator.validate(mixing(nn.BatchNorm2d(8)).eval())
+    assert [str(error) for error in errors] == ["Model needs to be in training mode"]
+
+
+def test_frozen_layers_are_refused_where_their_parameters_train() -> None:
+    model = mixing(nn.BatchNorm2d(8), "bnn").requires_grad_(True)
+    retrofit.freeze_norms(model)
+    with pytest.raises(UnsupportedModuleError, match=r"is frozen.*set requires_grad of its weight and bias to False"):
+        ModuleValidator.validate(model, strict=True)
 
 
 def test_noise_is_refused() -> None:
