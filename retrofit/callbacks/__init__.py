@@ -3,7 +3,8 @@
     trainer = lightning.Trainer(callbacks=[retrofit.callbacks.LightningStrength(ramp=0.5)])
     trainer = transformers.Trainer(..., callbacks=[retrofit.callbacks.TransformersStrength(ramp=0.5)])
 
-Their arguments are `StrengthSchedule`'s; `total_steps` is the trainer's own unless given.
+Their arguments are `StrengthSchedule`'s; `total_steps` is the trainer's own unless given. The shape "there-and-back" is
+refused: at its turn it needs `retrofit.recentre`, and images.
 """
 
 from __future__ import annotations

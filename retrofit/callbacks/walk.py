@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from retrofit.errors import UsageError
 from retrofit.finetune.strength_schedule import StrengthSchedule
 
 
@@ -14,9 +15,17 @@ class Walk:
 
     Args:
         options: `StrengthSchedule`'s, `total_steps` among them if the trainer's own count is not to be used.
+
+    Raises:
+        UsageError: If the way leads back, before which constants have to be estimated anew: a callback has no images.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
+        if options.get("shape") == "there-and-back":
+            raise UsageError(
+                "a callback cannot go there-and-back, which needs `retrofit.recentre` on images at its turn; take "
+                "`retrofit finetune --strength-sched there-and-back`, or `StrengthSchedule` in a loop of your own"
+            )
         self.options = dict(options)
         self._schedule: StrengthSchedule | None = None
         self._state: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast, gather_object
 from timm.data import create_transform
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from retrofit.finetune.distillation import Distillation, check_untrained, source
 from retrofit.finetune.divergence import first_to_diverge, gradient_at_fault, gradient_norm, not_finite
 from retrofit.finetune.loaders import Batches, Part, open_data, training_transform
 from retrofit.finetune.objective import Objective
-from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm
+from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm, unconverted_norms
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback, Step
 from retrofit.finetune.run_state import load_state, random_state, save_state, seed_everything, set_random_state
@@ -207,7 +207,9 @@ class _Run:
             )
         if recipe.precise_bn is not None and not estimated_layers(model):
             self.callback.note("no layer of the network tracks batch statistics: `precise_bn` does nothing")
+        self.held: list[nn.Module] = []
         if recipe.freeze == "all-but-norm":
+            self.held = unconverted_norms(model)
             trained = freeze_all_but_norm(model, self.fresh)
             self.callback.note(f"training {trained:,} parameters, those of the converted normalization layers")
         self.ema: Any = None
@@ -272,6 +274,8 @@ class _Run:
         batches = self.batches.epoch(number, done * recipe.grad_accum_steps)
         self.objective.start_epoch(number)
         self.model.train()
+        for layer in self.held:  # their statistics are as frozen as their weights
+            layer.training = False
         for _ in range(done, self.epoch_steps):
             began = time.monotonic()
             for _ in range(recipe.grad_accum_steps):
@@ -417,8 +421,8 @@ class _Run:
         position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
         # Of two epochs the one that is further on the way to the target counts, whatever the way costs.
         top1, strength = row["val_top1"], self._strength or 0.0
-        if self.recipe.strength_sched == "there-and-back" and self.schedule is not None:
-            strength = float(self.schedule.returned)
+        if self.schedule is not None and self.schedule.strength is not None:
+            strength = 1 - self.schedule.remaining  # on a rising way, t
         better = top1 is not None and (
             position.best is None or (strength, top1) > (position.best_strength, position.best)
         )
@@ -449,6 +453,9 @@ class _Run:
         if self.val is None:
             return {"val_top1": None, "val_top5": None, "val_loss": None}
         recipe = self.recipe
+        if self.accelerator.num_processes > 1:  # each has running statistics of its own; the first's are saved
+            for buffer in self._answering.buffers():
+                buffer.copy_(broadcast(buffer.contiguous()))
         precision = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.accelerator.mixed_precision)
         result = evaluate(
             self._answering,

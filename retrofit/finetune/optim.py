@@ -9,6 +9,7 @@ import torch
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
@@ -42,6 +43,13 @@ def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
     if not trained:
         raise RetrofitError("freezing all but the converted layers leaves nothing to train; drop `freeze`")
     return trained
+
+
+def unconverted_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the layers with running statistics that are not converted: `freeze_all_but_norm` leaves them out."""
+    return [
+        module for module in model.modules() if isinstance(module, _NormBase) and not isinstance(module, StrengthMixin)
+    ]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict[str, Any]]:

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from retrofit.conversion_options import OPTIONS
@@ -96,7 +104,9 @@ class Recipe(BaseModel):
     momentum: Fraction = Field(0.9, description="For optimizers that have one.")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
     clip_grad: NotNegative | None = Field(1.0, description="Largest norm of the gradient; 0: any.")
-    sched: str = Field("cosine", description="timm's schedule of the learning rate.")
+    sched: Annotated[str, StringConstraints(to_lower=True)] = Field(
+        "cosine", description="timm's schedule of the learning rate; constant has a warm-up, none has not."
+    )
     warmup_epochs: NotNegative | None = Field(
         None,
         description="Epochs of linear warm-up; if left out a tenth of them, at least one, at most half of the run.",
@@ -113,7 +123,7 @@ class Recipe(BaseModel):
         "linear", description="Course of the strength t; there-and-back goes to 1 and returns to strength_end."
     )
     strength_ramp: Fraction = Field(0.5, description="Fraction of the training in which t moves.")
-    strength_start: Fraction = Field(0.0, description="t at the start.")
+    strength_start: Fraction = Field(0.0, description="t at the start, of layers that do not stand higher.")
     strength_end: Fraction = Field(1.0, description="t at the end.")
     noise: NotNegative | None = Field(0.0, description="Noise factor xi at the end; null leaves the layers' own.")
     noise_kind: NoiseKind | None = Field(None, description="Kind of noise; null leaves the layers' own.")
@@ -191,6 +201,9 @@ class Recipe(BaseModel):
             wrong.append("mixup, cutmix and bce_loss act on labels; set task_loss_weight above 0 or drop them")
         if self.strength_sched == "there-and-back" and self.strength_end == 1:
             wrong.append("there-and-back returns to a strength below 1; set strength_end, 0 for the source's cost")
+        dropped = [name for name in ("warmup_epochs", "layer_decay") if getattr(self, name)]
+        if self.sched == "none" and dropped:
+            wrong.append(f"sched none does not apply {' and '.join(dropped)}; set sched: constant, which does")
         if self.amp_dtype and not self.amp:
             wrong.append("amp_dtype chooses the data type of mixed precision; set amp: true too")
         if (self.mixup or self.cutmix) and self.batch_size % 2:
@@ -212,6 +225,8 @@ class Recipe(BaseModel):
     @property
     def warmup(self) -> float:
         """Epochs of warm-up, as resolved."""
+        if self.sched == "none":
+            return 0.0
         if self.warmup_epochs is not None:
             return self.warmup_epochs
         return min(max(1.0, self.epochs / 10), self.epochs / 2)

@@ -23,8 +23,9 @@ class StrengthSchedule:
     layers has a course of its own, because the papers' noise is made for long training from scratch; the layers
     multiply it by t besides.
 
-    Layers that were converted in several goes may differ in strength. Those that stand lowest walk from `start`; a
-    layer that is further along walks from where it stands, so that what it was trained for is not lost.
+    Layers may stand anywhere, from an earlier conversion or training. Each walks from `start`, or from where it stands
+    if that is higher, so that what it was trained for is not lost. To begin anew, set the
+    strength back first, by `retrofit.set_strength`.
 
     Args:
         model: A network with converted layers; wrap several in an `nn.ModuleList` to move them together.
@@ -34,7 +35,7 @@ class StrengthSchedule:
             strength as it is.
         ramp: Fraction of the training over which t moves: half of it each way, there and back; 0 starts at `end` at
             once.
-        start: t at the first step, of the layers that stand lowest.
+        start: t at the first step, of the layers that do not stand higher.
         end: t from the end of the ramp on.
         noise: xi at the end, for all layers; None leaves each layer's own.
         noise_start: Fraction of the training at which noise begins.
@@ -83,8 +84,7 @@ class StrengthSchedule:
         self._ramp = ramp
         self._noise_span = noise_start, noise_ramp
         self._steps = 0
-        stand = [float(layer.strength) for layer in self._layers]
-        self._starts = [self._start if t == min(stand) else max(self._start, t) for t in stand]
+        self._starts = [max(self._start, float(layer.strength)) for layer in self._layers]
         self._current: tuple[list[float] | None, float | None] = (None, None)
         self._set()
 
@@ -104,9 +104,12 @@ class StrengthSchedule:
         return self._shape == "there-and-back" and self._steps == self._turn
 
     @property
-    def returned(self) -> bool:
-        """Whether there is no way back any more, or never was one."""
-        return self._shape != "there-and-back" or self._steps >= self._turn + self._ramp / 2 * self._total
+    def remaining(self) -> float:
+        """The way that t still has to go, there and back (of several, the longest); 0 if it is left alone."""
+        strengths = self._current[0] or [self._end]
+        if self._shape == "there-and-back" and self._steps <= self._turn:
+            return (1 - min(strengths)) + (1 - self._end)
+        return max(abs(t - self._end) for t in strengths)
 
     @property
     def noise(self) -> float | None:

@@ -23,8 +23,13 @@ Train = Callable[..., Result]
 
 @pytest.fixture(autouse=True)
 def clean_slate() -> Iterator[None]:
-    """Leave nothing of accelerate's state to the next test."""
+    """Take nothing of accelerate's state from another test, and leave nothing to the next."""
+    _reset()
     yield
+    _reset()
+
+
+def _reset() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

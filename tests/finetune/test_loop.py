@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor, nn
@@ -56,11 +60,25 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-def test_the_best_is_of_full_strength(train: Train, tmp_path: Path) -> None:
-    result = train("run", epochs=4, lr=1e-9, strength_ramp=0.5)
-    assert result.rows[0]["strength"] < 1.0
-    assert torch.equal(weights(tmp_path / "run", "best")["bn1.strength"], strength_code(1.0))
-    assert result.best == max(row["val_top1"] for row in result.rows if row["strength"] == 1.0)
+@pytest.mark.parametrize(("start", "end"), [(0.0, 1.0), (1.0, 0.0)])
+def test_the_best_is_of_the_strength_at_the_end(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: float, end: float
+) -> None:
+    falling = iter([80.0, 70.0, 50.0, 60.0])  # the way costs accuracy
+    monkeypatch.setattr(
+        loop._Run, "_validate", lambda _: {"val_top1": next(falling), "val_top5": 90.0, "val_loss": None}
+    )
+    result = train("run", epochs=4, strength_ramp=0.5, strength_start=start, strength_end=end)
+    assert [row["strength"] for row in result.rows] == [0.5, end, end, end]
+    assert torch.equal(weights(tmp_path / "run", "best")["bn1.strength"], strength_code(end))
+    assert result.best == 70
+
+
+def test_a_network_that_was_raised_is_not_taken_back(train: Train, tmp_path: Path) -> None:
+    train("first", epochs=1, strength_ramp=0.0)
+    listener = Listener()
+    train("second", open_model(str(tmp_path / "first" / "last.safetensors")), epochs=1, callback=listener)
+    assert [step.strength for step in listener.steps] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("fail_at", [pytest.param(4, marks=pytest.mark.slow), 6])  # before and after the turn
@@ -471,6 +489,61 @@ def test_statistics_are_taken_in_batches_of_every_class(
     assert [len(batch) for batch in seen] == [6, 6, 5]
     for batch in seen:
         assert len({next(target for image, target in known if torch.equal(image, one)) for one in batch}) > 1
+
+
+def test_statistics_of_layers_that_are_not_converted_are_frozen_with_their_weights(
+    train: Train, tmp_path: Path
+) -> None:
+    network = small_network(None)
+    network.model, _ = retrofit.convert(network.model, "bnn", skip=["layer2"], check=False)
+    train("run", network, freeze="all-but-norm", model_ema=True, model_ema_decay=0.5)
+    start = weights(tmp_path / "run" / "state", "start")
+    for name in ("last", "best"):
+        found = weights(tmp_path / "run", name)
+        changed = {key for key in start if not torch.equal(start[key], found[key])}
+        assert {"bn1.running_mean", "bn1.running_var", "bn1.weight"} <= changed
+        assert not {key for key in changed if key.startswith("layer2")}
+
+
+def work(rank: int, folder: str) -> None:
+    """Train as one of two processes, and save the buffers of each network that is validated."""
+    torch.set_num_threads(1)
+    own = str(rank)  # as torchrun sets it
+    os.environ |= {
+        "RANK": own,
+        "LOCAL_RANK": own,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+    }
+    seen: list[dict[str, Tensor]] = []
+    evaluate = loop.evaluate
+
+    def listen(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        return evaluate(model, *args, **kwargs)
+
+    loop.evaluate = listen  # type: ignore[assignment]
+    for average in (False, True):
+        store, patience = f"file://{folder}/store-{average}", timedelta(minutes=5)  # where the other process fails
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
+        settings = {**SMALL, "batch_size": 2, "model_ema": average, "model_ema_decay": 0.5, "device": "cpu"}
+        recipe = Recipe(data_dir=f"{folder}/pictures", **settings)
+        torch.manual_seed(0)
+        loop.finetune(small_network(), recipe, Path(folder) / f"run-{average}")
+    torch.save(seen, f"{folder}/{rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
+def test_all_processes_validate_the_network_that_is_saved(tmp_path: Path) -> None:
+    mp.spawn(work, args=(str(tmp_path),), nprocs=2)
+    one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert len(one) == len(other) == 4
+    for ours, theirs in zip(one, other, strict=True):
+        assert_same(ours, theirs)
+    saved = weights(tmp_path / "run-False")
+    assert_same(one[1], {name: saved[name] for name in one[1]})
 
 
 @pytest.mark.parametrize(("to", "said"), [("bnn", False), ("ln", True)])

@@ -8,7 +8,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.optim import build_optimizer, freeze_all_but_norm, parameter_groups
+from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm, parameter_groups
 from retrofit.finetune.recipe import Recipe
 from retrofit.layers import ProxyNorm
 
@@ -59,3 +59,16 @@ def test_the_optimizer_is_timm_s() -> None:
 def test_an_optimizer_that_cannot_be_built() -> None:
     with pytest.raises(UsageError, match="cannot build the optimizer fusedadam"):
         build_optimizer(converted("bnn"), Recipe(opt="fusedadam"))
+
+
+@pytest.mark.parametrize("sched", ["constant", "Constant"])
+def test_a_constant_rate_is_warmed_up_and_decays_with_the_layers(sched: str) -> None:
+    """A capital, which timm does not take, changes nothing."""
+    recipe = Recipe(opt="sgd", lr=0.1, sched=sched, warmup_epochs=1, warmup_lr=0.0, layer_decay=0.5, epochs=4)
+    optimizer = build_optimizer(converted("bnn"), recipe)
+    scheduler = build_scheduler(optimizer, recipe, steps_per_epoch=4)
+    for step, rate in ((2, 0.05), (4, 0.1), (15, 0.1)):
+        scheduler.step_update(step)
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(rate * group["lr_scale"])
+    assert build_scheduler(optimizer, Recipe(sched="none"), steps_per_epoch=4) is None

@@ -115,11 +115,19 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         ({"scale": "0.5"}, "scale should be two numbers, not '0.5'"),
         ({"ratio": [0.5, 1, 2]}, r"ratio should be two numbers, not \[0.5, 1, 2\]"),
         ({"sched": "plateau"}, "sched 'plateau' is unknown"),
+        ({"sched": "none", "warmup_epochs": 2}, "sched none does not apply warmup_epochs; set sched: constant"),
+        ({"sched": "None", "warmup_epochs": 2, "layer_decay": 0.5}, "not apply warmup_epochs and layer_decay"),
     ],
 )
 def test_contradictions(settings: dict[str, object], pattern: str) -> None:
     with pytest.raises(UsageError, match=pattern):
         load_recipe(None, settings)
+
+
+def test_no_schedule_has_no_warm_up_and_a_constant_one_has() -> None:
+    none, constant = (load_recipe(None, {"sched": sched, "epochs": 20}) for sched in ("none", "constant"))
+    assert (none.warmup, constant.warmup) == (0, 2)
+    assert load_recipe(None, {"sched": "none", "warmup_epochs": 0}).warmup == 0
 
 
 @pytest.mark.parametrize(

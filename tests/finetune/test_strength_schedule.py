@@ -17,8 +17,11 @@ from retrofit.layers import BatchNormalNorm1d, BatchNormalNorm2d, MigratedGroupN
 from retrofit.surgery import strength_of
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(BatchNormalNorm2d(4), nn.Conv2d(4, 4, 1), BatchNormalNorm2d(4, noise=0.4))
+def network(*strengths: float) -> nn.Sequential:
+    model = nn.Sequential(BatchNormalNorm2d(4), nn.Conv2d(4, 4, 1), BatchNormalNorm2d(4, noise=0.4))
+    for layer, strength in zip(model[::2], strengths or (0.0, 0.0), strict=True):
+        layer.set_strength(strength)
+    return model
 
 
 def course(schedule: StrengthSchedule, model: nn.Module, steps: int) -> list[float | None]:
@@ -48,19 +51,19 @@ def test_there_and_back() -> None:
     schedule = StrengthSchedule(model, 16, shape="there-and-back", end=0.0)
     turned = []
     seen = []
+    remaining = []
     for step in range(17):
         seen.append(strength_of(model))
         turned += [step] if schedule.turning else []
-        assert schedule.returned == (step >= 12)
+        remaining.append(schedule.remaining)
         schedule.step()
     assert seen == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0]
+    assert remaining == [2, 1.75, 1.5, 1.25, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0]
     assert turned == [8]
 
 
 def test_a_layer_that_was_further_along_returns_with_the_others() -> None:
-    model = network()
-    model[0].set_strength(0.5)
-    model[2].set_strength(0.0)
+    model = network(0.5, 0.0)
     schedule = StrengthSchedule(model, 16, shape="there-and-back", end=0.0)
     seen = []
     for _ in range(13):
@@ -73,18 +76,15 @@ def test_no_ramp_is_full_strength_at_once_and_off_leaves_it_alone() -> None:
     model = network()
     StrengthSchedule(model, 10, ramp=0.0)
     assert strength_of(model) == 1.0
-    for layer in model[::2]:
-        layer.set_strength(0.3)
+    model = network(0.3, 0.3)
     schedule = StrengthSchedule(model, 10, shape="off", noise=0.0)
     schedule.step()
     assert strength_of(model) == pytest.approx(0.3)
-    assert schedule.strength is None
+    assert (schedule.strength, schedule.remaining) == (None, 0)
 
 
 def test_layers_of_an_earlier_conversion_are_not_taken_back() -> None:
-    model = network()
-    model[0].set_strength(0.5)
-    model[2].set_strength(0.0)
+    model = network(0.5, 0.0)
     schedule = StrengthSchedule(model, 4, ramp=1.0)
     seen = []
     for _ in range(5):
@@ -93,16 +93,35 @@ def test_layers_of_an_earlier_conversion_are_not_taken_back() -> None:
     assert seen == [(0.5, 0, 0), (0.625, 0.25, 0.25), (0.75, 0.5, 0.5), (0.875, 0.75, 0.75), (1, 1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("stands", "options", "expected"),
+    [
+        (1.0, {}, [1, 1, 1, 1, 1]),
+        (0.5, {}, [0.5, 0.625, 0.75, 0.875, 1]),
+        (0.5, {"start": 0.75}, [0.75, 0.8125, 0.875, 0.9375, 1]),
+        (0.5, {"end": 0.0}, [0.5, 0.375, 0.25, 0.125, 0]),
+        (0.5, {"start": 1.0, "end": 0.0}, [1, 0.75, 0.5, 0.25, 0]),
+        (1.0, {"shape": "there-and-back", "end": 0.0}, [1, 1, 1, 0.5, 0]),
+    ],
+)
+def test_a_network_that_stands_higher_begins_there(
+    stands: float, options: dict[str, Any], expected: list[float]
+) -> None:
+    """All its layers do, as after an earlier training."""
+    model = network(stands, stands)
+    assert course(StrengthSchedule(model, 4, ramp=1.0, **options), model, 5) == expected
+
+
 def test_what_lies_above_the_end_comes_down_to_it_though_the_rest_stays() -> None:
-    model = network()
-    model[2].set_strength(0.0)
-    StrengthSchedule(model, 2, ramp=1.0, end=0.0).step()
+    model = network(1.0, 0.0)
+    schedule = StrengthSchedule(model, 2, ramp=1.0, end=0.0)
+    schedule.step()
     assert (float(model[0].strength), float(model[2].strength)) == (0.5, 0)
+    assert schedule.remaining == 0.5  # of the layer that is furthest from the end
 
 
 def test_a_resumed_schedule_knows_where_each_layer_began() -> None:
-    model = network()
-    model[2].set_strength(0.0)
+    model = network(1.0, 0.0)
     schedule = StrengthSchedule(model, 4, ramp=1.0, end=0.5)
     schedule.step()
     again = StrengthSchedule(model, 4, ramp=1.0, end=0.5)  # built when the layers have moved on
@@ -140,6 +159,7 @@ def test_the_state_goes_on_where_it_was() -> None:
 
 def test_several_networks_and_layers_of_every_kind() -> None:
     models = nn.ModuleList([MigratedGroupNorm(2, 4), BatchNormalNorm1d(3)])
+    retrofit.set_strength(models, 0.0)
     StrengthSchedule(models, 4, noise=0.1).step()
     assert strength_of(models) == 0.5
 
