@@ -83,7 +83,7 @@ def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
 
 
 def main() -> None:
-    options = parser(__doc__, ["bn-frozen", "bnn-0.1", "ln", "ln-baked"], "evidence_int8.jsonl")
+    options = parser(__doc__, ["bn-frozen", "bn", "bn-noise-0.1", "bnn-0.1", "ln", "ln-baked"], "evidence_int8.jsonl")
     options.add_argument("--images", type=int, default=500, help="half of them for the ranges")
     args = options.parse_args()
 
