@@ -181,7 +181,7 @@ def diagnose(
     batches = _Placed(batches, device_of(model))
     with evaluating(model):
         rowless = _rowless(model, found, batches)
-        if found and len(rowless) == len(found):
+        if len(rowless) == len(found):
             raise RetrofitError(
                 f"no normalization layer holds the images in its first dimension ({shortlist(rowless)}), where this "
                 "command follows them"

@@ -50,15 +50,21 @@ def converted(name: str, to: str, strength: float | None = 1.0) -> nn.Module:
     return model
 
 
+def one_by_one(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Iterator[nn.Module]:
+    """Yield the network with the gradients of one sample after the other."""
+    for i in range(len(x)):
+        model.zero_grad()
+        cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
+        yield model
+
+
 def assert_gradients_are_a_loops(model: nn.Module, mode: str, size: int = 64) -> None:
     """Compare with single samples, each tensor at its own scale."""
     x, y = torch.randn(4, 3, size, size), torch.randint(0, 5, (4,))
-    alone = copy.deepcopy(model)
+    source = copy.deepcopy(model)
     cross_entropy(wrap_model(model, mode)(x), y).backward()
-    for i in range(4):
-        alone.zero_grad()
-        cross_entropy(alone(x[i : i + 1]), y[i : i + 1]).backward()
-        for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+    for i, single in enumerate(one_by_one(source, x, y)):
+        for (name, one), other in zip(model.named_parameters(), single.parameters(), strict=True):
             error = (one.grad_sample[i] - other.grad).abs().max()
             assert error <= 1e-5 * other.grad.abs().max().clamp_min(1e-3), (name, float(error))
 
@@ -84,13 +90,11 @@ def test_lite0_in_single_precision() -> None:
     model = converted("tf_efficientnet_lite0", "ln")
     assert ModuleValidator.validate(model, strict=True) == []
     x, y = torch.randn(4, 3, 64, 64), torch.randint(0, 5, (4,))
-    alone = copy.deepcopy(model)
+    source = copy.deepcopy(model)
     cross_entropy(wrap_model(model, "hooks")(x), y).backward()
-    for i in range(4):
-        alone.zero_grad()
-        cross_entropy(alone(x[i : i + 1]), y[i : i + 1]).backward()
+    for i, single in enumerate(one_by_one(source, x, y)):
         one = torch.cat([parameter.grad_sample[i].flatten() for parameter in model.parameters()])
-        other = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])
+        other = torch.cat([parameter.grad.flatten() for parameter in single.parameters()])
         assert (one - other).norm() <= 1e-3 * other.norm()  # rounding through 49 layers; in double precision 1e-5
 
 
@@ -194,12 +198,10 @@ def test_layers_that_are_not_trained_may_not_mix_samples(case: str) -> None:
     retrofit.freeze_norms(model)
     assert ModuleValidator.validate(model.train(), strict=True) == []
     x, y = torch.randn(4, 3, 16, 16), torch.randint(0, 5, (4,))
-    alone = copy.deepcopy(model)
+    source = copy.deepcopy(model)
     cross_entropy(wrap_model(model, "hooks")(x), y).backward()
-    for i in range(4):
-        alone.zero_grad()
-        cross_entropy(alone(x[i : i + 1]), y[i : i + 1]).backward()
-        torch.testing.assert_close(model[-1].weight.grad_sample[i], alone[-1].weight.grad)
+    for i, single in enumerate(one_by_one(source, x, y)):
+        torch.testing.assert_close(model[-1].weight.grad_sample[i], single[-1].weight.grad)
 
 
 @pytest.mark.parametrize(
