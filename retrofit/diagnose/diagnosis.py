@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.diagnose import gaussianity
-from retrofit.diagnose.branches import main_path, predecessors
 from retrofit.diagnose.linearity import LinearityMeter
 from retrofit.diagnose.power import Power, PowerMeter
 from retrofit.diagnose.probe import Probe, probes, unmeasured
@@ -72,8 +71,6 @@ class Layer:
         henze_zirkler: Mean statistic over pairs of channels; None where no pair varies, or a batch has too few values.
         dependence: Mean adjusted mutual information over the same pairs.
         linearity: How close to linear the activation that follows acts; None where none follows directly.
-        follows: The layers whose output reaches this one with no other between them.
-        parallel: Whether it lies beside the longest chain of layers, on a branch such as a shortcut.
         lmbda: Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a running
             average is used, else over the normalized sets of the first images; None without a transform.
         plot: The Q-Q plot of the channel whose R^2 is the median one.
@@ -87,8 +84,6 @@ class Layer:
     henze_zirkler: float | None
     dependence: float | None
     linearity: float | None
-    follows: tuple[str, ...]
-    parallel: bool
     lmbda: tuple[float, ...] | None
     plot: gaussianity.QQ | None = field(repr=False, compare=False)
 
@@ -206,14 +201,9 @@ def diagnose(
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
         lambdas = lambda_values(model, batches[0][0])
-        before = predecessors(model, [observer.probe for observer in called], batches[0][0][:1])
-        longest = set(main_path(before))
-        layers = []
-        for observer in _reported("statistics", called, progress):
-            name = observer.probe.name
-            follows = before.get(name, ())
-            parallel = name in before and name not in longest
-            layers.append(observer.result(lambdas.get(name), follows, parallel))
+        layers = [
+            observer.result(lambdas.get(observer.probe.name)) for observer in _reported("statistics", called, progress)
+        ]
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
         followed = []
@@ -305,8 +295,8 @@ class _Observer:
             live = [column for column in enough if column.std() > 0]
             self._pairs = [np.stack(pair, 1) for pair in zip(live[0::2], live[1::2], strict=False)][:_PAIRS]
 
-    def result(self, lmbda: Tensor | None, follows: tuple[str, ...], parallel: bool) -> Layer:
-        """Return what was found; `lmbda` are the layer's estimates, if it has any, and the others its place."""
+    def result(self, lmbda: Tensor | None) -> Layer:
+        """Return the layer's figures; `lmbda` are its estimates, if it has any."""
         ranked = sorted(self._plots, key=lambda plot: plot.r2)
         return Layer(
             name=self.probe.name,
@@ -317,8 +307,6 @@ class _Observer:
             henze_zirkler=_mean([gaussianity.henze_zirkler(pair) for pair in self._pairs]),
             dependence=_mean([gaussianity.dependence(pair) for pair in self._pairs]),
             linearity=self._linearity.result() if self.activation is not None else None,
-            follows=follows,
-            parallel=parallel,
             lmbda=None if lmbda is None else self._quantiles(lmbda),
             plot=ranked[len(ranked) // 2] if ranked else None,
         )

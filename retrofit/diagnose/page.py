@@ -14,13 +14,17 @@ _COLUMNS = ("#", "layer", "class", "R²", "R² before", "P1", "P2", "P3", "P4", 
 
 
 def page(
-    networks: Mapping[str, Diagnosis], plots: Sequence[Plot], sentences: Sequence[str], title: str, about: Sequence[str]
+    networks: Mapping[str, Diagnosis],
+    pictures: Mapping[Plot, bytes],
+    sentences: Sequence[str],
+    title: str,
+    about: Sequence[str],
 ) -> str:
     """Return the page.
 
     Args:
         networks: One or two diagnoses by the name to show.
-        plots: Figures.
+        pictures: The figures, as PNG.
         sentences: What the figures say in words.
         title: Heading.
         about: Which networks these are, a line each.
@@ -30,25 +34,19 @@ def page(
         "<ul>",
         *(f"<li>{as_html(sentence)}</li>" for sentence in sentences),
         '</ul><div class="figures">',
-        *map(_figure, plots),
+        *(_figure(plot, png) for plot, png in pictures.items()),
         "</div>",
         *(_table(name, diagnosis) for name, diagnosis in networks.items()),
     ]
     return html_page(title, parts)
 
 
-def _figure(plot: Plot) -> str:
-    light, dark = _uri(plot.pictures["light"]), _uri(plot.pictures["dark"])
-    title, text = as_html(plot.title), as_html(plot.text)
+def _figure(plot: Plot, png: bytes) -> str:
+    title, text, data = as_html(plot.title), as_html(plot.text), base64.b64encode(png).decode()
     return (
-        f"<figure><h2>{title}</h2><picture>"
-        f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{title}"></picture><figcaption>{text}</figcaption></figure>'
+        f'<figure><h2>{title}</h2><img src="data:image/png;base64,{data}" alt="{title}">'
+        f"<figcaption>{text}</figcaption></figure>"
     )
-
-
-def _uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _table(name: str, diagnosis: Diagnosis) -> str:

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from retrofit.diagnose.diagnosis import FEWEST, INJECTED, Diagnosis, Layer
-from retrofit.diagnose.robustness import Attenuation
 
-Theme = Literal["light", "dark"]
 Networks = Mapping[str, Diagnosis]
 
 _WIDTH = 4.4  # inches
 _LAYER = "layer (number in the table)"
-_INK = {"light": "#1f2328", "dark": "#e6edf3"}
-_PAPER: dict[Theme, str] = {"light": "#ffffff", "dark": "#0d1117"}
-_GRID = {"light": "#d8dee4", "dark": "#30363d"}
+_STYLE: dict[str, Any] = {
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 220,
+    "font.size": 8,
+    "axes.labelsize": 10,
+    "axes.titlesize": 9,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#d8dee4",
+    "grid.color": "#d8dee4",
+    "grid.linewidth": 0.6,
+    "text.color": "#1f2328",
+    "axes.labelcolor": "#1f2328",
+    "xtick.color": "#1f2328",
+    "ytick.color": "#1f2328",
+}
 _COLOURS = ("#2f81f7", "#e2701a")
 _SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
 _SHARE_NAMES = ("P1 data set", "P2 between images, mean", "P3 within images", "P4 between images, spread")
@@ -46,17 +57,13 @@ class Plot:
     draw: Callable[[Figure], None]
     height: float = 3.0
 
-    @cached_property
-    def pictures(self) -> dict[Theme, bytes]:
-        """The figure as PNG."""
-        return {theme: self._png(theme) for theme in _PAPER}
-
-    def _png(self, theme: Theme) -> bytes:
-        figure = Figure(figsize=(_WIDTH, self.height), dpi=220, facecolor=_PAPER[theme], layout="constrained")
-        self.draw(figure)
-        _paint(figure, theme)
+    def png(self) -> bytes:
+        """Return the figure as PNG."""
         stream = io.BytesIO()
-        figure.savefig(stream, format="png", facecolor=_PAPER[theme], metadata={"Software": None})
+        with rc_context(_STYLE):
+            figure = Figure(figsize=(_WIDTH, self.height))
+            self.draw(figure)
+            figure.savefig(stream, format="png", metadata={"Software": None})
         return stream.getvalue()
 
 
@@ -101,11 +108,10 @@ def plots(networks: Networks) -> list[Plot]:
         Plot(
             "noise",
             "Noise through the layers",
-            f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. Each "
-            "mark is the relative error that is left at a layer, and lines join layers that follow each other. Hollow "
-            "marks and dashed lines: a branch beside the longest path, such as the convolution in a shortcut. Falling "
-            "curves: the network attenuates noise (appendix A.1). A layer has no mark if the noise does not reach it, "
-            "or if its output does not vary.",
+            f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. The "
+            "curve is the relative error that is left at that layer and those called after it. Falling curves: the "
+            "network attenuates noise (appendix A.1). A layer has no mark if the noise does not reach it, or if its "
+            "output does not vary.",
             lambda figure: _noise(figure, networks),
             height=3.6,
         ),
@@ -188,7 +194,7 @@ def _qq(figure: Figure, networks: Networks) -> None:
             axes.set_xlim(-3.5, 3.5)
             axes.set_ylim(-5, 5)
         row[0].set_ylabel(name, fontsize=8)
-    figure.supxlabel("normal quantiles", fontsize=9)
+    figure.supxlabel("normal quantiles")
 
 
 def _power(figure: Figure, networks: Networks) -> None:
@@ -196,7 +202,7 @@ def _power(figure: Figure, networks: Networks) -> None:
     for axes, (name, diagnosis) in zip(column, networks.items(), strict=True):
         shares = [[getattr(layer.power, key) for layer in diagnosis.layers] for key in ("p1", "p2", "p3", "p4")]
         axes.stackplot(range(len(diagnosis.layers)), shares, colors=_SHARES, labels=_SHARE_NAMES)
-        axes.set_title(name, fontsize=9)
+        axes.set_title(name)
         _by_layer(axes)
         axes.set_ylim(0, 1)
         axes.margins(x=0)
@@ -207,10 +213,10 @@ def _power(figure: Figure, networks: Networks) -> None:
 def _channels(figure: Figure, networks: Networks) -> None:
     balance, linearity = figure.subplots(2, 1)
     _lines(balance, networks, lambda layer: layer.power.balance)
-    balance.set_title("channel balance", fontsize=9)
+    balance.set_title("channel balance")
     balance.set_ylim(0, 1.02)
     _lines(linearity, networks, lambda layer: layer.linearity)
-    linearity.set_title("linearity of the activation", fontsize=9)
+    linearity.set_title("linearity of the activation")
     linearity.set_ylim(0, 1.02)
     _legend(figure, balance)
 
@@ -218,43 +224,24 @@ def _channels(figure: Figure, networks: Networks) -> None:
 def _independence(figure: Figure, networks: Networks) -> None:
     joint, dependence = figure.subplots(2, 1)
     _lines(joint, networks, lambda layer: layer.henze_zirkler)
-    joint.set_title("Henze-Zirkler statistic", fontsize=9)
+    joint.set_title("Henze-Zirkler statistic")
     _lines(dependence, networks, lambda layer: layer.dependence)
-    dependence.set_title("adjusted mutual information", fontsize=9)
+    dependence.set_title("adjusted mutual information")
     _legend(figure, joint)
 
 
 def _noise(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     for name, diagnosis, colour in _coloured(networks):
+        places = {layer.name: number for number, layer in enumerate(diagnosis.layers)}
         for number, followed in enumerate(diagnosis.noise):
-            _paths(axes, diagnosis, followed, color=colour, alpha=1 - 0.18 * number)
-        axes.plot([], [], color=colour, marker=".", label=name)
-        if any(layer.parallel for layer in diagnosis.layers):
-            label = f"{name}, parallel branch"
-            axes.plot([], [], "o--", color=colour, markersize=4, markerfacecolor="none", linewidth=1, label=label)
+            points = [(places[n], e) for n, e in zip(followed.layers, followed.errors, strict=True) if e > 0]
+            label = None if number else name
+            axes.plot(*zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number, label=label)
     _by_layer(axes)
     axes.set_ylabel("relative error")
     axes.set_yscale("log")
     _legend(figure, axes)
-
-
-def _paths(axes: Axes, diagnosis: Diagnosis, followed: Attenuation, **style: Any) -> None:
-    """Draw what is left of one noise: a mark a layer, and a line from each layer to those that follow it."""
-    errors = {name: error for name, error in zip(followed.layers, followed.errors, strict=True) if error > 0}
-    places = {layer.name: number for number, layer in enumerate(diagnosis.layers)}
-    parallel = {layer.name for layer in diagnosis.layers if layer.parallel}
-    for layer in diagnosis.layers:
-        if layer.name not in errors:
-            continue
-        here = places[layer.name], errors[layer.name]
-        face = {"markersize": 4, "markerfacecolor": "none"} if layer.parallel else {"markersize": 3.5}
-        axes.plot(*here, "o", **face, **style)
-        for earlier in layer.follows:
-            if earlier in errors:
-                beside = layer.parallel or earlier in parallel
-                ends = zip((places[earlier], errors[earlier]), here, strict=True)
-                axes.plot(*ends, linestyle="--" if beside else "-", linewidth=1 if beside else 1.5, **style)
 
 
 def _lambda(figure: Figure, networks: Networks) -> None:
@@ -302,27 +289,3 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 def _short(name: str) -> str:
     return name if len(name) <= 20 else "…" + name[-19:]
-
-
-def _paint(figure: Figure, theme: Theme) -> None:
-    """Give every part of a figure the theme's colours."""
-    ink, grid = _INK[theme], _GRID[theme]
-    for axes in figure.axes:
-        axes.set_facecolor(_PAPER[theme])
-        axes.tick_params(which="both", colors=ink, labelsize=8)
-        axes.grid(color=grid, linewidth=0.6)
-        axes.set_axisbelow(True)
-        for spine in axes.spines.values():
-            spine.set_color(grid)
-        texts: Sequence[Any] = (axes.xaxis.label, axes.yaxis.label, axes.title)
-        for text in texts:
-            text.set_color(ink)
-    for legend in (*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))):
-        legend.get_frame().set(facecolor=_PAPER[theme], edgecolor=grid)
-        for text in legend.get_texts():
-            text.set_color(ink)
-            text.set_fontsize(8)
-    for text in figure.texts:
-        text.set_color(ink)
-    if figure._supxlabel is not None:  # type: ignore[attr-defined]
-        figure._supxlabel.set_color(ink)  # type: ignore[attr-defined]

@@ -44,13 +44,13 @@ def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], fo
         facts: What else results.json shall hold.
         folder: Where to.
     """
-    drawn = plots(networks)
+    drawn = {plot: plot.png() for plot in plots(networks)}
     models = facts.get("models", {})
     title = "Diagnosis of " + " and ".join(_titled(name, models.get(name, {})) for name in networks)
     about = [_about(name, diagnosis, models.get(name, {})) for name, diagnosis in networks.items()]
     with atomic_folder(folder) as staged:
-        for plot in drawn:
-            (staged / f"{plot.name}.png").write_bytes(plot.pictures["light"])
+        for plot, png in drawn.items():
+            (staged / f"{plot.name}.png").write_bytes(png)
         results = {**facts, "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()}}
         (staged / _OURS).write_text(json.dumps(results, indent=1) + "\n")
         (staged / "index.html").write_text(page(networks, drawn, sentences(networks), title, about), encoding="utf-8")
