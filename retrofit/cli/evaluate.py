@@ -110,6 +110,8 @@ def command(
         labels=network.labels,
         channels=network.preprocess.input_size[0],
     )
+    for note in data.notes:
+        say(f"note: {note}")
     with progress_bar("evaluating") as progress:
         result = evaluate(
             network.model,

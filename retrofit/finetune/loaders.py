@@ -10,7 +10,6 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,46 +113,38 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
             their own.
         UsageError: If a split does not exist.
     """
-    teaching = recipe.teacher == "source"
 
-    def part(split: str, labels: Sequence[str] | None) -> ImageData:
+    def part(split: str, labels: Sequence[str] | None = None) -> ImageData:
+        class_map = recipe.class_map if recipe.labelled else None
         return open_images(
-            recipe.data_dir,
-            dataset=recipe.dataset,
-            split=split,
-            class_map=recipe.class_map if recipe.labelled else None,
-            labels=labels if recipe.labelled else None,
-            channels=channels,
+            recipe.data_dir, dataset=recipe.dataset, split=split, class_map=class_map, labels=labels, channels=channels
         )
 
-    train_split = _train_split(recipe)
-    train = part(train_split, labels)
-    kept = teaching or recipe.num_classes == len(labels or ())  # the classifier, whatever the data has
-    if recipe.labelled and train.matched == "labels" and train.classes != len(labels or ()) and not kept:
-        labels = None  # fewer classes than the network knows: it gets a classifier for these alone
-        train = part(train_split, None)
+    train = part(_train_split(recipe))
     if recipe.labelled and train.classes == 1:
         raise RetrofitError(
             "the data has a single class; give one folder a class, or train without labels: `teacher='source'` "
             "and `task_loss_weight=0`"
         )
-    outputs, names = train.classes, train.names
-    if train.matched == "labels":
-        outputs, names = len(labels or ()), tuple(labels or ())
-    elif train.matched == "class map" and names is not None:
-        outputs = len(names)
+    same_outputs = len(labels or ()) in (train.classes, recipe.num_classes) or recipe.teacher == "source"
+    if recipe.labelled and same_outputs and train.matched == "order":  # else the network gets a new classifier
+        train = train.mapped(labels=labels)
+    notes = train.notes
     val_split = recipe.val_split
-    notes: tuple[str, ...] = ()
     if isinstance(val_split, str) and not has_part(recipe.data_dir, recipe.dataset, val_split):
         if val_split not in TO_VALIDATE:
             raise UsageError(f"the data has no part {val_split!r}; give `val_split` the name of one, or a fraction")
         val_split = _HELD_OUT
-        notes = (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (`val_split`)",)
+        notes += (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (`val_split`)",)
+    outputs = len(labels or ()) if train.matched == "labels" else train.classes
+    names = tuple(labels or ()) if train.matched == "labels" else train.names
+    if train.matched == "class map" and names is not None:
+        outputs = len(names)
     val: ImageData | None
     if isinstance(val_split, str):
-        val = other = part(val_split, names)  # it may lack classes: by order alone the others would move
+        val = part(val_split, names if recipe.labelled else None)  # by order alone, a missing class would move others
         if recipe.labelled:
-            _check_classes(recipe.train_split, names, val_split, other)
+            _check_classes(recipe.train_split, names, val_split, val)
     else:
         train, val = _hold_out(train, val_split, recipe.seed)
     if not recipe.labelled:
@@ -240,7 +231,7 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[..., 
 
 
 class Augmented(Dataset[Any]):
-    """Images whose augmentation is drawn from (seed, epoch, image): ask for `[epoch, number]`."""
+    """Images whose augmentation is drawn from (seed, epoch, image): ask for a list of (epoch, number)."""
 
     def __init__(self, images: Any, transform: Callable[..., Any], seed: int) -> None:
         self.part = Part(images)
@@ -250,9 +241,25 @@ class Augmented(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.part)
 
-    def __getitem__(self, key: Key) -> Any:
-        with _drawing_from(self.seed, *key):
-            return self.part[key[1]]
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were.
+
+        Their states are saved once a batch: numpy's takes as long as a tenth of a small image's decoding and training.
+        """
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            return [self._read(*key) for key in keys]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+    def _read(self, epoch: int, number: int) -> Any:
+        seed = _number(self.seed, epoch, number)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        return self.part[number]
 
 
 class Order(Sampler[list[Key]]):
@@ -346,19 +353,3 @@ class Batches:
 def _number(*key: int) -> int:
     """Return a 32-bit number that depends on all of `key`."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
-
-
-@contextmanager
-def _drawing_from(*key: int) -> Iterator[None]:
-    """Let Python's, numpy's and torch's CPU generators draw what `key` determines, and then go on as before."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    number = _number(*key)
-    random.seed(number)
-    np.random.seed(number)
-    torch.default_generator.manual_seed(number)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

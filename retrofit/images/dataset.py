@@ -1,4 +1,4 @@
-"""Labelled images for evaluation, read by timm's readers: a folder or tar with one folder a class, or a named dataset.
+"""Labelled images: a folder or tar with one folder a class, or one of timm's named datasets.
 
 timm's own dataset puts the next image in place of one that it cannot read and drops images of classes that the class
 map lacks, with a log line at most. A measured accuracy would then be that of other images than the user thinks, so here
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.digits import Digits
+from retrofit.images.files import find_images
 from retrofit.networks.library import Preprocess
 from retrofit.utils.text import one_line, shortlist, shown
 
@@ -36,57 +38,52 @@ _OWN_PARTS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
-    """The images of a timm reader.
+    """The images of a reader, ours or timm's.
 
     An image that cannot be read or decoded comes as a blank one, which keeps its batch whole, with the target
     -1 - index; `unreadable` turns such a target back into a file name.
 
     Args:
-        reader: timm's reader: (file, class index) by number, and file names.
-        targets: The model's output for each class index of the reader; None where they are the same.
+        reader: (file, class index) by number, and file names.
         mode: PIL mode, "RGB" or "L".
     """
 
     transform: Callable[[Image.Image], Any]  # timm's create_loader sets it
+    target_transform: Callable[[int], int] | None = None  # as torchvision's datasets have it
 
-    def __init__(self, reader: Any, targets: Sequence[int] | None, mode: str) -> None:
+    def __init__(self, reader: Any, mode: str) -> None:
         """Take the reader as it is."""
         self._reader = reader
-        self._targets = targets
         self._mode = mode
-        self._process: int | None = None
 
     def __len__(self) -> int:
         return len(self._reader)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        self._keep_files_apart()
         try:
             file, target = self._reader[index][:2]
             with file, Image.open(file) as image:
-                pixels = image.convert(self._mode)
+                pixels = _in_8_bits(image).convert(self._mode)
         except Exception:  # Pillow's decoders raise almost anything on a damaged file
             return self.transform(Image.new(self._mode, (256, 256))), -1 - index
-        return self.transform(pixels), int(target if self._targets is None else self._targets[target])
-
-    def _keep_files_apart(self) -> None:
-        """Close what another process opened: timm keeps a tar open, and after a fork all would share one place in it.
-
-        They would move each other's place, and read the bytes of other images.
-        """
-        if self._process == os.getpid():
-            return
-        self._process = os.getpid()
-        tars = getattr(self._reader, "tar_state", {})
-        for tar in tars.values() if isinstance(tars, dict) else (tars,):
-            for state in (tar, *tar.children.values()):
-                if state.tf is not None:
-                    state.tf.close()  # this process's own handle: the place is not moved
-                state.reset()
+        return self.transform(pixels), int(target if self.target_transform is None else self.target_transform(target))
 
     def unreadable(self, target: int) -> str:
         """Return the name of the file behind a negative target."""
         return str(self._reader.filename(-1 - target))
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """Scale 16 bits a pixel to 8, which Pillow would cut off at 255.
+
+    Raises:
+        ValueError: If nothing says what stands for white: 32-bit and floating-point pixels.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range")
+    return image
 
 
 @dataclass(frozen=True)
@@ -99,6 +96,7 @@ class ImageData:
         outputs: How many outputs a model needs for the targets; None if unknown.
         matched: How classes found their outputs: by class map, by the model's own labels, or by their order.
         names: The data's class names in the order of their targets, or with a class map the map's; None if unknown.
+        notes: Sentences for the user.
     """
 
     images: Any
@@ -106,10 +104,39 @@ class ImageData:
     outputs: int | None = None
     matched: Matched = "order"
     names: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
     def contradicts(self, labels: Sequence[str] | None) -> bool:
         """Whether classes were taken for outputs by their order, and a model's `labels` call these otherwise."""
         return self.matched == "order" and None not in (labels, self.names) and tuple(labels or ()) != self.names
+
+    def mapped(self, class_map: str | os.PathLike[str] | None = None, labels: Sequence[str] | None = None) -> ImageData:
+        """Return the data with targets by a class map, or by labels if these hold every class, as for `open_images`."""
+        if self.names is None:
+            return self
+        matched: Matched
+        if class_map is not None:
+            outputs, matched = _read_class_map(class_map), "class map"
+            names = tuple(sorted(outputs, key=outputs.__getitem__))
+            if lacking := [name for name in self.names if name not in outputs]:
+                raise RetrofitError(
+                    f"{len(lacking)} of the data's {len(self.names)} classes are not in {class_map} "
+                    f"({shortlist(lacking)}); use the class map that names the data's folders"
+                )
+        elif labels and set(self.names) <= set(labels):
+            outputs, matched, names = {name: list(labels).index(name) for name in self.names}, "labels", self.names
+        else:
+            return self
+        targets = [outputs[name] for name in self.names]
+        self.images.target_transform = targets.__getitem__
+        return replace(self, outputs=max(targets) + 1, matched=matched, names=names)
+
+
+def _part_folder(data_dir: str | os.PathLike[str], split: str) -> Path | None:
+    """Return the sub-folder of a part, or the folder itself for "."; None if there is none."""
+    names = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), ())
+    folders = [Path(data_dir) / name for name in (split, *names)]
+    return next((folder for folder in folders if split == "." or folder.is_dir()), None)
 
 
 def has_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) -> bool:
@@ -120,8 +147,7 @@ def has_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) 
     """
     dataset = dataset.lower()
     if dataset in _FOLDERS and data_dir is not None:
-        names = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), (split,))
-        return split == "." or any((Path(data_dir) / name).is_dir() for name in names)
+        return _part_folder(data_dir, split) is not None
     if dataset == "digits" or dataset.startswith("torch/"):
         return dataset in _OWN_PARTS or split in _PARTS
     return True
@@ -160,14 +186,14 @@ def open_images(
 
     Raises:
         UsageError: If nothing says where the images are, or two things do; if the data has no such part, or it does not
-            tell its class names to a class map.
-        RetrofitError: If there is no such data, no image, or a class that the class map lacks.
+            tell its class names and a class map was given.
+        RetrofitError: If there are no images, a folder of them cannot be read, the class map cannot be read, names an
+            output twice or lacks one, or lacks a class of the data, or the model takes neither colour nor grey.
     """
     if channels not in (1, 3):
         raise RetrofitError(
             f"the model takes {channels} channels, images give 1 or 3; build it with `in_chans=3` or `in_chans=1`"
         )
-    mode = "RGB" if channels == 3 else "L"
     if dataset == "digits" and data_dir is not None:
         raise UsageError(
             f"the digits are built in and lie in no folder; drop `dataset='digits'` or `data_dir={str(data_dir)!r}`"
@@ -177,33 +203,24 @@ def open_images(
     if not dataset and not Path(str(data_dir)).exists():
         raise RetrofitError(f"there is no data at {data_dir}; give a folder or tar with one folder a class")
     _check_part(data_dir, dataset, split)
-    class_to_idx = None if class_map is None else _read_class_map(class_map)
+    mode = "RGB" if channels == 3 else "L"
     if dataset == "digits":
-        found: Any = Digits(split in _TRAIN_NAMES, mode)
+        data = _of_classes(Digits(split in _TRAIN_NAMES, mode), Digits.classes)
+    elif dataset.lower() in _FOLDERS and data_dir is not None:
+        files = find_images(_part_folder(data_dir, split) or Path(data_dir), topmost=bool(dataset))
+        notes = (f"no image in {shortlist(files.empty)}: no class of its own",) if files.empty else ()
+        data = _of_classes(LabelledImages(files, mode), files.classes, notes)
     else:
-        found = _create(data_dir, dataset, split, mode, class_to_idx)
-    reader = found.reader if isinstance(found, ImageDataset) else None
-    classes = _classes_of(found, dataset)
-    if classes is None:
-        if class_map is not None and dataset.lower().startswith("torch/"):
-            raise UsageError(f"{dataset} does not tell what its classes are called; drop `class_map`")
-        return ImageData(found if reader is None else LabelledImages(reader, None, mode))
-    matched: Matched = "order"
-    targets, names = list(range(len(classes))), tuple(classes)
-    if class_map is not None and class_to_idx is not None:
-        targets, matched = _mapped(classes, class_to_idx, class_map), "class map"
-        names = tuple(sorted(class_to_idx, key=class_to_idx.__getitem__))
-    elif labels and set(classes) <= set(labels):
-        targets, matched = [list(labels).index(name) for name in classes], "labels"
-    if reader is not None:
-        found = LabelledImages(reader, targets, mode)
-    elif matched != "order":
-        found.target_transform = targets.__getitem__
-    return ImageData(found, len(classes), max(targets) + 1, matched, names)
+        data = _named(data_dir, dataset, split, mode, class_map)
+    return data.mapped(class_map, labels)
+
+
+def _of_classes(images: Any, classes: Sequence[str], notes: tuple[str, ...] = ()) -> ImageData:
+    return ImageData(images, len(classes), len(classes), names=tuple(classes), notes=notes)
 
 
 def _check_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) -> None:
-    """Refuse a part that the data does not have: timm would read all of a folder, torchvision its test images."""
+    """Refuse a part that the data does not have: torchvision would give its test images for any other word."""
     if has_part(data_dir, dataset, split):
         return
     if dataset.lower() not in _FOLDERS:
@@ -218,29 +235,31 @@ def _check_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: st
         raise UsageError(f"the data has no part {shown(split)}; give `split` the name of a sub-folder, or leave it out")
 
 
-def _create(
-    data_dir: str | os.PathLike[str] | None, dataset: str, split: str, mode: str, class_to_idx: dict[str, int] | None
-) -> Any:
-    """Return timm's dataset; a named one that does not tell its classes is given the class map."""
+def _named(
+    data_dir: str | os.PathLike[str] | None,
+    dataset: str,
+    split: str,
+    mode: str,
+    class_map: str | os.PathLike[str] | None,
+) -> ImageData:
+    """Open one of timm's named datasets; one that does not tell its classes is given the class map."""
     root = None if data_dir is None else str(data_dir)
-    mapped = {"class_map": class_to_idx} if dataset and class_to_idx else {}
+    mapped = {} if class_map is None else {"class_map": _read_class_map(class_map)}
     try:
-        return create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
+        images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
     except Exception as error:  # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
         raise RetrofitError(
             f"no images found in {data_dir or dataset} ({one_line(error)}); "
             "give a folder or tar with one folder a class"
         ) from error
-
-
-def _classes_of(found: Any, dataset: str) -> list[str] | None:
-    """Return the names of a dataset's classes in their order, if it tells them."""
-    if not isinstance(found, ImageDataset):
-        listed = getattr(found, "classes", None)  # torchvision's
-        return [str(name) for name in listed] if isinstance(listed, list | tuple) else None
-    reader = found.reader
-    class_to_idx = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
-    return None if dataset or class_to_idx is None else sorted(class_to_idx, key=class_to_idx.__getitem__)
+    if isinstance(images, ImageDataset):
+        return ImageData(LabelledImages(images.reader, mode))
+    classes = getattr(images, "classes", None)  # torchvision's
+    if isinstance(classes, list | tuple):
+        return _of_classes(images, [str(name) for name in classes])
+    if class_map is not None and dataset.lower().startswith("torch/"):
+        raise UsageError(f"{dataset} does not tell what its classes are called; drop `class_map`")
+    return ImageData(images)
 
 
 def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
@@ -275,17 +294,6 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
         found[name] = index
         taken.add(index)
     return found
-
-
-def _mapped(classes: Sequence[str], class_to_idx: dict[str, int], class_map: str | os.PathLike[str]) -> list[int]:
-    """Return the model's output for each class of the data."""
-    lacking = [name for name in classes if name not in class_to_idx]
-    if lacking:
-        raise RetrofitError(
-            f"{len(lacking)} of the data's {len(classes)} classes are not in {class_map} "
-            f"({shortlist(lacking)}); use the class map that names the data's folders"
-        )
-    return [class_to_idx[name] for name in classes]
 
 
 class SampledBatches(Sequence[tuple[Tensor, Tensor]]):

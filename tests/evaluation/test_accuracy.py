@@ -17,10 +17,6 @@ from tests.pictures import Colours, write_folder, write_tar
 
 PLAIN = Preprocess((3, 16, 16), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0)
 
-TAR = pytest.mark.filterwarnings("ignore:Exception ignored in.*tar:pytest.PytestUnraisableExceptionWarning")
-"""timm's tar reader leaves its file to the garbage collector."""
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "pictures")
@@ -47,7 +43,6 @@ def test_counts_of_a_folder(folder: Path, batch_size: int, workers: int) -> None
     assert result.loss == pytest.approx(float(wanted), rel=1e-5)
 
 
-@TAR
 def test_a_tar_counts_as_its_folder(folder: Path, tmp_path: Path) -> None:
     assert measure(write_tar(folder, tmp_path / "p.tar")) == measure(folder)
 
@@ -80,7 +75,6 @@ def test_labels_of_other_classes_are_no_map(folder: Path) -> None:
     assert (data.matched, data.outputs, data.classes) == ("order", 3, 3)
 
 
-@TAR
 @pytest.mark.parametrize("packed", [False, True])
 def test_unreadable_images_are_listed_and_not_replaced(folder: Path, tmp_path: Path, packed: bool) -> None:
     (folder / "ant" / "0.png").write_bytes(b"not a picture")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
-from timm.data import create_transform
-from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.evaluation.accuracy import predictions
@@ -32,23 +27,6 @@ def folder(tmp_path: Path) -> Path:
 def test_missing_data(tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match="there is no data at"):
         open_images(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("kind", ["empty folder", "no images", "empty tar", "not a tar", "file"])
-def test_data_without_images(tmp_path: Path, kind: str) -> None:
-    place = tmp_path / "data"
-    if kind in ("empty folder", "no images"):
-        place.mkdir()
-        if kind == "no images":
-            (place / "notes.txt").write_text("hello")
-    elif kind == "empty tar":
-        place = write_tar(tmp_path / "absent", tmp_path / "data.tar")
-    else:
-        place = tmp_path / ("data.tar" if kind == "not a tar" else "data.zip")
-        place.write_bytes(b"hello")
-    with pytest.raises(RetrofitError, match="no images found in") as caught:
-        open_images(place)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_class_that_the_class_map_lacks(folder: Path, tmp_path: Path) -> None:
@@ -93,27 +71,6 @@ def test_labels_that_classes_taken_by_order_contradict(
     assert open_images(write_folder(tmp_path / "pictures"), labels=labels).contradicts(labels) is contradicted
 
 
-def test_processes_do_not_share_a_place_in_a_tar(tmp_path: Path) -> None:
-    """What one reads before the others start would be open in all of them: they would read each other's images."""
-    generator = np.random.default_rng(0)
-    for number in range(12):
-        (tmp_path / "pictures" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-        noise = generator.integers(0, 256, (150, 150, 3), np.uint8)  # larger than what a file keeps in memory
-        Image.fromarray(noise).save(tmp_path / "pictures" / "ab"[number % 2] / f"{number}.png")
-    images = open_images(write_tar(tmp_path / "pictures", tmp_path / "pictures.tar")).images
-    images.transform = create_transform(**PLAIN.to_dict())
-    images[0]
-    place = images._reader.tar_state.tf.fileobj.fileno()
-    before = os.lseek(place, 0, os.SEEK_CUR)
-    found = list(DataLoader(images, batch_size=None, num_workers=2, multiprocessing_context="fork"))
-    assert os.lseek(place, 0, os.SEEK_CUR) == before
-    for number, (image, target) in enumerate(found):
-        own, wanted = images[number]
-        assert int(target) == wanted >= 0
-        assert torch.equal(image, own)
-    images._reader.tar_state.tf.close()
-
-
 @pytest.mark.parametrize(
     ("parts", "split", "message"),
     [
@@ -130,7 +87,7 @@ def test_processes_do_not_share_a_place_in_a_tar(tmp_path: Path) -> None:
 def test_parts_that_a_folder_lacks(
     tmp_path: Path, parts: tuple[str, ...], split: str, message: str, dataset: str
 ) -> None:
-    """timm would read all of the folder in their place, with what was trained on."""
+    """All of the folder in their place would hold what was trained on."""
     for part in parts:
         write_folder(tmp_path / "data" / part)
     with pytest.raises(UsageError, match=message):
@@ -166,7 +123,6 @@ def test_parts_of_the_digits(split: str, count: int) -> None:
     assert len(open_images(None, dataset="digits", split=split).images) == count
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*tar:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("split", ["train", "validation", "."])
 def test_a_tar_is_one_part(folder: Path, tmp_path: Path, split: str) -> None:
     assert len(open_images(write_tar(folder, tmp_path / "p.tar"), split=split).images) == 12
