@@ -17,6 +17,7 @@ from tests.pictures import Colours, write_folder, write_tar
 
 PLAIN = Preprocess((3, 16, 16), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0)
 
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "pictures")
