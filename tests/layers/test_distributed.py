@@ -66,7 +66,6 @@ def of_a_share(rank: int, shares: list[int], memory_format: torch.memory_format)
 KERNELS = [  # slow: two processes take long to start; by default those of tests/finetune/test_batch_statistics.py do
     pytest.param("eager", marks=pytest.mark.slow),
     pytest.param("cpp", marks=[pytest.mark.compiler, pytest.mark.slow]),
-    pytest.param("triton", marks=pytest.mark.slow),
 ]
 
 
@@ -76,7 +75,6 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as environment:  # of the processes
         environment.setenv(kernels.VARIABLE, request.param)
-        environment.setenv("TRITON_INTERPRET", "1")
         mp.spawn(work, args=(str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 

@@ -1,8 +1,8 @@
-"""Finding or building the library of the C++ files, and trusting no file that another user may have written.
+"""The library of the C++ files: found in the cache folder, or built there, or in a temporary folder where that fails.
 
-The library is built for the instruction set that torch found and kept in the user's cache folder, under a name that
-hashes what it was made from: a machine that has it needs no compiler. One process builds while others that want the
-same library wait for it.
+It is built for the instruction set that torch found. Its name holds a hash of what it was made from and one of its own
+content: a machine that has it needs no compiler, and one that is damaged is built again. One process builds while
+others that want the same library wait for it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ import platform
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from retrofit.layers import lambda_estimate
+from retrofit.layers.kernels import cache_folder
 
 _log = logging.getLogger(__name__)
 _SOURCES = [Path(__file__).with_name(name) for name in ("normality.cpp", "channelwise.cpp", "vectors.h")]
@@ -34,11 +32,22 @@ _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"
 _CONSTANTS = tuple(f"-D{name}={getattr(lambda_estimate, name)}" for name in ("MIN_CURVATURE", "LOG_STRETCH", "TINY"))
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
-_LIMIT = 180.0  # seconds to build, which takes about ten, or to wait for another process that does
+_LIMIT = 170.0  # seconds to build, which takes about ten
+# Becomes the compiler ("$@"), beside a watcher that waits for the end of its input, which this process holds: if this
+# process is killed, the watcher ends the compiler with its children and removes the folder ($0) that they write to.
+_WATCHED = """
+exec 3<&0
+(trap '' TERM; read -r _ <&3; kill -TERM 0; rm -rf "$0"; kill -KILL 0) >/dev/null 2>&1 &
+exec "$@" 3<&- </dev/null
+"""
 
 
 class UnavailableError(RuntimeError):
     """There is no library and none can be had; the message says why, in a few words."""
+
+
+class HungError(UnavailableError):
+    """The compiler does not come to an end."""
 
 
 def load() -> ctypes.CDLL:
@@ -50,110 +59,79 @@ def load() -> ctypes.CDLL:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         raise UnavailableError("they are built on Linux with glibc only")
     instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-DWIDTH=4",))
-    made_from = repr((_FLAGS, _CONSTANTS, instructions, platform.machine(), os.environ.get("CXX"))).encode()
-    made_from += b"".join(file.read_bytes() for file in _SOURCES)
-    name = f"kernels-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
-    folder = cache_folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="retrofit-") as private:
-            return _open(_build(Path(private), name, instructions))
-    if not _trusted_file(folder / name):
-        with _lock(folder / "lock", folder / name):
-            if not _trusted_file(folder / name):
-                _build(folder, name, instructions)
-    return _open(folder / name)
-
-
-def cache_folder() -> Path | None:
-    """Return the folder of built libraries, or None where there is none that only this user may write to."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()).absolute() / "retrofit"
+    options = (*_FLAGS, *_CONSTANTS, *instructions)
+    made_from = repr((options, platform.machine(), os.environ.get("CXX"))).encode()
+    name = f"kernels-{_hash(made_from + b''.join(file.read_bytes() for file in _SOURCES))}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        fault = _fault(folder.resolve(strict=True))
-        if fault is None and not os.access(folder, os.W_OK):
-            fault = f"{folder} cannot be written to"
-    except (OSError, RuntimeError) as error:
+        return _from_cache(cache_folder.folder(), name, options)
+    except HungError:
+        raise
+    except (OSError, UnavailableError) as error:
         fault = str(error)
-    if fault is not None:
-        _log.warning("the C++ kernels are built anew by each process, because %s; set XDG_CACHE_HOME", fault)
-        return None
-    return folder
+    try:
+        with tempfile.TemporaryDirectory(prefix="retrofit-") as private:
+            library = _build(Path(private), name, options)
+    except OSError as error:
+        raise UnavailableError(f"they cannot be built in a temporary folder ({error})") from error
+    _log.warning("the C++ kernels are built anew by each process: %s", fault)
+    return library
 
 
-def _fault(folder: Path) -> str | None:
-    """Say what is wrong with a folder that code is loaded from: who else could put or exchange files there."""
-    for place in (folder, *folder.parents):
-        found = place.stat()
-        if found.st_uid != os.geteuid() and (place == folder or found.st_uid != 0):
-            return f"{place} belongs to another user"
-        sticky = place != folder and found.st_mode & stat.S_ISVTX  # as /tmp: others may add names, not change mine
-        if found.st_mode & 0o022 and not sticky:
-            return f"others may write to {place}"
+def _from_cache(folder: Path, name: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    library = _find(folder, name)
+    if library is None:
+        with cache_folder.locked(folder):
+            library = _find(folder, name)
+            if library is None:
+                return _build(folder, name, options)
+    return _open(library)
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """Return the library called `name` whose content is what its own name says; remove any that is damaged."""
+    for file in folder.glob(f"{name}-*.so"):
+        with contextlib.suppress(OSError):
+            if file.stem == f"{name}-{_hash(file.read_bytes())}":
+                return file
+            file.unlink()
     return None
 
 
-def _trusted_file(file: Path) -> bool:
-    """Whether `file` is there.
-
-    Raises:
-        UnavailableError: If it is not a plain file of this user's that nobody else may write to.
-    """
-    try:
-        found = file.lstat()
-    except FileNotFoundError:
-        return False
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise UnavailableError(f"{file} is not a file that only you can write to; remove it")
-    return True
-
-
-@contextlib.contextmanager
-def _lock(file: Path, wanted: Path) -> Iterator[None]:
-    """Hold a lock that one process at a time has, or go on without it once `wanted` is there.
-
-    Raises:
-        UnavailableError: If another process holds it for too long.
-    """
-    import fcntl  # not on every platform that imports this module
-
-    with file.open("w") as handle:
-        end = time.monotonic() + _LIMIT
-        while not wanted.exists():
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise UnavailableError(f"another process holds {file} for over {_LIMIT:.0f} s") from None
-                time.sleep(0.05)
-            except OSError:  # a file system without locks: whoever is last replaces what the others built
-                break
-        yield
-
-
-def _build(folder: Path, name: str, instructions: tuple[str, ...]) -> Path:
-    """Build the library in `folder`, where it appears whole or not at all."""
+def _build(folder: Path, name: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """Build and load the library; if that succeeds it appears in `folder`, whole."""
     compiler = _compiler()
     _log.warning("building the C++ kernels, once on this machine; this takes about ten seconds")
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
-        built = Path(aside) / name
-        command = [*compiler, *_FLAGS, *_CONSTANTS, *instructions, *map(str, _SOURCES[:-1]), "-o", str(built)]
-        # In a session of its own, so that the compiler's own children end with it.
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-            try:
-                _, said = process.communicate(timeout=_LIMIT)
-            except subprocess.TimeoutExpired:
-                raise UnavailableError(f"{compiler[0]} took more than {_LIMIT:.0f} s") from None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            _log.debug("%s said: %s", compiler[0], said)
-            raise UnavailableError(f"{compiler[0]} failed: {(said.strip().splitlines() or ['no message'])[0][:200]}")
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder, ignore_cleanup_errors=True) as aside:
+        built = Path(aside) / "kernels.so"
+        _compile(aside, *compiler, *options, *map(str, _SOURCES[:-1]), "-o", str(built))
         built.chmod(0o700)
-        built.replace(folder / name)
-    return folder / name
+        library = _open(built)
+        cache_folder.publish(built, folder / f"{name}-{_hash(built.read_bytes())}.so")
+    return library
+
+
+def _compile(aside: str, *command: str) -> None:
+    """Run a compiler, in a session of its own so that its children end with it, whose temporary files go `aside`."""
+    read, held = os.pipe()
+    environment = {**os.environ, "TMPDIR": aside}
+    watched = ("/bin/sh", "-c", _WATCHED, aside, *command)
+    try:
+        with subprocess.Popen(
+            watched, stdin=read, stderr=subprocess.PIPE, env=environment, start_new_session=True
+        ) as process:
+            try:
+                _, output = process.communicate(timeout=_LIMIT)
+            except subprocess.TimeoutExpired:
+                raise HungError(f"{command[0]} took more than {_LIMIT:.0f} s") from None
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)  # the watcher, at least
+    finally:
+        os.close(read)
+        os.close(held)
+    if process.returncode:
+        message = output.decode(errors="replace").strip()
+        _log.debug("%s said: %s", command[0], message)
+        raise UnavailableError(f"{command[0]} failed: {(message.splitlines() or ['no message'])[0][:200]}")
 
 
 def _compiler() -> list[str]:
@@ -162,11 +140,15 @@ def _compiler() -> list[str]:
     Raises:
         UnavailableError: If there is none.
     """
-    asked = shlex.split(os.environ.get("CXX", ""))
-    if asked:
-        if shutil.which(asked[0]) is None:
-            raise UnavailableError(f"CXX={os.environ['CXX']} is not there")
-        return asked
+    named = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(named)
+    except ValueError as error:
+        raise UnavailableError(f"CXX={named} is not a command ({error})") from error
+    if command:
+        if shutil.which(command[0]) is None:
+            raise UnavailableError(f"CXX={named} is not there")
+        return command
     for name in ("g++", "c++", "clang++"):
         if shutil.which(name):
             return [name]
@@ -175,6 +157,13 @@ def _compiler() -> list[str]:
 
 def _open(file: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(file))
+        library = ctypes.CDLL(str(file))
     except OSError as error:
-        raise UnavailableError(f"{file} cannot be loaded ({error}); remove it") from error
+        raise UnavailableError(f"{file} cannot be loaded ({error})") from error
+    if not hasattr(library, "width"):
+        raise UnavailableError(f"{file} cannot be loaded (it is another library)")
+    return library
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

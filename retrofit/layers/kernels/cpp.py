@@ -17,14 +17,21 @@ from torch.distributed import ProcessGroup
 from retrofit.layers.kernels import build, eager, ranks
 from retrofit.layers.kernels.build import UnavailableError
 from retrofit.layers.kernels.formulas import FIELDS
-from retrofit.layers.kernels.layout import Geometry, geometry_of, side_by_side
+from retrofit.layers.kernels.layout import Axis, Geometry, geometry_of, side_by_side
 
 _ALL = -1  # stages in one call
 _SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
 
 
+class _CAxis(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in Axis._fields)
+
+
 class _CGeometry(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in Geometry._fields[1:])
+    _fields_ = (
+        *((name, _CAxis) for name in ("outer", "inner", "runs", "lane")),
+        *((name, ctypes.c_int64) for name in ("affine_size", "share")),
+    )
 
 
 class _COptions(ctypes.Structure):
@@ -156,7 +163,8 @@ def _call(name: str, x: Tensor, geometry: Geometry, options: _COptions, *tensors
 
 @lru_cache(maxsize=1024)
 def _reference(geometry: Geometry) -> Any:
-    return ctypes.byref(_CGeometry(*geometry[1:]))
+    _, *axes, affine_size, share = geometry
+    return ctypes.byref(_CGeometry(*(_CAxis(*axis) for axis in axes), affine_size, share))
 
 
 @cache

@@ -100,81 +100,67 @@ def _layout_of(
     )
 
 
-class Geometry(NamedTuple):
-    """Where the normalized sets of a contiguous tensor lie, in elements.
+class Axis(NamedTuple):
+    """One loop over a tensor: how many steps, and how far each moves in the tensor and in the affine parameters."""
 
-    Set (o, i) starts at o * outer_stride + i * inner_stride and has `runs` stretches of `length` elements, `run_stride`
-    apart. If `columns`, i counts blocks of neighbouring sets instead, each of which has `share` elements a run; a block
-    has as many as a vector of `width` holds, and `length` is their elements' number. The index into the affine
-    parameters, `affine_size` of them, starts at i * affine_inner and moves by `affine_run` a run and by `affine_lane`
-    an element of a stretch, or of neighbouring sets.
+    size: int = 1
+    stride: int = 0
+    affine: int = 0
+
+
+class Geometry(NamedTuple):
+    """Where the normalized sets of a contiguous tensor lie, as loops around each other; strides are in elements.
+
+    The two outer loops go from set to set, the two inner ones through a set: `runs` stretches of memory, each of them
+    `lane.size` neighbouring elements. If `columns`, neighbouring elements belong to neighbouring sets instead: then
+    `inner` goes from block to block of as many sets as a vector holds, `lane` through all of these sets, and a set has
+    `share` neighbouring elements a run.
     """
 
     columns: bool
-    outer: int
-    outer_stride: int
-    inner: int
-    inner_stride: int
-    runs: int
-    run_stride: int
-    length: int
-    affine_inner: int
-    affine_run: int
-    affine_lane: int
+    outer: Axis
+    inner: Axis
+    runs: Axis
+    lane: Axis
     affine_size: int
     share: int = 1
 
     @property
     def sets(self) -> int:
         """Number of sets."""
-        return self.outer * (self.length // self.share if self.columns else self.inner)
+        return self.outer.size * (self.lane.size // self.share if self.columns else self.inner.size)
 
 
 @lru_cache(maxsize=1024)
 def geometry_of(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int) -> Geometry | None:
-    """Return the geometry of sets over `dims`, or None where it has no words for them: they lie too irregularly."""
-    stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    at = [math.prod(affine[d + 1 :]) if affine[d] != 1 else 0 for d in range(len(shape))]
-    last = len(shape) - 1
-    columns = last not in dims
-    runs = [d for d in dims if d != last]
-    others = [d for d in range(last) if d not in dims]
-    inner = others.pop() if others and not columns else None
-    if len(runs) > 1 or len(others) > 1 or any(at[d] for d in others):
-        return None
-    if columns and at[last] and any(at[d] for d in runs):
-        return None
-    return Geometry(
-        columns,
-        outer=shape[others[0]] if others else 1,
-        outer_stride=stride[others[0]] if others else 0,
-        inner=math.ceil(shape[last] / width) if columns else 1 if inner is None else shape[inner],
-        inner_stride=width if columns else 0 if inner is None else stride[inner],
-        runs=shape[runs[0]] if runs else 1,
-        run_stride=stride[runs[0]] if runs else 0,
-        length=shape[last],
-        affine_inner=width * at[last] if columns else 0 if inner is None else at[inner],
-        affine_run=at[runs[0]] if runs else 0,
-        affine_lane=at[last],
-        affine_size=math.prod(affine),
+    """Return the geometry of sets over `dims` for vectors of `width`, or None where sets need more loops."""
+    *axes, lane = (
+        Axis(n, math.prod(shape[d + 1 :]), math.prod(affine[d + 1 :]) if affine[d] != 1 else 0)
+        for d, n in enumerate(shape)
     )
+    columns = len(axes) not in dims
+    within = [axis for d, axis in enumerate(axes) if d in dims]
+    between = [axis for d, axis in enumerate(axes) if d not in dims]
+    runs = within.pop() if within else Axis()
+    if columns:
+        inner = Axis(math.ceil(lane.size / width), width, width * lane.affine)
+    else:
+        inner = between.pop() if between else Axis()
+    outer = between.pop() if between else Axis()
+    if within or between or outer.affine or (columns and lane.affine and runs.affine):
+        return None
+    return Geometry(columns, outer, inner, runs, lane, math.prod(affine))
 
 
 def side_by_side(geometry: Geometry, width: int) -> Geometry:
     """Return the geometry as columns where stretches fit a vector of `width` and lie beside those of the next set."""
-    share = geometry.length
-    adjacent = geometry.inner_stride == share and geometry.affine_inner == share * geometry.affine_lane
-    if geometry.columns or not adjacent or share > width or geometry.runs == 1 or geometry.affine_run:
+    inner, lane = geometry.inner, geometry.lane
+    adjacent = inner.stride == lane.size and inner.affine == lane.size * lane.affine
+    if geometry.columns or not adjacent or lane.size > width or geometry.runs.size == 1 or geometry.runs.affine:
         return geometry
-    elements, block = geometry.inner * share, width // share * share
-    return geometry._replace(
-        columns=True,
-        inner=math.ceil(elements / block),
-        inner_stride=block,
-        length=elements,
-        affine_inner=block * geometry.affine_lane,
-        share=share,
-    )
+    elements, block = inner.size * lane.size, width // lane.size * lane.size
+    blocks = Axis(math.ceil(elements / block), block, block * lane.affine)
+    return geometry._replace(columns=True, inner=blocks, lane=lane._replace(size=elements), share=lane.size)
 
 
 def _kind(entry: tuple[tuple[bool, bool], int]) -> tuple[bool, bool]:

@@ -9,10 +9,11 @@
 
 namespace {
 
-// What a set is, in elements: set (o, i) starts at o * outer_stride + i * inner_stride, its affine at i * affine_inner.
+// Loops from set to set and through a set, and how far a step moves, in elements; see layout.py.
+struct Axis { int64_t size, stride, affine; };
 struct Geometry {
-    int64_t outer, outer_stride, inner, inner_stride, runs, run_stride, length;
-    int64_t affine_inner, affine_run, affine_lane, affine_size, share;
+    Axis outer, inner, runs, lane;
+    int64_t affine_size, share;
 };
 
 struct Options { float t, eps, factor; uint32_t seed0, seed1; int noise, threads, stage; };
@@ -67,18 +68,18 @@ template <bool COLUMNS> struct Set {
     int64_t base, affine, length, index, from = 0, to;  // `from` and `to` are the runs to walk
     double count;
 
-    Set(const Geometry& geometry, int64_t number) : g(geometry), to(geometry.runs) {
-        int64_t o = number / g.inner, i = number % g.inner;
-        base = o * g.outer_stride + i * g.inner_stride;
-        affine = i * g.affine_inner;
-        int64_t block = W / g.share * g.share, left = g.length - i * block;
-        length = COLUMNS ? (left < block ? left : block) : g.length;
-        index = COLUMNS ? (o * g.length + i * block) / g.share : number;
-        count = double(g.runs) * (COLUMNS ? g.share : g.length);
+    Set(const Geometry& geometry, int64_t number) : g(geometry), to(geometry.runs.size) {
+        int64_t o = number / g.inner.size, i = number % g.inner.size;
+        base = o * g.outer.stride + i * g.inner.stride;
+        affine = i * g.inner.affine;
+        int64_t block = W / g.share * g.share, left = g.lane.size - i * block;
+        length = COLUMNS ? (left < block ? left : block) : g.lane.size;
+        index = COLUMNS ? (o * g.lane.size + i * block) / g.share : number;
+        count = double(g.runs.size) * (COLUMNS ? g.share : g.lane.size);
     }
 
-    static int64_t room(const Geometry& g) { return g.runs * (COLUMNS ? W : (g.length + W - 1) / W * W); }
-    bool by_lane() const { return !COLUMNS && g.affine_lane; }
+    static int64_t room(const Geometry& g) { return g.runs.size * (COLUMNS ? W : (g.lane.size + W - 1) / W * W); }
+    bool by_lane() const { return !COLUMNS && g.lane.affine; }
     int lanes() const { return COLUMNS ? int(length) : 1; }
 
     // body(offset, affine index, Full or Part); begin and end once a run, flush every so often
@@ -86,13 +87,13 @@ template <bool COLUMNS> struct Set {
     void walk(Begin begin, Body body, End end, Flush flush) const {
         int n = 0;
         for (int64_t r = from; r < to; r++) {
-            int64_t offset = base + r * g.run_stride, at = affine + r * g.affine_run, l = 0;
+            int64_t offset = base + r * g.runs.stride, at = affine + r * g.runs.affine, l = 0;
             begin(at);
             for (; l + W <= length; l += W) {
-                body(offset + l, at + (COLUMNS ? 0 : l * g.affine_lane), Full{});
+                body(offset + l, at + (COLUMNS ? 0 : l * g.lane.affine), Full{});
                 if (++n == 256) { flush(); n = 0; }
             }
-            if (l < length) body(offset + l, at + (COLUMNS ? 0 : l * g.affine_lane), Part{int(length - l)});
+            if (l < length) body(offset + l, at + (COLUMNS ? 0 : l * g.lane.affine), Part{int(length - l)});
             if (++n >= 256) { flush(); n = 0; }
             end(at);
         }
@@ -104,12 +105,12 @@ template <bool COLUMNS> struct Set {
 
     // Neighbouring rows of columns are far apart: what a later step of the walk needs is asked for early.
     template <class P> void ahead(const P* p) const {
-        if (COLUMNS) __builtin_prefetch((const void*)(uintptr_t(p) + AHEAD * g.run_stride * sizeof(P)));
+        if (COLUMNS) __builtin_prefetch((const void*)(uintptr_t(p) + AHEAD * g.runs.stride * sizeof(P)));
     }
 
     V parameter(const float* p, int64_t at, float absent) const {  // one a run
         if (!p) return splat(absent);
-        return COLUMNS && g.affine_lane ? load(p + at, Part{int(length)}) : splat(p[at]);
+        return COLUMNS && g.lane.affine ? load(p + at, Part{int(length)}) : splat(p[at]);
     }
     V field(const float* stats, int row, int64_t sets) const {
         const float* p = stats + row * sets + index;
@@ -158,11 +159,11 @@ template <bool COLUMNS> struct Panel {
         for (int n = 0; n < count; n++) f(Set<COLUMNS>(g, first + n), work[n]);
     }
     template <class Work, class F> void sweep(Work* work, F f) const {
-        int64_t rows = count > 1 ? ROWS : g.runs;
-        for (int64_t from = 0; from < g.runs; from += rows)
+        int64_t rows = count > 1 ? ROWS : g.runs.size;
+        for (int64_t from = 0; from < g.runs.size; from += rows)
             for (int n = 0; n < count; n++) {
                 Set<COLUMNS> s(g, first + n);
-                s.from = from, s.to = from + rows < g.runs ? from + rows : g.runs;
+                s.from = from, s.to = from + rows < g.runs.size ? from + rows : g.runs.size;
                 f(s, work[n]);
             }
     }
@@ -421,7 +422,7 @@ void backward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* grad_x, float* 
     if (o.stage <= 0) panel.sweep(work, [&](const One& s, Work& sum) {
         const Kept<COLUMNS> kept(s, stats, sets, o);
         Sum<COLUMNS> to_lmbda = sum.to_lmbda, d0 = sum.d0, dh = sum.dh, s0 = sum.s0, sh = sum.sh, w = sum.w, b = sum.b;
-        bool by_lane = s.by_lane(), runwise = !by_lane && s.g.affine_run;
+        bool by_lane = s.by_lane(), runwise = !by_lane && s.g.runs.affine;
         s.walk(begin_of(s), [&](int64_t i, int64_t at, auto k) {
             s.ahead(x + i), s.ahead(grad + i);
             V h = keep((load(x + i, k) - kept.mean) * kept.rstd, k), grad_y = load(grad + i, k);
@@ -456,10 +457,10 @@ void backward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* grad_x, float* 
         sum.to_lmbda = to_lmbda, sum.d0 = d0, sum.dh = dh, sum.s0 = s0, sum.sh = sh, sum.w = w, sum.b = b;
     });
     panel.each(work, [&](const One& s, Work& sum) {
-        if (!s.by_lane() && !s.g.affine_run && o.stage <= 0) {
+        if (!s.by_lane() && !s.g.runs.affine && o.stage <= 0) {
             finish(1, sum.w, sum.b);
             for (int i = 0; i < s.lanes(); i++) {
-                int64_t at = s.affine + i * s.g.affine_lane;
+                int64_t at = s.affine + i * s.g.lane.affine;
                 grad_weight[at] += float(sum.w[i]), grad_bias[at] += float(sum.b[i]);
             }
         }
@@ -506,7 +507,7 @@ void apply_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const fl
 
 // The sets in equal consecutive shares to the threads, so that sums do not depend on who finishes first.
 template <bool COLUMNS, class F> void each_panel(const Geometry& g, int threads, F f) {
-    int64_t tasks = g.outer * g.inner, most = Set<COLUMNS>::room(g) <= Scratch::ROOM ? 1 : Panel<COLUMNS>::MOST;
+    int64_t tasks = g.outer.size * g.inner.size, most = Set<COLUMNS>::room(g) <= Scratch::ROOM ? 1 : Panel<COLUMNS>::MOST;
     threads = tasks < threads ? int(tasks) : threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -522,7 +523,7 @@ template <class F> void dispatch(int half, int columns, F f) {
     else columns ? f(0.0f, std::true_type{}) : f(0.0f, std::false_type{});
 }
 
-inline int64_t sets_of(const Geometry& g, bool columns) { return g.outer * (columns ? g.length / g.share : g.inner); }
+inline int64_t sets_of(const Geometry& g, bool columns) { return g.outer.size * (columns ? g.lane.size / g.share : g.inner.size); }
 
 }  // namespace
 

@@ -1,7 +1,8 @@
-"""What the ranks that share normalized sets tell each other between the stages of a kernel.
+"""What the ranks that share normalized sets tell each other between the stages of a C++ kernel.
 
 A stage leaves parts, a row a quantity and a column a set: means over the rank's own values. Here they become means over
-all ranks, in the order and the dtype in which `formulas` reduces them, so that each rank may run whichever it has.
+all ranks, in the order and the dtype in which `formulas` reduces them: ranks with and without C++ kernels may mix, also
+where a rank has no values.
 """
 
 from __future__ import annotations

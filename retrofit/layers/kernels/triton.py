@@ -9,7 +9,6 @@ which program comes first. Offsets are 64-bit.
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers.kernels import eager, ranks
+from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.formulas import FIELDS
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 from retrofit.layers.lambda_estimate import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
@@ -31,9 +30,10 @@ _PROGRAMS_PER_PROCESSOR = 4
 _ROUNDS = 4  # tiles that a program goes through at least before a set is shared
 
 _LOG_STRETCH, _MIN_CURVATURE, _TINY = tl.constexpr(LOG_STRETCH), tl.constexpr(MIN_CURVATURE), tl.constexpr(TINY)
-# What is kept of each set, as `formulas.FIELDS` counts it, and the rows of the forward's parts, as `ranks` does.
+_PARTS = 11  # rows of the forward's partial sums
+# What is kept of each set, as `formulas.FIELDS` counts it, and the rows of the forward's parts.
 _MEAN, _VAR, _RSTD, _STEP, _BY_M1, _BY_M2, _BY_M3, _BY_M45, _BY_V, _SPREAD = map(tl.constexpr, range(FIELDS))
-_MEANS, _SQUARES, _M1, _M2, _M3, _M45, _V, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, range(ranks.ROWS))
+_MEANS, _SQUARES, _M1, _M2, _M3, _M45, _V, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, range(_PARTS))
 
 
 @triton.jit
@@ -659,8 +659,9 @@ class _Launch:
 
     def __init__(self, x: Tensor, geometry: Geometry) -> None:
         self.device = x.device
-        elements = geometry.runs * (1 if geometry.columns else geometry.length)
-        tasks = geometry.outer * geometry.inner
+        outer, inner, runs, lane = geometry.outer, geometry.inner, geometry.runs, geometry.lane
+        elements = runs.size * (1 if geometry.columns else lane.size)
+        tasks = outer.size * inner.size
         self.columns = _COLUMNS if geometry.columns else 1
         self.rows = min(triton.next_power_of_2(elements), _TILE // self.columns)
         most = triton.cdiv(elements, _ROUNDS * self.rows)
@@ -668,44 +669,13 @@ class _Launch:
         share = triton.cdiv(elements, splits)
         self.splits = triton.cdiv(elements, share)
         self.grid = (tasks, self.splits)
-        self.lie = (geometry.outer_stride, geometry.inner, geometry.inner_stride, geometry.run_stride, geometry.length)
-        self.affine = (geometry.affine_inner, geometry.affine_run, geometry.affine_lane)
-        self.count = elements
+        self.lie = (outer.stride, inner.size, inner.stride, runs.stride, lane.size)
+        self.affine = (inner.affine, runs.affine, lane.affine)
         self.size = (geometry.sets, elements, share, self.splits)
 
     def parts(self, fields: int) -> Tensor:
         """Room for `fields` partial sums of each set."""
         return torch.empty(fields, self.splits, self.size[0], dtype=torch.float32, device=self.device)
-
-    def own(self, parts: Tensor, rows: slice) -> Tensor:
-        """What the programs left in `rows`, (rows, sets): means over this rank's values, or extremes."""
-        found = parts[rows]
-        if rows == ranks.MEAN_AND_VARIANCE:
-            mean = (found[0] * self._counts).sum(0) / self.count
-            return torch.stack([mean, (found[1] + self._counts * (found[0] - mean) ** 2).sum(0) / self.count])
-        if rows == ranks.MOMENTS:
-            return torch.stack([*found[:5].sum(1) / self.count, found[5].amin(0), found[6].amax(0)])
-        return found.sum(1) / self.count
-
-    def put(self, parts: Tensor, rows: slice, whole: Tensor) -> None:
-        """Undo `own`, for the next stage to add up."""
-        found = parts[rows]
-        if rows == ranks.MEAN_AND_VARIANCE:
-            found[0], found[1] = whole[0], whole[1] * self._counts
-            return
-        found.zero_()[:, 0] = whole * self.count
-        if rows == ranks.MOMENTS:
-            found[5:] = whole[5:, None]
-
-    @cached_property
-    def _counts(self) -> Tensor:
-        """Values a set of each program, (splits, 1)."""
-        share = self.size[2]
-        return torch.tensor(
-            [[min((s + 1) * share, self.count) - s * share] for s in range(self.splits)],
-            dtype=torch.int64,
-            device=self.device,
-        )
 
 
 def _programs(device: torch.device) -> int:
@@ -729,12 +699,12 @@ def forward(
     """See `eager.forward`."""
     affine = next((tuple(p.shape) for p in (weight, bias) if p is not None), (1,) * x.ndim)
     geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
-    if geometry is None or x.dtype == torch.float64:
+    if geometry is None or group is not None or x.dtype == torch.float64:
         return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed, group)
     launch, noise = _Launch(x, geometry), seed is not None
     kept = (1 if d in dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
-    seed, parts = _moved(seed, x), launch.parts(ranks.ROWS)
+    seed, parts = _moved(seed, x), launch.parts(_PARTS)
     pointers = out, x, _flat(weight), _flat(bias), stats, parts, t, _moved(factor, x), seed
 
     def run(stage: int) -> None:
@@ -742,14 +712,9 @@ def forward(
             *pointers, *launch.lie, *launch.affine, *launch.size, eps, stage, noise, launch.rows, launch.columns
         )
 
-    if group is None and launch.splits == 1:
-        run(_ALL)
-        return stats
-    for stage, rows in ranks.forward_stages(noise):
+    stages = range(5) if noise else (0, 1, 4)
+    for stage in stages if launch.splits > 1 else (_ALL,):
         run(stage)
-        if group is not None:
-            launch.put(parts, rows, ranks.share_forward(stage, launch.own(parts, rows), launch.count, group))
-    run(ranks.LAST)
     return stats
 
 
@@ -768,7 +733,7 @@ def backward(
 ) -> Tensor:
     """See `eager.backward`."""
     geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
-    if geometry is None or x.dtype == torch.float64:
+    if geometry is None or group is not None or x.dtype == torch.float64:
         return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine, group)
     launch, noise = _Launch(x, geometry), seed is not None
     seed, factor, parts = _moved(seed, x), _moved(factor, x), launch.parts(7)
@@ -779,14 +744,8 @@ def backward(
             *pointers, *launch.lie, *launch.affine, *launch.size, stage, noise, launch.rows, launch.columns
         )
 
-    if group is None and launch.splits == 1:
-        run(_ALL)
-    else:
-        run(0)
-        if group is not None:
-            rows = ranks.BACKWARD
-            launch.put(parts, rows, ranks.average(launch.own(parts, rows), launch.count, group))
-        run(1)
+    for stage in (0, 1) if launch.splits > 1 else (_ALL,):
+        run(stage)
     if all(affine[d] == 1 for d in dims):  # one parameter a set, or several sets
         sums = parts[5:].sum(1).view(2, *stats.shape[1:])
         return sums.sum_to_size(2, *affine)
@@ -802,13 +761,8 @@ def backward(
         raise AssertionError(f"no layer has affine parameters of shape {affine} on sets over {dims}")
     launch = _Launch(x, over)
     shares = launch.parts(2)
-    width = geometry.length if geometry.columns else geometry.inner
-    found = (
-        geometry.outer_stride or x.numel(),
-        1 if geometry.columns else geometry.inner_stride or x.numel(),
-        width,
-        geometry.sets,
-    )
+    outer, inner = geometry.outer, geometry.lane if geometry.columns else geometry.inner
+    found = outer.stride or x.numel(), inner.stride or x.numel(), inner.size, geometry.sets
     _affine_gradients[launch.grid](
         shares, x, grad, stats, t, factor, seed, *launch.lie, *launch.size, *found, noise, launch.rows, launch.columns
     )

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from retrofit.layers.kernels import VARIABLE
-from tests.layers.kernels.test_agree import Sets, alone, run
-
-__all__ = ["alone"]
+from tests.layers.kernels.test_agree import Sets, run
 
 TINY = {  # the interpreter takes about a second a program
     "batch": Sets((3, 2, 3, 3), (0, 2, 3), (1, 2, 1, 1)),
@@ -17,12 +14,9 @@ TINY = {  # the interpreter takes about a second a program
 }
 
 
-@pytest.mark.parametrize("ranks", [False, True])
 @pytest.mark.parametrize(("name", "shared"), [*((name, False) for name in TINY), ("batch", True), ("columns", True)])
-def test_interpreted_briefly(
-    name: str, shared: bool, ranks: bool, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Noise, outputs and gradients, with one program a set and with sets that several share, and ranks too."""
+def test_interpreted_briefly(name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise, outputs and gradients, with one program a set and with sets that several share."""
     from retrofit.layers.kernels import triton
 
     if shared:
@@ -30,7 +24,7 @@ def test_interpreted_briefly(
         monkeypatch.setattr(triton, "_TILE", 4 * (triton._COLUMNS if name == "columns" else 1))
         monkeypatch.setattr(triton, "_ROUNDS", 1)
     monkeypatch.setenv(VARIABLE, "triton")
-    got, _ = run(TINY[name], torch.float32, noise=0.5, group=alone if ranks else None)
+    got, _ = run(TINY[name], torch.float32, noise=0.5)
     monkeypatch.setenv(VARIABLE, "eager")
     for key, wanted in run(TINY[name], torch.float32, noise=0.5)[0].items():
         torch.testing.assert_close(got[key], wanted, rtol=1e-4, atol=1e-5)

@@ -1,13 +1,18 @@
-"""The library is built once, found again without a compiler, and never loaded from where others could have put it."""
+"""The library is built once, found whole again without a compiler, and never where others could have put it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import logging
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,7 @@ import torch
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels import VARIABLE, build, cpp, eager
+from retrofit.layers.kernels.cache_folder import folder
 
 pytestmark = pytest.mark.compiler
 REPOSITORY = Path(__file__).parents[3]
@@ -24,9 +30,7 @@ REPOSITORY = Path(__file__).parents[3]
 def library() -> Path:
     """The library that this machine has."""
     build.load()
-    folder = build.cache_folder()
-    assert folder is not None
-    return max(folder.glob("kernels-*.so"), key=lambda file: file.stat().st_mtime)
+    return max(folder().glob("kernels-*-*.so"), key=lambda file: file.stat().st_mtime)
 
 
 @pytest.fixture
@@ -44,24 +48,117 @@ def cache(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return home
 
 
+def works() -> bool:
+    return build.load().width() in (4, 8, 16)
+
+
+def kept(cache: Path) -> list[str]:
+    return sorted(file.name for file in (cache / "retrofit").iterdir() if file.name != "lock")
+
+
 def builds(cache: Path) -> int:
     record = cache.with_name("built")
     return len(record.read_text().splitlines()) if record.exists() else 0
 
 
 def test_built_once_and_private(cache: Path) -> None:
-    for _ in range(2):
-        assert build.load().width() in (4, 8, 16)
+    assert works()
+    assert works()
     assert builds(cache) == 1
     (built,) = (cache / "retrofit").glob("*.so")
+    assert kept(cache) == [built.name]
     assert (cache / "retrofit").stat().st_mode & 0o777 == 0o700
     assert built.stat().st_mode & 0o022 == 0
 
 
-def test_a_built_library_needs_no_compiler(cache: Path) -> None:
-    build.load()
+def test_a_built_library_needs_no_compiler_and_no_right_to_write(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert works()
     Path(os.environ["CXX"]).unlink()
-    assert build.load().width() in (4, 8, 16)
+    monkeypatch.setattr("retrofit.layers.kernels.cache_folder.locked", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert works()
+
+
+def refused(*args: object, **options: object) -> None:
+    """As a file system that is mounted read-only; permissions do not stop root."""
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+@pytest.mark.parametrize("place", ["cache", "home", "nowhere"])
+def test_where_nothing_can_be_kept_a_temporary_folder_serves(
+    place: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if place == "cache":
+        monkeypatch.setattr("retrofit.layers.kernels.cache_folder.locked", refused)
+    elif place == "home":  # as a user that has neither HOME nor an entry
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    for _ in range(2):
+        assert works()
+    assert builds(cache) == 2
+    assert "built anew by each process" in caplog.text
+    assert not Path("~").exists()
+
+
+def test_a_full_cache_is_not_where_the_compiler_writes(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = Path(os.environ["CXX"])
+    full = f'case "$*" in *{cache}*) printf "\\351 No space left" >&2; exit 1;; esac\n'  # not UTF-8
+    compiler.write_text(compiler.read_text().replace("\n", "\n" + full, 1))
+    assert works()
+    assert kept(cache) == []
+    assert "failed: \ufffd No space left" in caplog.text
+
+
+DAMAGES = {
+    "cut short": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file: os.truncate(file, 0),
+    "garbage": lambda file: file.write_bytes(b"garbage" * 1000),
+    "one byte": lambda file: file.write_bytes(file.read_bytes()[:-1] + b"!"),
+    "another library": lambda file: file.write_bytes(Path(math.__file__).read_bytes()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_library_is_built_again(damage: Callable[[Path], None], cache: Path) -> None:
+    assert works()
+    (built,) = (cache / "retrofit").glob("*.so")
+    whole = built.read_bytes()
+    built.unlink()  # it is loaded: a write would change this very process
+    built.write_bytes(whole)
+    damage(built)
+    for _ in range(2):
+        assert works()
+    assert builds(cache) == 2
+    assert kept(cache) == [built.name]
+    assert built.read_bytes() == whole
+
+
+def test_a_library_that_cannot_be_loaded_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for written in ("echo damaged >", f"cp {math.__file__}"):
+        Path(os.environ["CXX"]).write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n{written} "$2"\n')
+        with pytest.raises(build.UnavailableError, match=r"kernels\.so cannot be loaded"):
+            build.load()
+        assert kept(cache) == []
+
+
+def test_a_folder_that_programs_may_not_be_loaded_from(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that is mounted noexec."""
+    load = ctypes.CDLL
+
+    def refuse(path: str) -> ctypes.CDLL:
+        if str(cache) in path:
+            raise OSError("failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert works()
+    assert "failed to map segment" in caplog.text
 
 
 @pytest.mark.slow
@@ -77,44 +174,24 @@ def test_many_processes_build_once(cache: Path) -> None:
 def test_nothing_is_loaded_from_a_folder_that_others_write_to(
     place: str, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build.load()
-    (planted,) = (cache / "retrofit").glob("*.so")
-    planted.unlink()  # it is loaded: a write would change this very process
-    planted.write_text("not what was built")
+    assert works()
     (cache / place).chmod(0o777)
-    assert build.load().width() in (4, 8, 16)  # from a folder of its own
+    assert works()  # from a folder of its own
     assert "others may write to" in caplog.text
     assert builds(cache) == 2
     (cache / place).chmod(0o1777)  # sticky, as /tmp: only the owner may rename what is in it
-    assert (build.cache_folder() is None) == (place == "retrofit")
+    with pytest.raises(OSError, match="others may write") if place else contextlib.nullcontext():
+        folder()
 
 
-def test_nothing_is_loaded_from_another_users_folder(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    build.load()
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert build.cache_folder() is None
-    assert "belongs to another user" in caplog.text
-
-
-def test_a_file_that_is_not_ours_alone_is_refused(cache: Path) -> None:
-    build.load()
-    (built,) = (cache / "retrofit").glob("*.so")
-    built.chmod(0o770)
-    with pytest.raises(build.UnavailableError, match="only you can write to; remove it"):
-        build.load()
-    built.rename(cache / "elsewhere.so").chmod(0o700)
-    built.symlink_to(cache / "elsewhere.so")
-    with pytest.raises(build.UnavailableError, match="only you can write to; remove it"):
-        build.load()
-
-
-def test_a_damaged_library_is_named(cache: Path) -> None:
-    Path(os.environ["CXX"]).write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho damaged > "$2"\n')
-    with pytest.raises(build.UnavailableError, match=r"kernels-.*\.so cannot be loaded .*; remove it"):
-        build.load()
+def test_nothing_is_loaded_from_another_users_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = folder()
+    found = own.stat()
+    other = os.stat_result((found.st_mode, 0, 0, 0, os.geteuid() + 1, 0, 0, 0, 0, 0))
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **options: other if path == own else stat(path, **options))
+    with pytest.raises(OSError, match="belongs to another user"):
+        folder()
 
 
 def test_a_compiler_that_hangs_is_ended(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,14 +203,35 @@ def test_a_compiler_that_hangs_is_ended(cache: Path, monkeypatch: pytest.MonkeyP
     assert time.monotonic() - start < 2
     time.sleep(3.2 - (time.monotonic() - start))
     assert not (cache / "survived").exists()
-    assert [file.name for file in (cache / "retrofit").iterdir()] == ["lock"]
+    assert kept(cache) == []
 
 
-def test_a_broken_compiler_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", f"{sys.executable} -I")
-    with pytest.raises(build.UnavailableError, match="failed: "):
+def test_a_killed_build_leaves_neither_compiler_nor_folder(cache: Path) -> None:
+    folder()
+    script = f"#!/bin/sh\n(sleep 2; touch {cache}/survived) &\ntouch $TMPDIR/object {cache}/began\nwait\n"
+    Path(os.environ["CXX"]).write_text(script)
+    begin = [sys.executable, "-c", "from retrofit.layers.kernels import build; build.load()"]
+    with subprocess.Popen(begin, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as process:
+        while not (cache / "began").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    time.sleep(2.2)
+    assert not (cache / "survived").exists()
+    assert kept(cache) == []
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [(f"{sys.executable} -I", "failed: "), ("g++ '", "not a command"), ("/not/there", "is not there")],
+)
+def test_a_broken_compiler_leaves_nothing_behind(
+    compiler: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(build.UnavailableError, match=message):
         build.load()
-    assert [file.name for file in (cache / "retrofit").iterdir()] == ["lock"]
+    assert kept(cache) == []
 
 
 @pytest.mark.parametrize(("system", "libc"), [("darwin", ""), ("win32", ""), ("linux", "")])

@@ -1,0 +1,60 @@
+"""A folder that keeps what was built or tested on this machine, and that nobody but its owner may write to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PATIENCE = 180.0  # seconds: longer than what another process does under the lock
+
+
+def folder() -> Path:
+    """Return `retrofit` under XDG_CACHE_HOME or ~/.cache, made if it is missing.
+
+    Raises:
+        OSError: If it cannot be made, or others than this user and root may write to it or exchange it.
+    """
+    place = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "retrofit"
+    if not place.is_absolute():
+        raise OSError(f"{place} is not an absolute path; set XDG_CACHE_HOME")
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place = place.resolve()
+    for each in (place, *place.parents):
+        found = each.stat()
+        sticky = each != place and found.st_mode & stat.S_ISVTX  # as /tmp: others may add names, not change mine
+        if found.st_uid not in (os.geteuid(), 0):
+            raise OSError(f"{each} belongs to another user; set XDG_CACHE_HOME")
+        if found.st_mode & 0o022 and not sticky:
+            raise OSError(f"others may write to {each}; set XDG_CACHE_HOME")
+    return place
+
+
+def publish(file: Path, final: Path) -> None:
+    """Rename `file`, whose content is flushed to the disk first, so that `final` is whole whatever happens."""
+    with file.open("rb") as content:
+        os.fsync(content.fileno())
+    file.replace(final)
+
+
+@contextlib.contextmanager
+def locked(place: Path) -> Iterator[None]:
+    """Hold the lock of a folder, one process at a time; go on without it where it cannot be had for `PATIENCE`."""
+    import fcntl  # not on every platform that imports this module
+
+    with (place / "lock").open("w") as handle:
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
+        yield
