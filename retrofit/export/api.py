@@ -22,7 +22,7 @@ from retrofit.export.onnx.precision import Precision, to_float16, to_int8
 from retrofit.export.onnx.write import written
 from retrofit.export.parity import BATCHES, Check, Parity, ParityError, answer, compare, reference, sample_inputs
 from retrofit.export.report_beside import check_report, report_beside
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess, record_of
 from retrofit.surgery import identity_check
 from retrofit.surgery.execute import strength_of
 from retrofit.surgery.identity_check import IdentityCheck, is_detector, own_input_size
@@ -280,7 +280,7 @@ def _batches(images: Sequence[Tensor]) -> list[Tensor]:
 
 def _known(model: nn.Module, name: str, attribute: str | None = None) -> Any:
     """Return what the command line or `retrofit.load` noted about a network; None if nothing."""
-    found = getattr(model, f"_retrofit_{name}", None)
+    found = getattr(record_of(model), name)
     return found if attribute is None or found is None else getattr(found, attribute)
 
 
@@ -308,7 +308,7 @@ def _labels(model: nn.Module, check: Check) -> list[str] | None:
 
 def _conversion(model: nn.Module) -> dict[str, Any]:
     """Return what a network was converted to last, and the strength of its layers; None where they differ."""
-    plans = getattr(model, "_retrofit_plans", [])
+    plans = record_of(model).plans
     try:
         strength = strength_of(model)
     except RetrofitError:

@@ -26,6 +26,7 @@ from retrofit.layers.constant_affine import ConstantAffine
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.record import set_record
 from retrofit.surgery.execute import prepared_check
 from retrofit.utils.copying import copied
 
@@ -56,7 +57,7 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None) -> nn.Modul
         raise RetrofitError(f"no layer of torch or timm computes what {name or 'the model'} does{more}: {reason}")
     check, _ = prepared_check(model, input_size)
     net = copied(model)
-    vars(net).pop("_retrofit_plans", None)
+    set_record(net, plans=())
     feeders = _feeders(net)
     constants = {layer: layer.constants(torch.float64) for layer in net.modules() if isinstance(layer, ProxyNorm)}
     for name, layer in reversed(list(net.named_modules())):  # what a layer holds before the layer

@@ -13,6 +13,7 @@ from retrofit.networks.identify import set_since
 from retrofit.networks.library import build, with_options
 from retrofit.networks.models import Network
 from retrofit.networks.tensors import tensors_of
+from retrofit.record import set_record
 
 
 def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ...]]:
@@ -33,7 +34,6 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
         RetrofitError: If the library cannot build it so.
     """
     model = build(with_options(network.source, num_classes=classes))
-    source = vars(model)["_retrofit_source"]
     model = surgery.replay(model, surgery.plans_of(network.model))
     restore(model, set_since(network.model, network.source))
     old, new = tensors_of(network.model), tensors_of(model)
@@ -53,9 +53,8 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
             for parameter in module.parameters(recurse=False):
                 nn.init.zeros_(parameter)
     model.train(network.model.training)
-    attached = {"preprocess": network.preprocess, "labels": None, "weights": network.weights}
-    vars(model).update({f"_retrofit_{name}": value for name, value in attached.items()})
-    return replace(network, model=model, source=source, labels=None), fresh
+    set_record(model, preprocess=network.preprocess, weights=network.weights)
+    return replace(network, model=model), fresh
 
 
 def outputs_of(model: nn.Module) -> int | None:
@@ -75,4 +74,5 @@ def with_images(network: Network, img_size: int | None, crop_pct: float | None) 
         preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
     if crop_pct is not None:
         preprocess = replace(preprocess, crop_pct=crop_pct)
-    return replace(network, preprocess=preprocess)
+    set_record(network.model, preprocess=preprocess)
+    return network

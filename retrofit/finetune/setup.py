@@ -22,6 +22,7 @@ from retrofit.finetune.loaders import Images, Part, Relabelled
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import ImageData
 from retrofit.networks.models import Network
+from retrofit.record import set_record
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.files import termination_unwinds
 from retrofit.utils.text import one_line, shortlist
@@ -137,8 +138,7 @@ def fit_network(
             )
         note(f"{what}: they were taken for its outputs in their order; if that is wrong, give `class_map`")
     if images.names is not None:  # where outputs are left over, the network's own names are none of theirs
-        network = replace(network, labels=list(images.names) if len(images.names) == wanted else None)
-        vars(network.model)["_retrofit_labels"] = network.labels
+        set_record(network.model, labels=list(images.names) if len(images.names) == wanted else None)
     return network, fresh
 
 

@@ -27,11 +27,12 @@ from retrofit.networks import fingerprint, own
 from retrofit.networks.budget import bounded_by
 from retrofit.networks.description import describe, first_difference, is_all, pack, restore
 from retrofit.networks.identify import candidates, identify, skeleton
-from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
+from retrofit.networks.library import build, parse, with_options
 from retrofit.networks.locate import artifact_behind
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, is_artifact, read_header, read_manifest
 from retrofit.networks.preprocess import preprocess_of
 from retrofit.networks.tensors import aliases, emptied, fill, misfit, tensors_of, to_write, wide_dtype
+from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery import Plan
 from retrofit.utils.files import atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable, with_class
@@ -39,7 +40,7 @@ from retrofit.utils.text import one_line, plural, printable, with_class
 __all__ = ["SCHEMA", "is_artifact", "load", "read_manifest", "save"]
 
 OWN: Literal["own"] = "own"
-_UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
+UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
 
 
 def save(
@@ -76,12 +77,11 @@ def save(
             written.
     """
     ensure_writable(path, force)
-    while (inner := _wrapped(model)) is not None:
-        model = inner
+    model = unwrapped(model)
     plans = surgery.plans_of(model)
     source, twin = _identified(model, source, model_kwargs, plans)
     tensors = to_write(model, model if twin is None else twin)
-    preprocess = preprocess or getattr(model, "_retrofit_preprocess", None) or preprocess_of(model, source)
+    preprocess = preprocess or record_of(model).preprocess or preprocess_of(model, source)
     description = describe(model)
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
@@ -90,7 +90,7 @@ def save(
         "layers": [row.to_dict() for row in plans[-1].layers] if plans else [],
         "modules": pack(description),
         "preprocess": preprocess.to_dict(),
-        "weights": dict(weights or getattr(model, "_retrofit_weights", _UNKNOWN_WEIGHTS)),
+        "weights": dict(weights or record_of(model).weights or UNKNOWN_WEIGHTS),
         "strength": _strength(model),
         "versions": _versions(),
     }
@@ -177,13 +177,9 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     model = twin if into is None else surgery.replay(into, plans)
     fill(model, tensors)
     restore(model, description)
-    vars(model).update(
-        _retrofit_preprocess=manifest.preprocess, _retrofit_labels=manifest.labels, _retrofit_weights=manifest.weights
-    )
-    if into is None:
-        vars(model)["_retrofit_source"] = source
-    elif source.library == OWN and not hasattr(into, "_retrofit_source"):
-        vars(model)["_retrofit_source"] = ModelSource(OWN, own.name_of(into))
+    if into is not None and source.library == OWN:
+        source = record_of(into).source or ModelSource(OWN, own.name_of(into))
+    set_record(model, source=source, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
     return model
 
 
@@ -277,13 +273,6 @@ def _with_memory(
     return emptied(twin, "cpu")
 
 
-def _wrapped(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return model.module
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else None
-
-
 def _identified(
     model: nn.Module, hint: str | ModelSource | None, model_kwargs: Mapping[str, Any] | None, plans: Sequence[Plan]
 ) -> tuple[ModelSource, nn.Module | None]:
@@ -309,7 +298,7 @@ def _labels(model: nn.Module, given: Sequence[str] | None, answered: int | None)
     Raises:
         UsageError: If those given are not one for each output.
     """
-    labels = getattr(model, "_retrofit_labels", None) if given is None else given
+    labels = record_of(model).labels if given is None else given
     outputs = getattr(model, "num_classes", None) if answered is None else answered
     if labels is None or not isinstance(outputs, int) or not outputs or len(labels) == outputs:
         return None if labels is None else list(labels)

@@ -17,6 +17,7 @@ from retrofit.networks.budget import Shapes, TooLargeError
 from retrofit.networks.description import Description, changes, describe, first_difference, restore
 from retrofit.networks.library import ModelSource, build, parse, timm_source
 from retrofit.networks.tensors import shapes_of
+from retrofit.record import record_of
 from retrofit.surgery import plans_of, replay
 from retrofit.utils.text import shortlist
 
@@ -100,8 +101,8 @@ def candidates(model: nn.Module, hint: str | ModelSource | None = None) -> Itera
     if hint is not None:
         yield parse(hint) if isinstance(hint, str) else hint
         return
-    attached = getattr(model, "_retrofit_source", None)
-    if isinstance(attached, ModelSource):
+    attached = record_of(model).source
+    if attached is not None:
         yield attached
     elif (found := timm_source(model)) is not None:
         yield found

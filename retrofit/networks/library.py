@@ -11,98 +11,19 @@ import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own
+from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, Preprocess, set_record
 from retrofit.utils.text import one_line
 
-# Arguments of the builders that fetch or read weights: that is the business of `pretrained` and `checkpoint`, and an
-# artifact must not be able to ask for it.
-RESERVED_KWARGS = frozenset(
-    {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "weights_backbone"}
-)
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a network comes from: all that is needed to build its structure again.
-
-    Attributes:
-        library: "timm", "torchvision" or "own": a network of the user's own.
-        name: The library's name for it; timm's may carry a tag ("resnet50.a1_in1k"). For a network of one's own, what
-            builds it ("package.module:callable"), or its class.
-        kwargs: Arguments for the builder (JSON values). torchvision builds some networks differently when weights are
-            asked for: there `weights` names the weights, and `trained_backbone` says of detection and segmentation
-            networks that their backbone has some; what is built then has that structure, and nothing is fetched.
-    """
-
-    library: Literal["timm", "torchvision", "own"]
-    name: str
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """Return the name as the command line takes it."""
-        return {"torchvision": "tv:", "own": own.PREFIX}.get(self.library, "") + self.name
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the source as JSON values; `from_dict` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelSource:
-        """Rebuild from `to_dict`'s values, which may come from anyone: only registered names, no weights to fetch.
-
-        The name of a network of one's own is no more than a word: `build` calls what a user typed.
-
-        Raises:
-            KeyError, TypeError, ValueError: If `values` did not come from `to_dict`.
-        """
-        source = cls(str(values["library"]), str(values["name"]), dict(values["kwargs"]))  # type: ignore[arg-type]
-        if source.library != "own" and (source.library not in ("timm", "torchvision") or ":" in source.name):
-            raise ValueError(f"{source.name!r} of {source.library!r} is not a registered network")
-        _refuse_reserved(source)
-        return source
-
-
-@dataclass(frozen=True)
-class Preprocess:
-    """What a network expects of its images, in timm's words.
-
-    Attributes:
-        input_size: (C, H, W) of the network's input.
-        mean: Mean of each channel, subtracted from images in [0, 1].
-        std: Standard deviation of each channel.
-        interpolation: "bilinear", "bicubic", ...
-        crop_pct: Side of the centre crop as a fraction of the shorter side after resizing.
-        crop_mode: timm's "center", "squash" or "border".
-    """
-
-    input_size: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str = "bicubic"
-    crop_pct: float = 0.875
-    crop_mode: str = "center"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, which are also keyword arguments of `timm.data.create_transform`."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """Rebuild from `to_dict`'s values.
-
-        Raises:
-            KeyError, TypeError: If `values` did not come from `to_dict`.
-        """
-        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**plain)
+__all__ = ["ModelSource", "Preprocess", "build", "parse", "with_options"]
 
 
 def parse(text: str) -> ModelSource:
@@ -119,9 +40,9 @@ def parse(text: str) -> ModelSource:
     import timm
     from torchvision.models import list_models as list_torchvision
 
-    if text.startswith(own.PREFIX):
-        own.resolve(text.removeprefix(own.PREFIX))
-        return ModelSource("own", text.removeprefix(own.PREFIX))
+    if text.startswith(PREFIX):
+        own.resolve(text.removeprefix(PREFIX))
+        return ModelSource("own", text.removeprefix(PREFIX))
     prefix, colon, rest = text.partition(":")
     prefix = prefix.replace("_", "-").lower()
     if colon and prefix == "hf-hub" and rest:
@@ -198,7 +119,7 @@ def with_options(
     if img_size is not None and (name := _size_argument(source)):
         kwargs[name] = img_size
     changed = replace(source, kwargs={**source.kwargs, **kwargs})
-    _refuse_reserved(changed)
+    changed.refuse_reserved()
     return changed
 
 
@@ -216,13 +137,6 @@ def _size_argument(source: ModelSource) -> str | None:
     return "img_size" if cfg is not None and cfg.fixed_input_size else None
 
 
-def _refuse_reserved(source: ModelSource) -> None:
-    if refused := sorted(RESERVED_KWARGS & source.kwargs.keys()):
-        raise UsageError(
-            f"{refused[0]!r} is not a model argument to set here; use `pretrained=True` or `checkpoint=FILE`"
-        )
-
-
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     """Build a network; `identify` tells where it came from, also after deepcopy or pickling.
 
@@ -234,7 +148,7 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
         UsageError: If the library does not know the name or an argument.
         RetrofitError: If the weights do not exist or cannot be fetched.
     """
-    _refuse_reserved(source)
+    source.refuse_reserved()
     if ":" not in source.name:
         parse(str(source))
     try:
@@ -249,7 +163,7 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
         raise
     except Exception as error:  # the builders raise anything: TypeError, AssertionError, KeyError, OSError, ...
         raise _build_error(source, pretrained, error) from error
-    vars(model)["_retrofit_source"] = source
+    set_record(model, source=source)
     return model
 
 

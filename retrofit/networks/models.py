@@ -10,13 +10,14 @@ from typing import Any, Literal
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import artifact
+from retrofit.networks import artifact, own
 from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
-from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
+from retrofit.networks.library import build, parse, with_options
 from retrofit.networks.load_weights import load_into
 from retrofit.networks.locate import artifact_behind
 from retrofit.networks.manifest import PlainCheckpointError
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
+from retrofit.record import ModelSource, Preprocess, Record, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
 from retrofit.utils.text import plural, printable, shortlist
 
@@ -30,24 +31,39 @@ class Network:
     """A network and what is known about it.
 
     Attributes:
-        model: The network.
-        source: Where its structure comes from.
-        preprocess: What it expects of its images.
-        labels: Names of its outputs (ImageNet's as WordNet ids, "n01440764"); None if unknown.
-        weights: {"kind": "random" | "pretrained" | "checkpoint" | "unknown", "from": str | None}; of a checkpoint also,
-            where there is something to say, "key" (which of its weights were taken), "others" (which were not),
-            "left_random" (tensors of the network that it did not give) and "left_out" (its own that were not taken).
+        model: The network; what is known about it is its record.
         warnings: Sentences for the user.
         artifact: The artifact it was read from, if it was.
     """
 
     model: nn.Module
-    source: ModelSource
-    preprocess: Preprocess
-    labels: list[str] | None
-    weights: dict[str, Any]
     warnings: tuple[str, ...] = ()
     artifact: str | None = None
+
+    @property
+    def record(self) -> Record:
+        """What is known about the network."""
+        return record_of(self.model)
+
+    @property
+    def source(self) -> ModelSource:
+        """Where its structure comes from."""
+        return self.record.source or ModelSource("own", own.name_of(self.model))
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """What it expects of its images."""
+        return self.record.preprocess or preprocess_of(self.model, self.source)
+
+    @property
+    def labels(self) -> list[str] | None:
+        """Names of its outputs; None if unknown."""
+        return self.record.labels
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Whose weights it has."""
+        return dict(self.record.weights or artifact.UNKNOWN_WEIGHTS)
 
     @property
     def conversion(self) -> dict[str, Any]:
@@ -68,8 +84,7 @@ class Network:
 
     def save(self, path: str | Path, force: bool = False) -> None:
         """Write it as an artifact, with what is known about it; see `retrofit.save`."""
-        known = {"labels": self.labels, "weights": self.weights, "preprocess": self.preprocess}
-        artifact.save(self.model, path, source=self.source, **known, force=force)  # type: ignore[arg-type]
+        artifact.save(self.model, path, force=force)
 
 
 def strengths(model: nn.Module) -> list[float]:
@@ -168,7 +183,7 @@ def open_model(
         raise UsageError(f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`")
     read = _read(checkpoint, checkpoint_key) if checkpoint is not None else None
     model = build(source, pretrained)
-    source = vars(model)["_retrofit_source"]
+    source = record_of(model).source or source
     preprocess = preprocess_of(model, source)
     if img_size is not None:
         if (
@@ -197,8 +212,8 @@ def open_model(
             warnings.append(
                 f"the classifier is RANDOM: the pretrained weights have {trained} classes, not {num_classes}"
             )
-    vars(model).update(_retrofit_preprocess=preprocess, _retrofit_labels=labels, _retrofit_weights=weights)
-    return Network(model, source, preprocess, labels, weights, tuple(warnings))
+    set_record(model, preprocess=preprocess, labels=labels, weights=weights)
+    return Network(model, tuple(warnings))
 
 
 def _read(checkpoint: str | Path, key: str | None) -> Checkpoint:
@@ -220,15 +235,7 @@ def _open_artifact(path: str, network: str | None) -> Network:
     if network is not None and held.library != "own":
         raise UsageError(f"{path} holds {held}, which its library builds; drop `network`")
     model = artifact.load(path, into=None if network is None else _own_network(network, held))
-    known = vars(model)
-    return Network(
-        model,
-        known["_retrofit_source"],
-        known["_retrofit_preprocess"],
-        known["_retrofit_labels"],
-        known["_retrofit_weights"],
-        artifact=path,
-    )
+    return Network(model, artifact=path)
 
 
 def _own_network(text: str, held: ModelSource) -> nn.Module:

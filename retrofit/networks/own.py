@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.record import PREFIX
 from retrofit.utils.text import printable, with_class
 
-PREFIX = "py:"
 _typed: dict[str, Callable[..., Any]] = {}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
+from retrofit.record import record_of, set_record, unwrapped
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.guards import guard
@@ -42,10 +43,13 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
         RetrofitError: If the model's layers are not those of the plan. Whatever is raised, or interrupts, leaves the
             model as it was.
     """
+    if (inner := unwrapped(model)) is not model:
+        converted, report = apply(plan, inner)
+        return model if converted is inner else converted, report
     converter = converter_for(plan.to)
     found = {layer.name: layer for layer in find_norms(model)}
     _check_structure(plan, found)
-    before = _parameters(model)
+    record, before = record_of(model), _parameters(model)
     device = device_of(model)
     with unchanged_on_failure(model):
         surveyed = converter.survey(model, plan)
@@ -65,14 +69,14 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
         notes: tuple[str, ...] = (plan.activations,) if plan.activations else ()
         notes += converter.finish(model, plan, surveyed)
         notes += guard(model, set(built.values()))
-        vars(model)["_retrofit_plans"] = [*plans_of(model), plan]
+        set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, before, _parameters(model), strength, notes)
 
 
 def plans_of(model: nn.Module) -> list[Plan]:
     """Return the conversions that a network went through, in order."""
-    return list(getattr(model, "_retrofit_plans", []))
+    return list(record_of(model).plans)
 
 
 def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
@@ -118,6 +122,11 @@ def convert(
         RetrofitError: As `plan`, or if the check fails, or cannot run with the `input_size` that is given. The model is
             then unchanged.
     """
+    if isinstance(model, nn.Module) and (inner := unwrapped(model)) is not model:
+        network, report = convert(
+            inner, to, only=only, skip=skip, source=source, check=check, input_size=input_size, **options
+        )
+        return model if network is inner else network, report
     made = plan(model, to, only=only, skip=skip, source=source, **options)
     converter = converter_for(to)
     with unchanged_on_failure(model):

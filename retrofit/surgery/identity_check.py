@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from retrofit.errors import RetrofitError
+from retrofit.record import record_of
 from retrofit.surgery.families import find_norms
 from retrofit.surgery.restore import kept_values, put_back
 from retrofit.utils.evaluating import evaluating
@@ -216,7 +217,7 @@ def is_detector(model: nn.Module) -> bool:
 
 def own_input_size(model: nn.Module) -> tuple[int, ...]:
     """Return the (C, H, W) that a model says it was made for; 3 x 224 x 224 where it does not say."""
-    known = getattr(model, "_retrofit_preprocess", None)
+    known = record_of(model).preprocess
     if known is not None:
         return tuple(known.input_size)
     config = getattr(model, "pretrained_cfg", None) or {}

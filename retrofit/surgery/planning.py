@@ -11,6 +11,7 @@ from torch import nn
 
 from retrofit.conversion_options import OPTIONS, ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.record import unwrapped
 from retrofit.surgery.converter import Converter, Decision, converter_for
 from retrofit.surgery.families import FAMILIES, NormLayer, find_norms
 from retrofit.surgery.plan_and_report import LayerRow, Plan
@@ -51,6 +52,7 @@ def plan(
         raise UsageError(
             f"a torch.nn.Module is converted, not {shown(model)}; build the network first, as timm.create_model does"
         )
+    model = unwrapped(model)
     converter = converter_for(to)
     only_patterns, skip_patterns = _compile("only", only), _compile("skip", skip)
     families = _families(source) or converter.sources

@@ -28,6 +28,7 @@ from retrofit.cli import main
 from retrofit.cli.finetune import _GROUPS
 from retrofit.finetune import run_report, setup
 from retrofit.finetune.recipe import Recipe
+from retrofit.record import record_of
 from tests.cli.conftest import Run, complaint, done
 from tests.conftest import heed_signals
 from tests.half_resnet import FLAGS
@@ -137,7 +138,7 @@ def test_a_tar_with_a_class_map_gives_labels(run: Run, pictures: Path, network: 
     Path("map.txt").write_text("cat\nbee\nant\n")
     words = ["--data-dir", "pictures.tar", "--class-map", "map.txt", *QUICK, "--epochs", "1", "-o", "out"]
     done(run("finetune", network, *words))
-    assert vars(retrofit.load("out/last.safetensors"))["_retrofit_labels"] == ["cat", "bee", "ant"]
+    assert record_of(retrofit.load("out/last.safetensors")).labels == ["cat", "bee", "ant"]
 
 
 @pytest.mark.slow

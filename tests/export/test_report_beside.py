@@ -23,7 +23,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.export import ExportReport, report_beside
 from retrofit.export.onnx import write
 from retrofit.export.onnx.exported_file import open_exported
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess, set_record
 from tests.export.networks import norm
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e&'\"\n"
@@ -37,7 +37,7 @@ def model() -> nn.Module:
     net = nn.Sequential()
     for name, layer in {**layers, "head": nn.Linear(8 * 4 * 6, 5)}.items():
         net.add_module(name, layer)
-    vars(net).update(_retrofit_preprocess=SQUASHED, _retrofit_labels=["ant", "bee", "cat", "dog", "elk"])
+    set_record(net, preprocess=SQUASHED, labels=["ant", "bee", "cat", "dog", "elk"])
     return net.eval()
 
 
@@ -178,9 +178,9 @@ def test_nothing_from_outside_is_html(model: nn.Module) -> None:
 def test_the_pages_script(channels: int, labels: bool, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
     if channels == 1:
         model.stem = nn.Conv2d(1, 8, 3)
-        vars(model)["_retrofit_preprocess"] = Preprocess((1, 6, 8), (0.4,), (0.6,), "bilinear", 0.8)
+        set_record(model, preprocess=Preprocess((1, 6, 8), (0.4,), (0.6,), "bilinear", 0.8))
     if not labels:
-        del vars(model)["_retrofit_labels"]
+        set_record(model, labels=None)
     retrofit.export_onnx(model, "it's.onnx", input_size=(channels, 6, 8), report="net.html")
     picture = Image.effect_noise((40, 20), 90).convert("RGB")
     picture.save("photo.jpg")
@@ -198,7 +198,7 @@ def test_the_pages_script(channels: int, labels: bool, model: nn.Module, capsys:
 
 
 def test_the_script_for_outputs_that_are_no_scores(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
-    vars(model).pop("_retrofit_labels")
+    set_record(model, labels=None)
     del model.head, model.flat
     export(model, Path("net.html"))
     Image.effect_noise((40, 20), 90).convert("RGB").save("photo.jpg")

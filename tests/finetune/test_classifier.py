@@ -10,8 +10,9 @@ from torchvision.models import get_model_weights
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune.classifier import outputs_of, with_classes, with_images
-from retrofit.networks.library import ModelSource, Preprocess, build
+from retrofit.networks.library import ModelSource, build
 from retrofit.networks.models import Network, open_model
+from retrofit.record import record_of, set_record
 
 
 def converted(name: str, to: str = "bnn", **options: object) -> Network:
@@ -44,7 +45,7 @@ def test_the_artifact_of_the_changed_network_loads(tmp_path: object) -> None:
 def test_what_torchvision_builds_for_weights_stays(tmp_path: object) -> None:
     source = ModelSource("torchvision", "googlenet", {"weights": "IMAGENET1K_V1"})
     model, _ = retrofit.convert(build(source), "bnn", check=False)
-    network = Network(model, source, Preprocess((3, 64, 64), (0.0,) * 3, (1.0,) * 3), None, {"kind": "random"})
+    network = Network(model)
     changed, fresh = with_classes(network, 7)
     assert fresh == ("fc.weight", "fc.bias")
     assert changed.source.kwargs == {"weights": "IMAGENET1K_V1", "num_classes": 7}
@@ -83,6 +84,8 @@ def test_other_images() -> None:
 
 def test_a_network_whose_classifier_cannot_be_told() -> None:
     network = converted("test_resnet")
+    record = record_of(network.model)
     network.model = nn.Sequential(nn.BatchNorm2d(3))
+    set_record(network.model, **vars(record))
     with pytest.raises(RetrofitError, match="cannot tell the classifier"):
         with_classes(network, 7)

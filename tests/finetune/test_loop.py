@@ -31,6 +31,7 @@ from retrofit.finetune.run_state import load_state
 from retrofit.layers import NormalityMixin
 from retrofit.layers.base import strength_code
 from retrofit.networks.models import open_model
+from retrofit.record import record_of
 from retrofit.surgery import strength_of
 from tests.finetune.conftest import PAINT, SMALL, Train, small_network
 
@@ -117,8 +118,8 @@ def test_a_run_walks_to_full_strength_and_learns(train: Train, tmp_path: Path) -
     assert listener.steps[-1].strength == 1.0
     model = retrofit.load(tmp_path / "run" / "last.safetensors")
     assert strength_of(model) == 1.0
-    assert vars(model)["_retrofit_labels"] == ["ant", "bee", "cat"]
-    assert vars(model)["_retrofit_weights"]["kind"] == "checkpoint"
+    assert record_of(model).labels == ["ant", "bee", "cat"]
+    assert record_of(model).weights["kind"] == "checkpoint"
     assert weights(tmp_path / "run", "best").keys() == model.state_dict().keys()
 
 

@@ -18,6 +18,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.setup import check_images, check_unused, fit_network, make_folder
 from retrofit.networks import artifact
 from retrofit.networks.models import open_model
+from retrofit.record import set_record
 from tests.finetune.conftest import small_network
 
 
@@ -34,17 +35,20 @@ class TwoHeads(nn.Module):
 
 
 def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
-    network = replace(small_network(None), model=TwoHeads())
+    network = small_network(None)
+    record, network.model = network.record, TwoHeads()
+    set_record(network.model, **vars(record))
     before = {name: tensor.clone() for name, tensor in network.model.state_dict().items()}
     with pytest.raises(RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"):
         check_images(network, (3, 16, 16))
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.model.state_dict().items())
     assert all(module.training for module in network.model.modules())
     network.model = network.model.body
+    set_record(network.model, **vars(record))
     check_images(network, (3, 16, 16))
-    small = replace(network.preprocess, input_size=(3, 4, 4))
+    set_record(network.model, preprocess=replace(network.preprocess, input_size=(3, 4, 4)))
     with pytest.raises(RetrofitError, match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size"):
-        check_images(replace(network, preprocess=small), (3, 16, 16))
+        check_images(network, (3, 16, 16))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_outputs_are_called_as_the_data_trains_them(
     labels: list[str], classes: int | None, expected: list[str] | None, pictures: Path, tmp_path: Path
 ) -> None:
     network = open_model("test_resnet", num_classes=len(labels), img_size=16)
-    vars(network.model)["_retrofit_labels"] = network.labels = labels
+    set_record(network.model, labels=labels)
     recipe = Recipe(data_dir=str(pictures), num_classes=classes)
     images = open_data(recipe, labels, 3)
     network, _ = fit_network(network, images, recipe, lambda note: None)
@@ -101,7 +105,7 @@ def test_classes_taken_for_outputs_by_order_are_said(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "map.txt").write_text("ant\nbee\ncat\n")
     network = open_model("test_resnet", num_classes=len(labels), img_size=16)
-    network.labels = labels
+    set_record(network.model, labels=labels)
     recipe = Recipe(data_dir=str(pictures), **settings)
     images, notes = open_data(recipe, labels, 3), []
     unlike = rf"the data's classes \(ant, bee, cat\) are not what the network calls its outputs \({labels[0]}, "

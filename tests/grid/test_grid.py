@@ -32,6 +32,7 @@ from retrofit.finetune import loop
 from retrofit.finetune.recipe import load_recipe
 from retrofit.layers import StrengthMixin
 from retrofit.networks.models import open_model
+from retrofit.record import record_of
 from retrofit.surgery import TARGETS
 from tests.grid.networks import build
 from tests.pictures import COLOURS, write_folder
@@ -143,7 +144,7 @@ class Network:
 
     def prepared(self) -> tuple[Tensor, Tensor]:
         """The pictures as timm prepares them, and their classes."""
-        preprocess = vars(self.load())["_retrofit_preprocess"].to_dict()
+        preprocess = record_of(self.load()).preprocess.to_dict()
         transform = create_transform(
             **{key: preprocess[key] for key in ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")}
         )

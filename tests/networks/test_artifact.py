@@ -27,6 +27,7 @@ from retrofit.networks import artifact
 from retrofit.networks.artifact import is_artifact, load, read_manifest, save
 from retrofit.networks.library import ModelSource, Preprocess, build
 from retrofit.networks.models import open_model
+from retrofit.record import Record, record_of
 
 WEIGHTS = {"kind": "checkpoint", "from": "x.pth"}
 
@@ -105,7 +106,7 @@ def test_manifest(tmp_path: Path) -> None:
     surgery.set_strength(model, 0.5)
     save(model, tmp_path / "a.safetensors", labels=["cat", "dog"], weights=WEIGHTS, preprocess=preprocess)
     manifest = read_manifest(tmp_path / "a.safetensors")
-    (plan,) = model._retrofit_plans
+    (plan,) = record_of(model).plans
     assert manifest == {
         "schema": 1,
         "model": {"library": "timm", "name": "resnet18", "kwargs": {"num_classes": 2}},
@@ -129,9 +130,8 @@ def test_manifest(tmp_path: Path) -> None:
     assert manifest["versions"]["retrofit"] == retrofit.__version__
     assert manifest["versions"]["timm"] == timm.__version__
     again = load(tmp_path / "a.safetensors")
-    assert again._retrofit_preprocess == preprocess
-    assert again._retrofit_labels == ["cat", "dog"]
-    assert again._retrofit_weights == WEIGHTS
+    source = ModelSource("timm", "resnet18", {"num_classes": 2})
+    assert record_of(again) == Record(source, WEIGHTS, preprocess, ["cat", "dog"], (plan,))
 
 
 def test_manifest_of_an_unconverted_network(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torchvision.models import WeightsEnum
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
+from retrofit.record import record_of
 
 
 @pytest.fixture
@@ -139,8 +140,7 @@ def test_builds_and_remembers_the_source(source: ModelSource) -> None:
     model = build(source)
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
     for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin._retrofit_source == source
-    assert "_retrofit_source" not in model.state_dict()
+        assert record_of(twin).source == source
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
@@ -213,7 +213,7 @@ def test_a_local_folder_is_remembered_as_its_architecture(tmp_path: Path) -> Non
     }
     text = _local_dir(tmp_path / "model", config)
     model = build(parse(text))
-    source = model._retrofit_source
+    source = record_of(model).source
     assert source == ModelSource("timm", "resnet18", {"num_classes": 5, "in_chans": 1, "drop_rate": 0.25})
     again = build(source)  # without the folder
     assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
@@ -238,7 +238,7 @@ def test_torchvisions_structure_for_weights_is_built_again_without_them(monkeypa
     with monkeypatch.context() as patched:
         _serve(patched, dict(plain.state_dict()))
         trained = build(ModelSource("torchvision", "googlenet"), pretrained=True)
-    source = trained._retrofit_source
+    source = record_of(trained).source
     assert source.kwargs == {"weights": "IMAGENET1K_V1"}
     assert trained.transform_input
     assert trained.aux1 is None  # unlike `plain`

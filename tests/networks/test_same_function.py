@@ -364,7 +364,7 @@ def test_the_builders_arguments_are_found(tmp_path: Path, case: str, monkeypatch
 
 def test_the_user_may_say_what_the_builder_got(tmp_path: Path) -> None:
     model = _built("test_byobnet", in_chans=1, num_classes=4)
-    del model.pretrained_cfg, model.__dict__["_retrofit_source"]
+    del model.pretrained_cfg, model.__dict__["_retrofit_record"]
     kwargs = {"in_chans": 1, "num_classes": 4}
     retrofit.save(model, tmp_path / "a.safetensors", source="test_byobnet", model_kwargs=kwargs)
     assert read_manifest(tmp_path / "a.safetensors")["model"]["kwargs"] == kwargs

@@ -13,6 +13,7 @@ from torch import nn
 
 import retrofit
 from retrofit import RetrofitError, UsageError
+from retrofit.record import record_of
 from retrofit.surgery import TARGETS, Plan, apply, plan, set_strength, strength_of
 from retrofit.surgery.families import find_norms
 
@@ -262,7 +263,7 @@ def test_conversions_follow_one_another() -> None:
     for to in ("bnn", "lnn", "normal"):
         retrofit.convert(model, to)
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
-    assert [p.to for p in model._retrofit_plans] == ["bnn", "lnn", "normal"]
+    assert [p.to for p in record_of(model).plans] == ["bnn", "lnn", "normal"]
     with pytest.raises(RetrofitError, match="already converted"):
         retrofit.convert(model, "normal")
 

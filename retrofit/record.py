@@ -1,0 +1,153 @@
+"""What is known about a network beside its tensors: one record, which travels with the network.
+
+`build`, `open_model` and `load` write where a network comes from, a conversion adds its plan, and `save` writes the
+record into the artifact. Copies and pickles of a network carry it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from retrofit.errors import UsageError
+
+PREFIX = "py:"  # of what builds a network of one's own: `py:package.module:callable`
+# Arguments of the builders that fetch or read weights: that is the business of `pretrained` and `checkpoint`, and an
+# artifact must not be able to ask for it.
+RESERVED_KWARGS = frozenset(
+    {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "weights_backbone"}
+)
+_ATTRIBUTE = "_retrofit_record"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a network comes from: all that is needed to build its structure again.
+
+    Attributes:
+        library: "timm", "torchvision" or "own": a network of the user's own.
+        name: The library's name for it; timm's may carry a tag ("resnet50.a1_in1k"). For a network of one's own, what
+            builds it ("package.module:callable"), or its class.
+        kwargs: Arguments for the builder (JSON values). torchvision builds some networks differently when weights are
+            asked for: there `weights` names the weights, and `trained_backbone` says of detection and segmentation
+            networks that their backbone has some; what is built then has that structure, and nothing is fetched.
+    """
+
+    library: Literal["timm", "torchvision", "own"]
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the name as the command line takes it."""
+        return {"torchvision": "tv:", "own": PREFIX}.get(self.library, "") + self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the source as JSON values; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelSource:
+        """Rebuild from `to_dict`'s values, which may come from anyone: only registered names, no weights to fetch.
+
+        The name of a network of one's own is no more than a word: `build` calls what a user typed.
+
+        Raises:
+            KeyError, TypeError, ValueError: If `values` did not come from `to_dict`.
+        """
+        source = cls(str(values["library"]), str(values["name"]), dict(values["kwargs"]))  # type: ignore[arg-type]
+        if source.library != "own" and (source.library not in ("timm", "torchvision") or ":" in source.name):
+            raise ValueError(f"{source.name!r} of {source.library!r} is not a registered network")
+        source.refuse_reserved()
+        return source
+
+    def refuse_reserved(self) -> None:
+        """Raise UsageError if an argument would fetch or read weights."""
+        if refused := sorted(RESERVED_KWARGS & self.kwargs.keys()):
+            raise UsageError(
+                f"{refused[0]!r} is not a model argument to set here; use `pretrained=True` or `checkpoint=FILE`"
+            )
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What a network expects of its images, in timm's words.
+
+    Attributes:
+        input_size: (C, H, W) of the network's input.
+        mean: Mean of each channel, subtracted from images in [0, 1].
+        std: Standard deviation of each channel.
+        interpolation: "bilinear", "bicubic", ...
+        crop_pct: Side of the centre crop as a fraction of the shorter side after resizing.
+        crop_mode: timm's "center", "squash" or "border".
+    """
+
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bicubic"
+    crop_pct: float = 0.875
+    crop_mode: str = "center"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, which are also keyword arguments of `timm.data.create_transform`."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
+        """Rebuild from `to_dict`'s values.
+
+        Raises:
+            KeyError, TypeError: If `values` did not come from `to_dict`.
+        """
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**plain)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known about a network.
+
+    Attributes:
+        source: Where its structure comes from; None if nobody said.
+        weights: {"kind": "random" | "pretrained" | "checkpoint" | "unknown", "from": str | None}; of a checkpoint also,
+            where there is something to say, "key" (which of its weights were taken), "others" (which were not),
+            "left_random" (tensors of the network that it did not give) and "left_out" (its own that were not taken). None
+            if nobody said.
+        preprocess: What it expects of its images.
+        labels: Names of its outputs (ImageNet's as WordNet ids, "n01440764").
+        plans: The conversions that it went through, in order (`retrofit.surgery.Plan`).
+    """
+
+    source: ModelSource | None = None
+    weights: Mapping[str, Any] | None = None
+    preprocess: Preprocess | None = None
+    labels: list[str] | None = None
+    plans: tuple[Any, ...] = ()
+
+
+def record_of(model: nn.Module) -> Record:
+    """Return the record of a network, or of the one in a wrapper; an empty one if it has none."""
+    found = vars(unwrapped(model)).get(_ATTRIBUTE)
+    return found if isinstance(found, Record) else Record()
+
+
+def set_record(model: nn.Module, **changes: Any) -> None:
+    """Change fields of a network's record; the others stay as they are."""
+    record = replace(record_of(model), **changes)
+    vars(unwrapped(model))[_ATTRIBUTE] = record
+    # Until the last reader of the former attributes has moved.
+    vars(unwrapped(model)).update({f"_retrofit_{name}": value for name, value in vars(record).items()})
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the network in wrappers of torch.compile, DataParallel and DistributedDataParallel."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
+            model = inner
+        else:
+            return model
