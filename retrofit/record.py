@@ -114,8 +114,8 @@ class Record:
         source: Where its structure comes from; None if nobody said.
         weights: {"kind": "random" | "pretrained" | "checkpoint" | "unknown", "from": str | None}; of a checkpoint also,
             where there is something to say, "key" (which of its weights were taken), "others" (which were not),
-            "left_random" (tensors of the network that it did not give) and "left_out" (its own that were not taken). None
-            if nobody said.
+            "left_random" (tensors of the network that it did not give) and "left_out" (its own that were not taken).
+            None if nobody said.
         preprocess: What it expects of its images.
         labels: Names of its outputs (ImageNet's as WordNet ids, "n01440764").
         plans: The conversions that it went through, in order (`retrofit.surgery.Plan`).
