@@ -53,6 +53,7 @@ NETWORKS: dict[str, tuple[str, str]] = {
     "gn": (COATNET, "lnn"),
     "ln": (COATNET, "lnn"),
     "gn-pn": (COATNET, "lnn"),
+    "gn-pn, from GroupNorm": ("test_efficientnet_gn", "normal"),
     "ln-pn": (COATNET, "lnn"),
     "frozen": (COATNET, "lnn"),
     "dbn": (COATNET, "lnn"),

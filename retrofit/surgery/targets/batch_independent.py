@@ -1,7 +1,8 @@
 """Targets gn, ln, gn-pn and ln-pn: BatchNorm to group normalization, and its activation to a proxy-normalized one.
 
 The running statistics are migrated and the strength starts at 0, where the network is the source in evaluation. With
-ProxyNorm, every activation that directly follows a converted layer is replaced at that call alone.
+ProxyNorm, every activation that directly follows a converted layer is replaced at that call alone. A GroupNorm that the
+network has already stays as it is, and its activation becomes a proxy-normalized one.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from retrofit.surgery.converter import (
 from retrofit.surgery.families import FAMILIES, NormLayer
 from retrofit.surgery.group_count import group_count, most_groups
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
+from retrofit.utils.placement import device_of
 from retrofit.utils.text import plural
 
+_BATCH = frozenset({"bn", "frozen-bn"})
 _FUSED = ("BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d", "FrozenBatchNormAct")
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
 _STANDARDIZED: dict[type[nn.Module], type[weight_standardization.WeightStandardization]] = {
@@ -55,11 +58,10 @@ class BatchIndependentConverter(Converter):
         proxy: Whether activations become proxy-normalized.
     """
 
-    sources = frozenset({"bn", "frozen-bn"})
-
     def __init__(self, groups: int, proxy: bool) -> None:
         self.groups = groups
         self.proxy = self.takes_activations = proxy
+        self.sources = _BATCH | {"gn"} if proxy else _BATCH
 
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
         """Convert every BatchNorm that has running statistics; trace and measure where the options ask for it."""
@@ -69,16 +71,24 @@ class BatchIndependentConverter(Converter):
         if options.groups == "auto":
             if options.calibrate is None:
                 raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
-            taken = [layer for layer in layers if layer.family in self.sources and _migratable(layer.module)]
+            taken = [layer for layer in layers if layer.family in _BATCH and _migratable(layer.module)]
             norms = {layer.name: layer.module for layer in taken}
             picked = most_groups(model, norms, options.calibrate) if norms else {}
         sites = sites_of(model, self.sources) if self.proxy or options.ws else Sites([], [], {})
-        decided = {layer.name: self._decide(layer, options, picked.get(layer.name), sites) for layer in layers}
+        followed = {site.norm for site in sites.sites if site.activation and not _activation_problem(model, site)}
+        decided = {
+            layer.name: self._keep_groups(layer, layer.name in followed)
+            if layer.family == "gn" and self.proxy
+            else self._decide(layer, options, picked.get(layer.name), sites)
+            for layer in layers
+        }
         converted = {name for name, decision in decided.items() if decision.status == "converted"}
         return Decisions(decided, self._edits(model, converted, options, sites))
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        """Build the migrated layer around the source's tensors."""
+        """Build the migrated layer around the source's tensors; a GroupNorm is its own counterpart."""
+        if row.target == row.source:
+            return module  # type: ignore[no-any-return]
         cls = MigratedGroupNormAct if row.target == MigratedGroupNormAct.__name__ else MigratedGroupNorm
         affine = module.weight is not None
         groups, eps = row.options["num_groups"], row.options["eps"]
@@ -118,10 +128,20 @@ class BatchIndependentConverter(Converter):
             "before the conversion does not hold them, so build it again",
         )
 
+    def _keep_groups(self, found: NormLayer, followed: bool) -> Decision:
+        """Decide a GroupNorm: it stays, and counts as converted where the activation behind it is."""
+        groups = getattr(found.module, "num_groups", 0)
+        if self.groups == 1 and groups != 1:
+            return Decision("unsupported", reason=f"its {groups} groups stay as they are; use `to='gn-pn'`")
+        if not followed:
+            return Decision("kept", reason="GroupNorm already, with no activation behind it to proxy-normalize")
+        reason = f"GroupNorm already: its {plural(groups, 'group')} stay, its activation is proxy-normalized"
+        return Decision("converted", found.label, reason)
+
     def _decide(
         self, found: NormLayer, options: ConversionOptions, picked: tuple[int, float] | None, sites: Sites
     ) -> Decision:
-        if found.family not in self.sources:
+        if found.family not in _BATCH:
             family = FAMILIES[str(found.family)]
             return Decision("unsupported", reason=f"{family} is batch-independent already: it has nothing to migrate")
         module: Any = found.module
@@ -189,14 +209,15 @@ def _activation(model: nn.Module, site: Site, converted: set[str], settled: dict
     """Decide the activation that follows a site's norm."""
     act = site.activation
     assert act is not None
-    if site.norm not in converted:
-        reason = "its norm is not converted"
-    elif site.in_squeeze_excite:
-        reason = "inside a squeeze-excite"
-    else:
-        reason = call_problem(model, act)
+    reason = _activation_problem(model, site) if site.norm in converted else "its norm is not converted"
     row = EditRow(act.name, act.type, "activation", "left", reason, site.norm, site.place)
     return row if reason else replace(row, status="converted", options={**settled, "scale": not site.last_before_pool})
+
+
+def _activation_problem(model: nn.Module, site: Site) -> str:
+    """Why the activation of a site stays as it is; empty if it can be replaced."""
+    assert site.activation is not None
+    return "inside a squeeze-excite" if site.in_squeeze_excite else call_problem(model, site.activation)
 
 
 def _convolution(model: nn.Module, site: Site, settled: dict[str, Any]) -> EditRow:
@@ -220,14 +241,15 @@ def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm
     act = site.activation
     assert act is not None
     norm: Any = model.get_submodule(site.norm)
+    like = next((tensor for tensor in (*norm.parameters(), *norm.buffers())), None)
     proxied = ProxyNorm(
         act.module,
         norm.num_channels,
         norm=norm,
         **row.options,
         strength=0.0,
-        device=norm.running_mean.device,
-        dtype=norm.running_mean.dtype,
+        device=device_of(model) if like is None else like.device,
+        dtype=None if like is None else like.dtype,
     )
     proxied.train(norm.training)
     if act.kind == "fused":

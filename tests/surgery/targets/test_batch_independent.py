@@ -319,6 +319,51 @@ def test_weight_standardization_starts_at_the_identity() -> None:
     assert "convolutions" in report.to_dict()
 
 
+@pytest.mark.parametrize(("name", "proxied_count", "kept"), [("resnet50_gn", 33, 20), ("resnetv2_50x1_bit", 49, 0)])
+def test_group_norm_that_is_there_stays(name: str, proxied_count: int, kept: int) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4).eval()
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)}
+    for norm in norms.values():
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(norm.bias, std=0.3)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(x)
+        model, report = retrofit.convert(model, "gn-pn", input_size=(3, 32, 32))
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert report.plan.counts == {"converted": proxied_count, "kept": kept, "unsupported": 0}
+    layers = [module for module in model.modules() if isinstance(module, ProxyNorm)]
+    assert len(layers) == proxied_count
+    assert {name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)} == norms
+
+
+def test_proxy_norm_behind_a_group_norm_is_the_papers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1))
+    nn.init.normal_(model[1].weight)
+    nn.init.normal_(model[1].bias)
+    x = torch.randn(2, 3, 6, 6)
+    plain = copy.deepcopy(model)
+    model, _ = retrofit.convert(model, "gn-pn", pn_restore=False, check=False)
+    retrofit.set_strength(model, 1.0)
+    levels = torch.special.ndtri((torch.arange(256, dtype=torch.float64) + 0.5) / 256)
+    proxy = F.silu(levels[:, None] * plain[1].weight.double() + plain[1].bias.double())
+    mean, var = proxy.mean(0).view(-1, 1, 1), proxy.var(0, correction=0).view(-1, 1, 1)
+    phi = F.silu(plain[1](plain[0](x))).double()
+    torch.testing.assert_close(model[:3](x).double(), (phi - mean) / (var + 0.03).sqrt(), rtol=1e-4, atol=1e-5)
+
+
+def test_group_norm_of_one_group_alone_suits_ln_pn() -> None:
+    one = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8, affine=False), nn.ReLU())
+    model, report = retrofit.convert(one, "ln-pn", input_size=(3, 8, 8))
+    assert report.check is not None
+    assert report.check.passed
+    assert isinstance(model[2], ProxyNorm)
+    with pytest.raises(RetrofitError, match="its 2 groups stay as they are; use `to='gn-pn'`"):
+        plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU()), "ln-pn")
+
+
 def test_plans_replay_on_a_fresh_model() -> None:
     made = plan(TV.resnet18(), "gn-pn", ws=True)
     model, _ = apply(Plan.from_dict(made.to_dict()), TV.resnet18())
