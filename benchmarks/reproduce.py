@@ -7,13 +7,13 @@
 
 train and test are tars with one folder a class, CIFAR-10 of 32 px. The settings are those of the authors' code
 (github.com/DanielEftekhari/normality-normalization): He's first weights, SGD with 0.1, divided by 10 after 60, 120 and
-180 of 200 epochs, momentum 0.9, weight decay 5e-4 on all parameters, batches of 128, no augmentation; for the ViT patch 4,
-AdamW with 1e-3, weight decay 0.05 on all parameters, batches of 32. --full has their length and networks (ResNet-18 with a
-3x3 stem and no pooling; ViT of 8 layers, 768/2304, with their augmentation, MixUp and warm restarts).
+180 of 200 epochs, momentum 0.9, weight decay 5e-4 on all parameters, batches of 128, no augmentation; for the ViT patch
+4, AdamW with 1e-3, weight decay 0.05 on all parameters, batches of 32. --full has their length and networks: ResNet-18
+with a 3x3 stem and no pooling; a ViT of 8 layers, 768/2304, with their augmentation, MixUp and warm restarts.
 
-The miniature has ResNet-20 (16 to 64 channels), a ViT of 4 layers of 128/384, 10 epochs with the steps after 3, 6 and 9,
-and one cosine for the ViT. Every arm is trained as the authors do and with RandomCrop (padding 4) and mirroring. Other
-batch sizes have their learning rate in proportion; the paper says nothing of it.
+The miniature has ResNet-20 (16 to 64 channels) and a ViT of 4 layers of 128/384, for 10 epochs, with the steps after 3,
+6 and 9, and one cosine for the ViT. Every arm is trained as the authors do, and with RandomCrop (padding 4) and
+mirroring. Other batch sizes have their learning rate in proportion, of which the paper says nothing.
 
 A seed decides the first weights, the order of the pictures, their augmentation and the noise; all arms share them. Each
 finished run is a line of reproduce.jsonl, and a run that was stopped goes on from its last epoch (--state).
@@ -158,8 +158,8 @@ class Data:
             torch.manual_seed(1000 * key["seed"] + epoch)
             jitter = ColorJitter(0.1, 0.1, 0.1) if full and key["augment"] else None
             order = torch.randperm(len(self.train), generator=generator)
-            for chosen in order.split(key["batch"])[: len(order) // key["batch"]]:
-                chosen = chosen.to(self.device)
+            for part in order.split(key["batch"])[: len(order) // key["batch"]]:
+                chosen = part.to(self.device)
                 images, labels = self.train[chosen], self.labels[chosen]
                 if key["augment"]:
                     images = crop_and_flip(images, generator)
@@ -236,7 +236,7 @@ def run(key: Key, data: Data, state: Path, until: float) -> dict[str, Any]:
         torch.save({**kept, "epoch": epoch + 1, "seconds": seconds, "curve": curve}, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
     measured = measured or measure(model, data.test, data.answers)
-    line = {
+    return {
         **key,
         "test": curve[-1],
         "curve": curve,
@@ -247,7 +247,6 @@ def run(key: Key, data: Data, state: Path, until: float) -> dict[str, Any]:
         "machine": machine() if data.device == "cpu" else torch.cuda.get_device_name(),
         "correct": measured["correct"],
     }
-    return line
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:

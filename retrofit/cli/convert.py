@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
-    from torch.nn import ModuleList
 
     from retrofit.layers import StrengthMixin
     from retrofit.networks.library import ModelSource
@@ -92,8 +91,6 @@ def command(
     model: str, to: str, output: Path | None, strength: float | None, force: bool, as_json: bool, **options: Any
 ) -> None:
     """Run `retrofit convert`."""
-    from torch.nn import ModuleList
-
     from retrofit import surgery
     from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.evaluation.accuracy import predictions
@@ -114,7 +111,7 @@ def command(
         check = IdentityCheck(network.model, network.preprocess.input_size)
         expected = predictions(network.model, choices["calibrate"]) if choices["calibrate"] else None
     network.model, report = surgery.apply(plan, network.model)
-    converted = ModuleList(layer for layer in surgery.strength_layers(network.model) if layer not in earlier)
+    converted = [layer for layer in surgery.strength_layers(network.model) if layer not in earlier]
     notes = [*report.notes, *_kept_strength(earlier)]
     _show(report, notes)
     with waiting("running the converted network"):
@@ -138,7 +135,8 @@ def command(
     if expected is not None:
         answer["agreement"] = _agreement(network.model, converted, choices["calibrate"], expected)
     if converter.has_strength:
-        surgery.set_strength(converted, strength or 0.0)
+        for layer in converted:  # not what is inside: a layer's activation may have been converted before
+            layer.set_strength(strength or 0.0)
     if strength:
         change = check.compare(network.model, layers=False)
         answer["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
@@ -196,14 +194,16 @@ def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
     return [f"{len(values)} layers converted before keep their strength, {span}; --strength sets the new ones alone"]
 
 
-def _agreement(model: nn.Module, converted: ModuleList, images: list[Tensor], expected: list[int]) -> dict[str, int]:
+def _agreement(
+    model: nn.Module, converted: Sequence[StrengthMixin], images: list[Tensor], expected: list[int]
+) -> dict[str, int]:
     """Count the images whose predicted class is the source's; at strength 1, which stays, where there is a strength."""
     from retrofit.evaluation.accuracy import predictions
-    from retrofit.surgery import set_strength
 
     at = "untrained"
-    if len(converted):
-        set_strength(converted, 1.0)
+    if converted:
+        for layer in converted:
+            layer.set_strength(1.0)
         at = "at strength 1, untrained"
     same = sum(a == b for a, b in zip(predictions(model, images), expected, strict=True))
     share = 100 * same / len(expected)

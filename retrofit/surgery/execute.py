@@ -11,7 +11,7 @@ from torch import nn
 
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.layers import MigratedGroupNorm, StrengthMixin
+from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record, unwrapped
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
@@ -66,6 +66,9 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
             else:
                 parent, _, leaf = row.name.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, built[module])
+        for proxied in (module for module in model.modules() if isinstance(module, ProxyNorm)):
+            if proxied.norm in built:
+                proxied.follow(built[proxied.norm])
         notes: tuple[str, ...] = (plan.activations,) if plan.activations else ()
         notes += converter.finish(model, plan, surveyed)
         notes += guard(model, set(built.values()))

@@ -88,7 +88,7 @@ class BatchIndependentConverter(Converter):
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         """Build the migrated layer around the source's tensors; a GroupNorm is its own counterpart."""
         if row.target == row.source:
-            return module  # type: ignore[no-any-return]
+            return module
         cls = MigratedGroupNormAct if row.target == MigratedGroupNormAct.__name__ else MigratedGroupNorm
         affine = module.weight is not None
         groups, eps = row.options["num_groups"], row.options["eps"]

@@ -354,6 +354,13 @@ def test_proxy_norm_behind_a_group_norm_is_the_papers() -> None:
     torch.testing.assert_close(model[:3](x).double(), (phi - mean) / (var + 0.03).sqrt(), rtol=1e-4, atol=1e-5)
 
 
+def test_proxy_norm_follows_a_norm_that_is_converted_again() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU())
+    model, _ = retrofit.convert(model, "gn-pn", input_size=(3, 8, 8))
+    model, _ = retrofit.convert(model, "gnn", input_size=(3, 8, 8))
+    assert model[2].norm is model[1]
+
+
 def test_group_norm_of_one_group_alone_suits_ln_pn() -> None:
     one = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8, affine=False), nn.ReLU())
     model, report = retrofit.convert(one, "ln-pn", input_size=(3, 8, 8))
