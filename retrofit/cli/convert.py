@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,9 @@ def _show(report: Report, notes: list[str]) -> None:
     say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
 
 
+NOT_FINITE = "the converted network's outputs are not finite, or of another shape"
+
+
 def _judge(result: CheckResult, to: str, identity: bool) -> str:
     """Tell how the converted network compares with its source; return what is wrong with it, or nothing."""
     at = f" (in {result.where})" if result.where else ""
@@ -180,7 +184,9 @@ def _judge(result: CheckResult, to: str, identity: bool) -> str:
         say(f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}{at}")
     else:
         say(f"{to} does not start as its source: {result}", style="bold")
-    problem = result.problem(identity)
+    problem = result.problem()
+    if not identity:
+        problem = "" if math.isfinite(result.max_abs_diff) else NOT_FINITE
     return f"{problem}; nothing was written, keep the layers concerned with --skip REGEX" if problem else ""
 
 

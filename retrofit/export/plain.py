@@ -27,7 +27,7 @@ from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.record import set_record
-from retrofit.surgery.execute import prepared_check
+from retrofit.surgery.execute import reference_of
 from retrofit.utils.copying import copied
 
 _Migrated = MigratedGroupNorm | FrozenBatchNorm
@@ -55,7 +55,7 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None) -> nn.Modul
         name, reason = hindered[0]
         more = f" (and {len(hindered) - 1} more layers)" if len(hindered) > 1 else ""
         raise RetrofitError(f"no layer of torch or timm computes what {name or 'the model'} does{more}: {reason}")
-    check, _ = prepared_check(model, input_size)
+    check, _ = reference_of(model, None, input_size)
     net = copied(model)
     set_record(net, plans=())
     feeders = _feeders(net)
@@ -65,7 +65,7 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None) -> nn.Modul
         if new is None:
             continue
         net = replace_module(net, name, new.train(layer.training))
-    if check is not None and (problem := check.compare(net, layers=False).problem(identity=True)):
+    if check is not None and (problem := check.compare(net, layers=False).problem()):
         raise RetrofitError(f"{problem}; please report it")
     return net
 

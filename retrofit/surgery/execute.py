@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from retrofit.compare import Reference
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.inputs import Inputs, example_calls
 from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record, unwrapped
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.guards import guard
-from retrofit.surgery.identity_check import IdentityCheck
 from retrofit.surgery.plan_and_report import Plan, Report
 from retrofit.surgery.planning import Patterns, plan
 from retrofit.surgery.restore import unchanged_on_failure
@@ -54,6 +57,7 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     with unchanged_on_failure(model):
         surveyed = converter.survey(model, plan)
         built: dict[nn.Module, nn.Module] = {}
+        names: dict[nn.Module, str] = {}
         for row in plan.layers:
             if row.status != "converted":
                 continue
@@ -61,6 +65,7 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
             if module not in built:
                 own = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), device)
                 built[module] = converter.build(module, row, own)
+                names[module] = row.name
             if not row.name:
                 model = built[module]
             else:
@@ -72,9 +77,19 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
         notes: tuple[str, ...] = (plan.activations,) if plan.activations else ()
         notes += converter.finish(model, plan, surveyed)
         notes += guard(model, set(built.values()))
+        for source, name in names.items():
+            vars(source)["forward"] = partial(_refuse_call, name)
         set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, before, _parameters(model), strength, notes)
+
+
+def _refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
+    """The forward of a converted layer's source."""
+    raise RetrofitError(
+        f"the network calls the source of {name or 'the layer'}, which is converted, by a reference of its own (from a "
+        "list, or elsewhere besides its name); keep that layer with `skip`"
+    )
 
 
 def plans_of(model: nn.Module) -> list[Plan]:
@@ -98,13 +113,15 @@ def convert(
     skip: Patterns = None,
     source: Patterns = None,
     check: bool = True,
+    inputs: Inputs | None = None,
     input_size: Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Report]:
     """Plan, apply, and check that the network is still its source's function in evaluation.
 
-    The check runs source and converted network on seeded random input, twice each, and compares outputs and layers. It
-    leaves modes, buffers and random state as they were. Where it cannot run, `report.notes` says so, and why.
+    The check runs source and converted network on the same inputs, and compares outputs and layers. It leaves modes,
+    buffers and random state as they were. Where it cannot run, a note of the report that begins `not checked:` says
+    why.
 
     Args:
         model: Any network; converted in place.
@@ -113,8 +130,9 @@ def convert(
         skip: As for `plan`.
         source: As for `plan`.
         check: Whether to check.
-        input_size: Shape of one sample for the check, (C, H, W); what the model says of itself if None, or 3 x 224 x
-            224.
+        inputs: What the network is run on: a tensor, a tuple of positional or a mapping of keyword arguments. If None,
+            seeded random samples of `input_size`.
+        input_size: Shape of one sample, (C, H, W); what the model says of itself if None, or 3 x 224 x 224.
         **options: See below.
 
     Returns:
@@ -122,8 +140,8 @@ def convert(
 
     Raises:
         UsageError: As `plan`.
-        RetrofitError: As `plan`, or if the check fails, or cannot run with the `input_size` that is given. The model is
-            then unchanged.
+        RetrofitError: As `plan`, or if the check fails, or the network does not take the `inputs` or the `input_size`
+            that are given. The model is then unchanged.
     """
     if isinstance(model, nn.Module) and (inner := unwrapped(model)) is not model:
         network, report = convert(
@@ -133,49 +151,58 @@ def convert(
     made = plan(model, to, only=only, skip=skip, source=source, **options)
     converter = converter_for(to)
     with unchanged_on_failure(model):
-        ready, reason = prepared_check(model, input_size) if check else (None, "")
+        reference, reason = reference_of(model, inputs, input_size) if check else (None, "")
         model, report = apply(made, model)
-        if ready is None:
+        if reference is None:
             return model, replace(report, notes=(*report.notes, *([f"not checked: {reason}"] if reason else ())))
-        if constant := _constant_layers(model, ready):
+        if constant := _constant_layers(model, reference):
             raise RetrofitError(
                 f"every group of {shortlist(constant)} would hold a single value, of which a normalization makes a "
                 "constant; the model is left as it was: take fewer groups with `groups`, or keep them with `skip`"
             )
-        result = ready.compare(model, layers=converter.identity)
+        result = reference.compare(model, layers=converter.identity)
         converted = {row.name for row in made.layers if row.status == "converted"}
-        if problem := result.problem(converter.identity):
-            advice = "" if result.lost else ", or pass `check=False` where it is known to amplify rounding errors"
+        finite = math.isfinite(result.max_abs_diff)
+        problem = result.problem() if converter.identity else "" if finite else _NOT_FINITE
+        if problem:
             raise RetrofitError(
-                f"{problem}; the model is left as it was: keep the layers concerned with `skip`{advice}"
+                f"{problem}; the model is left as it was: keep the layers concerned with `skip`, or pass `check=False` "
+                "where it is known to amplify rounding errors"
             )
-    return model, replace(report, check=result, notes=(*report.notes, *_uncalled_note(ready.uncalled & converted)))
+    notes = (*report.notes, *_uncalled_note(reference.uncalled & converted))
+    if result.not_checked:
+        return model, replace(report, notes=(*notes, str(result)))
+    return model, replace(report, check=result, notes=notes)
 
 
-def prepared_check(model: nn.Module, input_size: Sequence[int] | None) -> tuple[IdentityCheck | None, str]:
-    """Run a network for a comparison with what becomes of it; or say why that cannot be.
+_NOT_FINITE = "the converted network's outputs are not finite, or of another shape"
+
+
+def reference_of(
+    model: nn.Module, inputs: Inputs | None, input_size: Sequence[int] | None
+) -> tuple[Reference | None, str]:
+    """Run a network, to compare with it what becomes of it; or say why that cannot be.
 
     Raises:
-        RetrofitError: If it does not take the `input_size` that is given.
+        RetrofitError: If it does not take the inputs, or samples of the size, that are given.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.is_meta for tensor in tensors):
-        return None, "the model lies on the meta device"
     if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
         return None, "in half precision rounding hides what the check looks for; convert in float32 to be sure"
     try:
-        return IdentityCheck(model, input_size), ""
+        calls = example_calls(model, inputs, input_size)
+        return Reference(model, calls, layers=[found.name for found in find_norms(model)]), ""
     except RetrofitError as error:
-        if input_size is not None:
+        if inputs is not None or input_size is not None:
             raise
-        return None, f"{error} with input_size="
+        return None, str(error)
 
 
-def _constant_layers(model: nn.Module, source: IdentityCheck) -> list[str]:
+def _constant_layers(model: nn.Module, source: Reference) -> list[str]:
     """Return the names of the layers that normalize groups of one channel and one position."""
     found = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, MigratedGroupNorm))
-    single = ((name, layer.num_channels) for name, layer in found if layer.num_groups == layer.num_channels)
-    return [name for name, channels in single if source.has_one_position(name, channels)]
+    single = [name for name, layer in found if layer.num_groups == layer.num_channels]
+    return [name for name in single if any(math.prod(shape[2:]) == 1 for shape in source.shapes[name])]
 
 
 def _uncalled_note(names: set[str]) -> tuple[str, ...]:

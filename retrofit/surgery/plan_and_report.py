@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retrofit.surgery import report_table
 
 if TYPE_CHECKING:
-    from retrofit.surgery.identity_check import CheckResult
+    from retrofit.compare import Comparison
 
 Status = Literal["converted", "kept", "unsupported"]
 
@@ -144,7 +144,7 @@ class Report:
     params_after: int
     strength: float | None
     notes: tuple[str, ...] = ()
-    check: CheckResult | None = None
+    check: Comparison | None = None
 
     def __repr__(self) -> str:
         """A summary for people; the record is in the attributes."""
@@ -173,5 +173,9 @@ class Report:
             "params": {"before": self.params_before, "after": self.params_after},
             "strength": self.strength,
             "notes": list(self.notes),
-            "check": None if self.check is None else self.check.to_dict(),
+            "check": None if self.check is None else _figures(self.check),
         }
+
+
+def _figures(check: Comparison) -> dict[str, Any]:
+    return {name: check.to_dict()[name] for name in ("max_abs_diff", "scale", "tolerance", "passed")}

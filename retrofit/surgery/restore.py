@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from retrofit.surgery.families import find_norms
+from retrofit.utils.evaluating import kept_values, put_back
+
+__all__ = ["kept_values", "put_back", "unchanged_on_failure"]
 
 
 @contextmanager
@@ -36,19 +38,6 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
                 module.recompile()  # its graph is an attribute, the code made of it is not
         put_back(values)
         raise
-
-
-def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int | None, Tensor]]:
-    """Remember the values of some tensors, for `put_back`."""
-    return [(t, None if t.is_inference() else t._version, t.detach().clone()) for t in tensors if not t.is_meta]
-
-
-def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
-    """Give tensors that were written to since `kept_values` their former values."""
-    with torch.no_grad():
-        for tensor, version, former in values:
-            if version is None or tensor._version != version:
-                tensor.copy_(former)
 
 
 def _tables(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:

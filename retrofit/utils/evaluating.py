@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from retrofit.utils.placement import device_of
 
 Modes = list[tuple[nn.Module, bool]]
 """Each module of a network, parents first, and whether it is in training mode."""
@@ -37,3 +39,29 @@ def restore_modes(modes: Modes) -> None:
     for module, training in modes:
         if module.training != training:
             module.train(training)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluate a network, and leave its modes, its buffers and the random state as they were."""
+    device = device_of(model)
+    kind, places = ("cuda", []) if device.type in ("cpu", "meta") else (device.type, [device])
+    buffers = kept_values(model.buffers())
+    with evaluating(model), torch.random.fork_rng(places, device_type=kind):
+        try:
+            yield
+        finally:
+            put_back(buffers)
+
+
+def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int | None, Tensor]]:
+    """Remember the values of some tensors, for `put_back`."""
+    return [(t, None if t.is_inference() else t._version, t.detach().clone()) for t in tensors if not t.is_meta]
+
+
+def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
+    """Give tensors that were written to since `kept_values` their former values."""
+    with torch.no_grad():
+        for tensor, version, former in values:
+            if version is None or tensor._version != version:
+                tensor.copy_(former)

@@ -1,8 +1,12 @@
-"""The identity check passes what is the same function and nothing else."""
+"""The comparison passes what is the same function and nothing else, and says where nothing was compared."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -11,8 +15,14 @@ import torchvision
 from torch import Tensor, nn
 
 from retrofit import surgery
+from retrofit.compare import Comparison, Reference, tensors_of
 from retrofit.errors import RetrofitError
-from retrofit.surgery.identity_check import CheckResult, IdentityCheck, own_input_size
+from retrofit.inputs import Call, example_calls, own_input_size
+from retrofit.surgery.families import find_norms
+
+
+def reference(model: nn.Module, size: tuple[int, ...] | None = None) -> Reference:
+    return Reference(model, example_calls(model, None, size), layers=[norm.name for norm in find_norms(model)])
 
 
 class Small(nn.Module):
@@ -36,7 +46,7 @@ SIZE = (3, 12, 12)
 
 def test_the_same_network_passes_with_no_difference() -> None:
     model = Small()
-    result = IdentityCheck(model, SIZE).compare(model)
+    result = reference(model, SIZE).compare(model)
     assert result.passed
     assert result.max_abs_diff == 0
     assert result.scale > 0
@@ -45,7 +55,7 @@ def test_the_same_network_passes_with_no_difference() -> None:
 @pytest.mark.parametrize(("change", "passes"), [(1e-6, True), (1e-2, False), (math.nan, False), (math.inf, False)])
 def test_a_changed_output_fails_beyond_the_tolerance(change: float, passes: bool) -> None:
     model = Small()
-    check = IdentityCheck(model, SIZE)
+    check = reference(model, SIZE)
     model.head.bias.data[1] += change
     result = check.compare(model)
     assert result.passed is passes
@@ -57,20 +67,24 @@ def test_a_changed_output_fails_beyond_the_tolerance(change: float, passes: bool
 def test_nan_in_source_and_result_alike_is_no_difference() -> None:
     model = Small()
     model.head.bias.data[1] = math.nan
-    assert IdentityCheck(model, SIZE).compare(model).passed
+    assert reference(model, SIZE).compare(model).passed
 
 
-def test_nan_alone_proves_nothing() -> None:
-    model = Small()
-    model.head.bias.data.fill_(math.nan)
-    with pytest.raises(RetrofitError, match="NaN or infinity alone; mend its weights"):
-        IdentityCheck(model, SIZE)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_what_proves_nothing_is_not_checked(value: float) -> None:
+    model = nn.Linear(5, 3)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    result = reference(model, (5,)).compare(model)
+    assert not result.passed
+    assert not result.differs
+    assert re.match(r"not checked: .*(NaN or infinity alone|every output is zero).*weights", str(result))
 
 
 def test_nan_that_disappears_is_a_difference() -> None:
     model = Small()
     model.head.bias.data[1] = math.nan
-    check = IdentityCheck(model, SIZE)
+    check = reference(model, SIZE)
     model.head.bias.data[1] = 0
     assert not check.compare(model).passed
 
@@ -78,7 +92,7 @@ def test_nan_that_disappears_is_a_difference() -> None:
 def test_a_difference_in_a_branch_multiplied_by_zero_is_found() -> None:
     model = Small()
     model.scale.data.zero_()
-    check = IdentityCheck(model, SIZE)
+    check = reference(model, SIZE)
     model.norm.eps = 1.0
     result = check.compare(model)
     assert not result.passed
@@ -90,7 +104,7 @@ def test_a_zero_output_is_judged_by_the_layers() -> None:
     model = Small()
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
-    result = IdentityCheck(model, SIZE).compare(model)
+    result = reference(model, SIZE).compare(model)
     assert result.passed
     assert result.where == "norm"
     assert result.scale > 0
@@ -101,7 +115,7 @@ def test_an_output_of_rounding_errors_is_judged_by_the_layers(broken: bool) -> N
     """The mean of what was normalized over the same places is zero, whatever the network."""
     norm = nn.InstanceNorm2d(8)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4, bias=False))
-    check = IdentityCheck(model, SIZE)
+    check = reference(model, SIZE)
     norm.eps *= 1 + 1e-6  # other rounding
     if broken:
         norm.eps = 0.1
@@ -118,7 +132,7 @@ def test_training_flags_come_back_and_statistics_and_hooks_stay() -> None:
     model = Small().train()
     model.norm.eval()
     before = model.norm.running_mean.clone()
-    check = IdentityCheck(model, SIZE)
+    check = reference(model, SIZE)
     check.compare(model)
     assert model.training
     assert model.act.training
@@ -130,23 +144,117 @@ def test_training_flags_come_back_and_statistics_and_hooks_stay() -> None:
 def test_seeded_and_leaves_the_random_state_alone() -> None:
     model = Small()
     state = torch.get_rng_state()
-    first, second = IdentityCheck(model, SIZE), IdentityCheck(model, SIZE)
+    first, second = reference(model, SIZE), reference(model, SIZE)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(first._outputs, second._outputs, strict=True))
+    assert all(torch.equal(a.args[0], b.args[0]) for a, b in zip(first.calls, second.calls, strict=True))
 
 
-def test_two_batch_sizes_run() -> None:
-    seen = []
+def only(*batches: int) -> nn.Module:
+    """A network that takes batches of some sizes alone."""
+
+    def check(_: nn.Module, args: tuple[Tensor]) -> None:
+        assert len(args[0]) in batches
+
     model = Small()
-    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    IdentityCheck(model, SIZE)
-    assert seen == [1, 2]
+    model.register_forward_pre_hook(check)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "batches"),
+    [
+        (Small, (1, 2)),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(432, 4), nn.BatchNorm1d(4, track_running_stats=False)), (2, 3)),
+        (lambda: only(2, 3), (2, 3)),
+        (lambda: only(1), (1,)),
+        (lambda: only(2), (2,)),
+    ],
+)
+def test_batches_that_the_network_takes(build: Callable[[], nn.Module], batches: tuple[int, ...]) -> None:
+    """One sample has no variance over the batch; other networks fix the batch that they take."""
+    model = build()
+    result = reference(model, SIZE).compare(model)
+    assert result.passed
+    assert result.batches == batches
+
+
+@dataclasses.dataclass
+class Answer:
+    boxes: list[Tensor]
+    more: object
+
+
+class Result:
+    """An object as detection libraries return it."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores, self.itself, self.names = scores, self, {0: "cat"}
+
+
+PACK: dict[str, Callable[[Tensor], object]] = {
+    "dataclass": lambda x: Answer([x], None),
+    "nested": lambda x: ({"a": [x]}, Answer([], {"b": (x + 1,)})),
+    "namedtuple": lambda x: x.max(1),
+    "object": lambda x: [Result(x)],
+    "complex": torch.fft.fft,
+}
+
+
+class Packing(nn.Module):
+    def __init__(self, pack: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.inner, self.pack = nn.Linear(5, 3), pack
+
+    def forward(self, x: Tensor) -> object:
+        return self.pack(self.inner(x))
+
+
+@pytest.mark.parametrize("pack", PACK.values(), ids=PACK)
+def test_tensors_anywhere_in_the_answer_count(pack: Callable[[Tensor], object]) -> None:
+    model = Packing(pack)
+    check = reference(model, (5,))
+    assert check.compare(model).passed
+    model.inner.bias.data += 1
+    assert check.compare(model).differs
+    assert not check.compare(Packing(lambda x: None)).passed
+
+
+@pytest.mark.parametrize(
+    "inputs", [torch.ones(2, 5), (torch.ones(2, 5),), [torch.ones(2, 5), None], {"x": torch.ones(2, 5), "mask": None}]
+)
+def test_inputs_are_taken_as_they_are_and_survive_networks_that_overwrite_them(inputs: Any) -> None:
+    class Overwriting(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x.mul_(2) + 1
+
+    (call,) = example_calls(Overwriting(), inputs)
+    check = Reference(Overwriting(), [call])
+    result = check.compare(lambda x, mask=None: x * 2 + 1)
+    assert result.passed
+    assert (result.batches, result.compared, result.scale) == ((2,), 10, 3)
+    assert all(torch.equal(t, torch.ones(2, 5)) for t in tensors_of(inputs))
+    with pytest.raises(RetrofitError, match="leave one out"):
+        example_calls(Overwriting(), inputs, (5,))
+    with pytest.raises(RetrofitError, match=r"did not take the example inputs \(TypeError: .*`inputs`"):
+        Reference(Overwriting(), [Call(kwargs={"y": torch.ones(1)})])
+
+
+def test_agreement_of_scores() -> None:
+    def scores(*best: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: nn.functional.one_hot(torch.tensor(best), 4).float()[: len(x)]
+
+    check = Reference(Packing(scores(0, 1, 2)), [Call((torch.ones(3, 5),))])
+    assert check.classifies
+    assert check.compare(scores(0, 1, 3)).top1_agreement == pytest.approx(2 / 3)
+    check = Reference(Packing(lambda x: (x, x)), [Call((torch.ones(3, 5),))])
+    assert not check.classifies
+    assert check.compare(lambda x: (x, x)).top1_agreement is None
 
 
 @pytest.mark.parametrize(("dtype", "change", "passes"), [(torch.bfloat16, 2e-3, True), (torch.float64, 2e-3, False)])
 def test_the_tolerance_follows_the_precision(dtype: torch.dtype, change: float, passes: bool) -> None:
     model = Small().to(dtype)
-    check = IdentityCheck(model, SIZE)
+    check = reference(model, SIZE)
     scale = check.compare(model).scale
     model.head.bias.data += change * scale
     assert check.compare(model, layers=False).passed is passes
@@ -166,7 +274,7 @@ class Several(nn.Module):
 
 def test_each_output_is_set_against_its_own_scale() -> None:
     model = Several()
-    check = IdentityCheck(model, (5,))
+    check = reference(model, (5,))
     model.small.bias.data += 0.1
     result = check.compare(model)
     assert not result.passed
@@ -174,18 +282,14 @@ def test_each_output_is_set_against_its_own_scale() -> None:
 
 
 def test_an_input_that_does_not_fit_is_a_users_error() -> None:
-    with pytest.raises(RetrofitError, match=r"random input of size 7x12x12 .*; give") as caught:
-        IdentityCheck(Small(), (7, 12, 12))
+    with pytest.raises(RetrofitError, match=r"random input of size 7x12x12 .*; give .*`inputs`") as caught:
+        reference(Small(), (7, 12, 12))
     assert "\n" not in str(caught.value)
 
 
-def test_a_network_without_tensors_is_a_users_error() -> None:
-    class Wordy(nn.Module):
-        def forward(self, x: Tensor) -> str:
-            return "nothing"
-
-    with pytest.raises(RetrofitError, match="no tensor"):
-        IdentityCheck(Wordy(), (1,))
+def test_an_answer_without_tensors_is_not_checked() -> None:
+    model = Packing(lambda x: "nothing")
+    assert str(reference(model, (5,)).compare(model)).startswith("not checked: the network's answer holds no tensor")
 
 
 def test_own_input_size() -> None:
@@ -194,10 +298,13 @@ def test_own_input_size() -> None:
 
 
 def test_json_keys() -> None:
-    values = CheckResult(1e-7, 2.0, 1e-4, "norm").to_dict()
-    assert values == {"max_abs_diff": 1e-7, "scale": 2.0, "tolerance": 1e-4, "passed": True}
-    assert CheckResult(0.0, 0.0, 1e-4).passed
-    assert not CheckResult(1e-30, 0.0, 1e-4).passed
+    values = Comparison(1e-7, 2.0, 1e-4, 0.5, "norm", (1, 2), 7).to_dict()
+    assert values == {
+        **{"batches": [1, 2], "max_abs_diff": 1e-7, "scale": 2.0, "top1_agreement": 0.5, "tolerance": 1e-4},
+        "passed": True,
+    }
+    assert not Comparison(1e-30, 0.0, compared=7).passed
+    assert not Comparison().passed
 
 
 def spoil(model: nn.Module, report: surgery.Report) -> None:
@@ -224,7 +331,7 @@ SPECIAL = [
 @pytest.mark.parametrize(("name", "size"), SPECIAL)
 def test_torchvision_networks_of_every_kind_of_input(name: str, size: tuple[int, ...] | None) -> None:
     model = torchvision_model(name)
-    check = IdentityCheck(model, size)
+    check = reference(model, size)
     model, report = surgery.convert(model, "normal", check=False)
     result = check.compare(model)
     assert result.passed
@@ -235,8 +342,8 @@ def test_torchvision_networks_of_every_kind_of_input(name: str, size: tuple[int,
 
 def test_a_detectors_backbone_and_heads_are_compared() -> None:
     model = torchvision_model("maskrcnn_resnet50_fpn_v2")
-    check = IdentityCheck(model, (3, 96, 96))
-    stages = {call.stage for call in check._calls}
+    check = reference(model, (3, 96, 96))
+    stages = {call.stage for call in check.parts}
     assert {"backbone", "rpn.head", "roi_heads.box_head", "roi_heads.mask_head"} <= stages
     model, _ = surgery.convert(model, "bnn", check=False)
     assert check.compare(model).passed
@@ -254,7 +361,7 @@ def test_a_detectors_backbone_and_heads_are_compared() -> None:
 )
 def test_timm_networks(name: str) -> None:
     model = timm.create_model(name)
-    check = IdentityCheck(model)
+    check = reference(model)
     model, report = surgery.convert(model, "normal", check=False)
     assert check.compare(model).passed
     spoil(model, report)

@@ -1,0 +1,333 @@
+"""Are two networks the same function? Both answer the same inputs, and every tensor in the answers counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.errors import RetrofitError
+from retrofit.inputs import Call, stages
+from retrofit.utils.evaluating import undisturbed
+from retrofit.utils.hooks import hooked
+from retrofit.utils.text import with_class
+
+TOLERANCE = 1e-4
+_SAMPLES = 4096  # elements kept of each layer's output: all of it would be gigabytes for a large network
+_ROUNDING = 8 * torch.finfo(torch.float32).eps  # of the layers' largest value: what float32 leaves of zero
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference between the answers of two networks.
+
+    Attributes:
+        max_abs_diff: Largest absolute difference; inf where shapes differ, or only one side is NaN or infinite. Of
+            several tensors, this and `scale` are those of the one that differs most for its scale.
+        scale: Largest finite absolute value that the reference gave there.
+        tolerance: Largest share of `scale` that passes.
+        top1_agreement: Share of the samples with the same highest score; None where the answers are no scores.
+        where: The layer that the figures belong to; empty for the network's output.
+        batches: Sizes of the batches that both answered.
+        compared: How many finite elements were compared.
+        not_checked: Why nothing was compared, and what would let it be; empty if it was.
+    """
+
+    max_abs_diff: float = 0.0
+    scale: float = 0.0
+    tolerance: float = TOLERANCE
+    top1_agreement: float | None = None
+    where: str = ""
+    batches: tuple[int, ...] = ()
+    compared: int = 0
+    not_checked: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """Whether a difference beyond the tolerance was seen."""
+        return not self.not_checked and not self.max_abs_diff <= self.tolerance * self.scale
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared, and is the same within the tolerance."""
+        return self.compared > 0 and not self.not_checked and not self.differs
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of the scale (0 for 0 of 0)."""
+        return 0.0 if self.max_abs_diff == 0 else self.max_abs_diff / self.scale if self.scale else math.inf
+
+    def problem(self, what: str = "the converted network is not the function of its source") -> str:
+        """Return a sentence on the difference; empty where there is none, or nothing was compared."""
+        at = f" (in {self.where})" if self.where else ""
+        return f"{what}{at}: {self}" if self.differs else ""
+
+    def __str__(self) -> str:
+        """The figures."""
+        if self.not_checked:
+            return f"not checked: {self.not_checked}"
+        return f"largest difference {self.max_abs_diff:.3g} at a scale of {self.scale:.3g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "batches": list(self.batches),
+            "max_abs_diff": self.max_abs_diff,
+            "scale": self.scale,
+            "top1_agreement": self.top1_agreement,
+            "tolerance": self.tolerance,
+            "passed": self.passed,
+        }
+
+
+class Reference:
+    """What a network answers, to compare others with.
+
+    The network is evaluated; its modes, its buffers and the random state are left as they were. Of torchvision's
+    detectors the backbone and the heads are compared, each fed what it was fed here.
+
+    Args:
+        model: The network.
+        calls: What it is run on, as from `example_calls`. Of several, those that it refuses are left out.
+        tolerance: Largest share of an output's scale that passes; rounding of a lower precision is added.
+        layers: Names of layers whose outputs are compared too, by sample: a freshly initialised network often
+            multiplies a whole branch by zero, of which its output alone proves nothing.
+
+    Attributes:
+        calls: The calls that the network took.
+        parts: The calls that are compared: the same, or those of a detector's parts.
+        shapes: By name of each of the `layers`, the shape of its output at each of its calls.
+        not_checked: Why there is nothing to compare with; empty if there is.
+
+    Raises:
+        RetrofitError: If the network takes none of the calls.
+    """
+
+    def __init__(
+        self, model: nn.Module, calls: Sequence[Call], *, tolerance: float = TOLERANCE, layers: Iterable[str] = ()
+    ) -> None:
+        """Run the network."""
+        self._layers = list(layers)
+        self.calls: list[Call] = []
+        self.parts: list[Call] = []
+        self._run = _Answers(self._layers)
+        errors: list[Exception] = []
+        with undisturbed(model):
+            for call in calls:
+                run = _Answers(self._layers)
+                try:
+                    parts = stages(model, call)
+                    run.add(model, parts)
+                except Exception as error:  # anything may come out of a network's own code
+                    errors.append(error)
+                    continue
+                self.calls.append(call)
+                self.parts += parts
+                self._run.extend(run)
+        if not self.calls:
+            raise RetrofitError(
+                f"the network did not take the example inputs ({with_class(errors[0])}); give it others with `inputs`"
+            ) from errors[0]
+        self.shapes = self._run.shapes
+        self.batches = tuple(call.batch for call in self.calls)
+        outputs = [tensor for answer in self._run.answers for tensor in answer]
+        self.not_checked = _nothing_to_compare(outputs)
+        dtype = next((output.dtype for output in outputs), torch.float32)
+        self.tolerance = max(tolerance, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+
+    @property
+    def uncalled(self) -> set[str]:
+        """The layers that the network did not call."""
+        return {name for name, found in self.shapes.items() if not found}
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the network answers with scores of classes, (N, classes), and nothing else."""
+        return all(_is_scores(part, answer) for part, answer in zip(self.parts, self._run.answers, strict=True))
+
+    def compare(self, other: Any, *, layers: bool = True) -> Comparison:
+        """Compare another network, or any function of the same arguments, with this one.
+
+        Args:
+            other: What is compared; a module is evaluated and left as it was.
+            layers: Whether the layers' outputs count too.
+
+        Returns:
+            The output that differs most; if the outputs are the same, the first layer that is not; if every output is
+            zero but for rounding (the mean of what is normalized over it), the layer that differs most.
+
+        Raises:
+            RetrofitError: If `other` does not take what this network took.
+        """
+        if self.not_checked:
+            return Comparison(tolerance=self.tolerance, batches=self.batches, not_checked=self.not_checked)
+        run = _Answers(self._layers if layers else [])
+        try:
+            if isinstance(other, nn.Module):
+                with undisturbed(other):
+                    run.add(other, self.parts)
+            else:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    run.add(other, self.parts)
+        except RetrofitError:
+            raise
+        except Exception as error:
+            raise RetrofitError(f"the network does not take what it took before ({with_class(error)})") from error
+        result = self._compared(run, layers)
+        if not result.differs and not result.scale:
+            result = replace(result, not_checked="every output is zero, which proves nothing; check the weights")
+        return replace(result, batches=self.batches, top1_agreement=self._agreement(run))
+
+    def _compared(self, run: _Answers, layers: bool) -> Comparison:
+        largest = max((scale_of(value) for values in self._run.samples.values() for value in values), default=0.0)
+        zero = _ROUNDING * largest if layers else 0.0  # without layers there is nothing else to judge by
+        pairs: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
+        for part, ours, theirs in zip(self.parts, self._run.answers, run.answers, strict=True):
+            if len(ours) != len(theirs):
+                return self._result([(torch.zeros(()), torch.zeros(1))])
+            for number, pair in enumerate(zip(ours, theirs, strict=True)):
+                pairs.setdefault((part.stage, number), []).append(pair)
+        outputs = max((self._result(group, zero=zero) for group in pairs.values()), key=_by_share)
+        if not layers or outputs.differs:
+            return outputs
+        rows = [self._layer(name, run.samples[name]) for name in self._layers]
+        differing = next((row for row in rows if row.differs), None)
+        if differing is None and outputs.scale == 0 and rows:
+            return max(rows, key=_by_share)
+        return differing or outputs
+
+    def _layer(self, name: str, samples: list[Tensor]) -> Comparison:
+        """Compare the samples of one layer, which may be called more often than it was, and not less."""
+        ours = self._run.samples[name]
+        if len(samples) < len(ours):
+            return Comparison(math.inf, 0.0, self.tolerance, where=name)
+        return max(
+            (self._result([pair], name) for pair in zip(ours, samples, strict=False)),
+            key=_by_share,
+            default=Comparison(tolerance=self.tolerance, where=name),
+        )
+
+    def _result(self, pairs: list[tuple[Tensor, Tensor]], where: str = "", zero: float = 0.0) -> Comparison:
+        """Compare some tensors by one scale; values up to `zero` count as none."""
+        gap = max(largest_gap(a, b) for a, b in pairs)
+        scale = max(scale_of(a) for a, _ in pairs)
+        if max(gap, scale) <= zero:
+            gap = scale = 0.0
+        compared = sum(int(a.isfinite().sum()) for a, _ in pairs)
+        return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
+
+    def _agreement(self, run: _Answers) -> float | None:
+        same = scored = 0
+        for part, ours, theirs in zip(self.parts, self._run.answers, run.answers, strict=True):
+            if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]:
+                same += int((ours[0].argmax(1) == theirs[0].argmax(1)).sum())
+                scored += len(ours[0])
+        return same / scored if scored else None
+
+
+class _Answers:
+    """What a network answered to some calls, and what some of its layers put out meanwhile."""
+
+    def __init__(self, layers: Iterable[str]) -> None:
+        self.answers: list[list[Tensor]] = []
+        self.samples: dict[str, list[Tensor]] = {name: [] for name in layers}
+        self.shapes: dict[str, list[torch.Size]] = {name: [] for name in self.samples}
+
+    def add(self, model: Any, calls: Iterable[Call]) -> None:
+        """Make some calls."""
+        layers = ((model.get_submodule(name), name) for name in self.samples)
+        with hooked(layer.register_forward_hook(partial(self._keep, layer, name)) for layer, name in layers):
+            for call in calls:
+                self.answers.append([_kept(tensor).clone() for tensor in tensors_of(call.on(model))])
+
+    def extend(self, other: _Answers) -> None:
+        """Append another run of the same layers."""
+        self.answers += other.answers
+        for name in self.samples:
+            self.samples[name] += other.samples[name]
+            self.shapes[name] += other.shapes[name]
+
+    def _keep(self, layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        """Keep some elements of a layer's output, always the same ones; as a forward hook.
+
+        A converted layer has its source's hooks, in one table with it.
+        """
+        if called is not layer or not isinstance(output, Tensor):
+            return
+        flat = output.detach().flatten()
+        chosen = torch.arange(flat.numel(), device="cpu")
+        if flat.numel() > _SAMPLES:
+            chosen = torch.randint(flat.numel(), (_SAMPLES,), generator=torch.Generator().manual_seed(0), device="cpu")
+        self.samples[name].append(_kept(flat[chosen.to(flat.device)]))
+        self.shapes[name].append(output.shape)
+
+
+def tensors_of(answer: Any) -> Iterator[Tensor]:
+    """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and other objects."""
+    yield from _tensors(answer, set())
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, str | bytes | int | float | None) or id(value) in seen or isinstance(value, nn.Module | type):
+        return
+    seen.add(id(value))
+    held: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        held = value.values()
+    elif isinstance(value, list | tuple):
+        held = value
+    elif is_dataclass(value):
+        held = (getattr(value, one.name, None) for one in fields(value))
+    elif hasattr(value, "__dict__") and not callable(value):
+        held = vars(value).values()
+    for one in held:
+        yield from _tensors(one, seen)
+
+
+def largest_gap(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference: inf where shapes differ, or NaN or infinity is on one side only."""
+    if one.shape != other.shape:
+        return math.inf
+    a, b = _numbers(one), _numbers(other)
+    gap = (a - b)[(a != b) & ~(a.isnan() & b.isnan())].abs()
+    return float(gap.nan_to_num(math.inf, math.inf).max()) if gap.numel() else 0.0
+
+
+def scale_of(source: Tensor) -> float:
+    """Return the largest absolute value that is finite; 0 if none is."""
+    finite = source[source.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _kept(value: Tensor) -> Tensor:
+    return value.detach() if value.is_meta else value.detach().cpu()
+
+
+def _numbers(value: Tensor) -> Tensor:
+    return torch.view_as_real(value).double() if value.is_complex() else value.double()
+
+
+def _is_scores(part: Call, answer: list[Tensor]) -> bool:
+    return not part.stage and len(answer) == 1 and answer[0].ndim == 2 and answer[0].is_floating_point()
+
+
+def _by_share(result: Comparison) -> tuple[float, float]:
+    return result.share, result.scale
+
+
+def _nothing_to_compare(outputs: list[Tensor]) -> str:
+    if any(output.is_meta for output in outputs):
+        return "the network lies on the meta device; move it with `to_empty` and load its weights"
+    if not any(output.numel() for output in outputs):
+        return "the network's answer holds no tensor; give it inputs that it answers with tensors, as `inputs`"
+    if not any(output.isfinite().any() for output in outputs):
+        return "the network answers with NaN or infinity alone; mend its weights, or give it other `inputs`"
+    return ""

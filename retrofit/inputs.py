@@ -1,0 +1,164 @@
+"""What a network is run on: the example inputs that its user gives, or random ones that it is known to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.record import record_of
+from retrofit.utils.evaluating import undisturbed
+from retrofit.utils.hooks import hooked
+from retrofit.utils.placement import placement_of
+from retrofit.utils.text import with_class
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+"""As a user gives them: one tensor, the positional arguments, or the keyword arguments of one call."""
+
+_BATCHES = (1, 2), (2, 3)  # the second for a network that refuses a single sample
+_FRAMES = 16  # of a video clip; torchvision's S3D and MViT take no fewer
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        stage: The submodule that is called; empty for the network itself.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    stage: str = ""
+
+    def on(self, model: Any) -> Any:
+        """Make the call with copies of its tensors, which the network may overwrite; random numbers are seeded."""
+        args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs)))
+        torch.manual_seed(0)
+        return (model.get_submodule(self.stage) if self.stage else model)(*args, **kwargs)
+
+    @property
+    def batch(self) -> int:
+        """The first dimension of the first tensor; 0 if there is none."""
+        tensors = (leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor))
+        return next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+
+
+def example_calls(
+    model: nn.Module, inputs: Inputs | None = None, input_size: Sequence[int] | None = None
+) -> list[Call]:
+    """Return calls that a network takes.
+
+    Args:
+        model: Any network; it is left as it was.
+        inputs: The arguments of one call, which are used as they are.
+        input_size: Shape of one sample, (C, H, W) for images; the network's own if None. Then there are two calls with
+            seeded random numbers: batches of 1 and 2, or of 2 and 3 where the network refuses a single sample.
+
+    Raises:
+        UsageError: If both are given.
+        RetrofitError: If the network does not take random samples of that size.
+    """
+    if inputs is not None:
+        if input_size is not None:
+            raise UsageError("`inputs` and `input_size` both say what the network is run on; leave one out")
+        if isinstance(inputs, Mapping):
+            return [Call(kwargs=dict(inputs))]
+        return [Call((inputs,) if isinstance(inputs, Tensor) else tuple(inputs))]
+    size = tuple(input_size or own_input_size(model))
+    errors: list[Exception] = []
+    for batches in _BATCHES:
+        calls = [_random_call(model, size, batch) for batch in batches]
+        try:
+            with undisturbed(model):
+                calls[0].on(model)
+        except Exception as error:  # anything may come out of a network's own code
+            errors.append(error)
+        else:
+            return calls
+    raise RetrofitError(
+        f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(errors[0])}); "
+        "give example tensors with `inputs`, or another `input_size`"
+    ) from errors[0]
+
+
+def own_input_size(model: nn.Module) -> tuple[int, ...]:
+    """Return the (C, H, W) that a network says it was made for; 3 x 224 x 224 where it does not say."""
+    known = record_of(model).preprocess
+    if known is not None:
+        return tuple(known.input_size)
+    config = getattr(model, "pretrained_cfg", None) or {}
+    if config.get("input_size"):
+        return tuple(config["input_size"])
+    side = getattr(model, "image_size", 224)  # torchvision's vision transformers
+    return (3, side, side)
+
+
+def input_shapes(model: nn.Module, size: tuple[int, ...], batch: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors that a network takes with a batch of samples of `size`, (C, H, W).
+
+    torchvision's networks for optical flow take two images, those for video clips.
+    """
+    family = type(model).__module__
+    if family.startswith("torchvision.models.optical_flow"):
+        channels, *sides = size
+        return [(batch, channels, *(max(128, side - side % 8) for side in sides))] * 2
+    if family.startswith("torchvision.models.video"):
+        return [(batch, size[0], _FRAMES, *size[1:])]
+    return [(batch, *size)]
+
+
+def is_detector(model: Any) -> bool:
+    """Whether a network is one of torchvision's detection models, whose output is boxes."""
+    return type(model).__module__.startswith("torchvision.models.detection")
+
+
+def stages(model: nn.Module, call: Call) -> list[Call]:
+    """Return the calls by which two networks are compared: a detector's parts with what they got; else `call` itself.
+
+    A detector's boxes come out of sorting and suppression, where a rounding error may swap two candidates. Its backbone
+    and heads are called instead, each with what it was given when the whole was called.
+    """
+    if not is_detector(model):
+        return [call]
+    heads = getattr(model, "roi_heads", nn.Module()).named_children()
+    names = ["backbone", "head", "rpn.head"]
+    names += [f"roi_heads.{name}" for name, child in heads if any(True for _ in child.parameters())]
+    modules = dict(model.named_modules())
+    parts: list[Call] = []
+
+    def record(stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parts.append(Call(tree_map(_filled, args), tree_map(_filled, kwargs), stage))
+
+    present = [name for name in names if name in modules]
+    with hooked(modules[name].register_forward_pre_hook(partial(record, name), with_kwargs=True) for name in present):
+        call.on(model)
+    return parts
+
+
+def _random_call(model: nn.Module, size: tuple[int, ...], batch: int) -> Call:
+    generator = torch.Generator().manual_seed(batch)
+    place = placement_of(model)
+    shapes = [size] * batch if is_detector(model) else input_shapes(model, size, batch)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float32, device="cpu").to(*place) for s in shapes]
+    return Call((tensors,) if is_detector(model) else tuple(tensors))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _filled(value: Any) -> Any:
+    """Copy a tensor; one without rows (a mask head's, when no box was found) becomes two seeded random rows."""
+    if not isinstance(value, Tensor) or value.numel():
+        return _copied(value)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, *value.shape[1:], generator=generator, dtype=torch.float32, device="cpu").to(value)
