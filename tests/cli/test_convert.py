@@ -20,8 +20,8 @@ import retrofit
 from retrofit import surgery
 from retrofit.cli.convert import command
 from retrofit.cli.network import file_stem
+from retrofit.compare import Reference
 from retrofit.layers.normality_norm import NoiseKind
-from retrofit.surgery.identity_check import IdentityCheck
 from tests.cli.conftest import Run, complaint, done
 from tests.pictures import write_folder
 
@@ -329,7 +329,7 @@ def test_nothing_is_left_of_a_write_that_fails(
 
 
 def test_ctrl_c_during_the_check(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(IdentityCheck, "compare", fail(KeyboardInterrupt()))
+    monkeypatch.setattr(Reference, "compare", fail(KeyboardInterrupt()))
     result = run("convert", "test_resnet", "--to", "bnn")
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "interrupted"
