@@ -77,8 +77,9 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
         notes: tuple[str, ...] = (plan.activations,) if plan.activations else ()
         notes += converter.finish(model, plan, surveyed)
         notes += guard(model, set(built.values()))
-        for source, name in names.items():
-            vars(source)["forward"] = partial(_refuse_call, name)
+        for source, name in names.items():  # a layer that stays is its own counterpart
+            if built[source] is not source:
+                vars(source)["forward"] = partial(_refuse_call, name)
         set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, before, _parameters(model), strength, notes)
