@@ -137,7 +137,10 @@ class ConversionOptions:
         "(default: yes; no for training from scratch, as the paper).",
     )
     ws: bool | None = known_as(
-        bool, _MIGRATED, "Also standardize the weights of the convolutions before the layers.", switch=True
+        bool,
+        _MIGRATED,
+        "Also standardize the weights of all convolutions but those in squeeze-excites and classifiers.",
+        switch=True,
     )
     calibrate: Iterable[Any] | None = known_as(
         "batches",

@@ -138,12 +138,16 @@ class Flow:
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
         """Whether `node` works on pooled values, one a channel, that go on to multiply other features."""
+        return self.is_pooled(node) and any(
+            self.steps[later] == "product" for later in self._downstream(node, _OUT_OF_GATE)
+        )
+
+    def is_pooled(self, node: fx.Node) -> bool:
+        """Whether `node` works on pooled values, one a channel."""
         upstream = self.source(node)
         while upstream is not None and self.steps[upstream] in _IN_GATE:
             upstream = self.source(upstream)
-        if upstream is None or self.steps[upstream] != "pool":
-            return False
-        return any(self.steps[later] == "product" for later in self._downstream(node, _OUT_OF_GATE))
+        return upstream is not None and self.steps[upstream] == "pool"
 
     def is_gate(self, node: fx.Node) -> bool:
         """Whether `node` is a sigmoid whose output multiplies other features."""

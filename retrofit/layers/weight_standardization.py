@@ -17,12 +17,15 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
 
     With mean and var over one output channel's weights, timm's StdConv uses w^ = (w - mean) / sqrt(var + eps). Here:
 
-        weight used = w + t * (w^ * restore_scale + restore_shift - w)
+        weight used = w + t * ((w^ * restore_scale + restore_shift) * scale - w)
 
     At t = `strength` = 1, with scale 1 and shift 0 as constructed, that is StdConv; a `restore_scale` of
     gain * gamma / sqrt(fan-in) makes it ScaledStdConv, whose learned gain a normalization layer behind makes redundant.
     `seed_restore` stores the standard deviation and mean of the present weights instead: the layer is then the plain
     convolution at any t until training moves them, and keeps each channel's mean and scale from there on.
+
+    `scale` is a parameter (C,), if asked for: the one that the paper of ProxyNorm puts behind the last convolution of a
+    residual block (appendix A.1), whose output no norm rescales.
 
     The parameter keeps its name, `weight`, in the state dict. It is standardised in float32 at least. Fan-in 1 (1x1
     depthwise) leaves nothing to standardise and is refused.
@@ -31,6 +34,7 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         *args: The convolution's own.
         eps: Added to the variance: timm's 1e-6; the paper of ProxyNorm takes 0.
         strength: Initial t, in [0, 1].
+        scale: Learn a scale for each output channel; it starts at 1.
         **kwargs: The convolution's own.
 
     Raises:
@@ -39,8 +43,11 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
 
     restore_scale: Tensor
     restore_shift: Tensor
+    scale: nn.Parameter | None
 
-    def __init__(self, *args: Any, eps: float = 1e-6, strength: float = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, eps: float = 1e-6, strength: float = 1.0, scale: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         if eps < 0:
             raise ValueError(f"eps must be at least 0, got {eps}")
@@ -50,7 +57,15 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         device, exact = self.weight.device, torch.promote_types(self.weight.dtype, torch.float32)
         self.register_buffer("restore_scale", torch.ones(len(self.weight), device=device, dtype=exact))
         self.register_buffer("restore_shift", torch.zeros(len(self.weight), device=device, dtype=exact))
+        learned = nn.Parameter(torch.ones(len(self.weight), device=device, dtype=self.weight.dtype)) if scale else None
+        self.register_parameter("scale", learned)
         self._register_strength(strength, device)
+
+    @torch.no_grad()
+    def seed_scale(self) -> None:
+        """Start the learned scale at the standard deviation of the present weights, per output channel."""
+        if self.scale is not None:
+            self.scale.copy_(self._moments(self.weight.to(self.restore_scale.dtype))[1].flatten())
 
     @torch.no_grad()
     def seed_restore(self) -> None:
@@ -66,14 +81,16 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         mean, std = self._moments(weight)
         scale = self.restore_scale.to(weight.dtype).view(shape) / std
         standard = torch.addcmul(self.restore_shift.to(weight.dtype).view(shape), weight - mean, scale)
+        if self.scale is not None:
+            standard = standard * self.scale.to(weight.dtype).view(shape)
         return torch.lerp(weight, standard, self.strength.to(weight.dtype)).to(self.weight.dtype)
 
     def plain_convolution(self) -> nn.Module:
         """Return torch's convolution with the weights that this one uses now."""
         new = copy.copy(self)
         new.__class__ = next(cls for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(self, cls))  # type: ignore[assignment]
-        new._parameters, new._buffers = {**self._parameters}, {}
-        new.weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
+        weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
+        new._parameters, new._buffers = {"weight": weight, "bias": self._parameters["bias"]}, {}
         return new
 
     def _moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:

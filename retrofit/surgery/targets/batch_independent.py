@@ -18,7 +18,7 @@ from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.site import Site, Sites
-from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm, weight_standardization
+from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
 from retrofit.layers.migrated_group_norm import group_gain
 from retrofit.surgery.converter import (
     Converter,
@@ -34,6 +34,7 @@ from retrofit.surgery.converter import (
     sites_of,
     thawed_note,
 )
+from retrofit.surgery.convolutions import STANDARDIZED, describe, plan_convolutions
 from retrofit.surgery.families import FAMILIES, NormLayer
 from retrofit.surgery.group_count import group_count, most_groups
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
@@ -43,11 +44,6 @@ from retrofit.utils.text import plural
 _BATCH = frozenset({"bn", "frozen-bn"})
 _FUSED = ("BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d", "FrozenBatchNormAct")
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
-_STANDARDIZED: dict[type[nn.Module], type[weight_standardization.WeightStandardization]] = {
-    nn.Conv1d: weight_standardization.WeightStandardizedConv1d,
-    nn.Conv2d: weight_standardization.WeightStandardizedConv2d,
-    nn.Conv3d: weight_standardization.WeightStandardizedConv3d,
-}
 
 
 class BatchIndependentConverter(Converter):
@@ -74,7 +70,7 @@ class BatchIndependentConverter(Converter):
             taken = [layer for layer in layers if layer.family in _BATCH and _migratable(layer.module)]
             norms = {layer.name: layer.module for layer in taken}
             picked = most_groups(model, norms, options.calibrate) if norms else {}
-        sites = sites_of(model, self.sources) if self.proxy or options.ws else Sites([], [], {})
+        sites = sites_of(model, self.sources) if self.proxy else Sites([], [], {})
         followed = {site.norm for site in sites.sites if site.activation and not _activation_problem(model, site)}
         decided = {
             layer.name: self._keep_groups(layer, layer.name in followed)
@@ -116,14 +112,15 @@ class BatchIndependentConverter(Converter):
             if row.status != "converted":
                 continue
             if row.kind == "convolution":
-                replace_module(model, row.name, _standardized(model.get_submodule(row.name), row.options["restore"]))
+                replace_module(model, row.name, _standardized(model.get_submodule(row.name), **row.options))
             else:
                 proxied = _replace_activation(model, surveyed[row.norm, row.place], row)
                 added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
+        notes = (*thawed_note(plan), *describe(plan.edits))
         if not added:
-            return thawed_note(plan)
+            return notes
         return (
-            *thawed_note(plan),
+            *notes,
             f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays them): an optimizer built "
             "before the conversion does not hold them, so build it again",
         )
@@ -162,15 +159,14 @@ class BatchIndependentConverter(Converter):
     def _edits(
         self, model: nn.Module, converted: set[str], options: ConversionOptions, sites: Sites
     ) -> tuple[EditRow, ...]:
-        """Decide every activation, and with weight standardization every convolution before a converted layer."""
+        """Decide every activation, and with weight standardization every convolution."""
         made: list[EditRow] = []
         if self.proxy:
             settled = {"params": options.pn_params is not False, "restore": options.pn_restore is not False}
             made += [_activation(model, site, converted, settled) for site in sites.sites if site.activation]
             made += left_activations(sites, converted)
         if options.ws:
-            restore = {"restore": options.pn_restore is not False}
-            made += [_convolution(model, site, restore) for site in sites.sites if site.norm in converted]
+            made += plan_convolutions(model, converted, options.pn_restore is not False)
         return tuple(made)
 
     def _drops_shift(self, found: NormLayer, options: ConversionOptions, sites: Sites) -> bool:
@@ -220,22 +216,6 @@ def _activation_problem(model: nn.Module, site: Site) -> str:
     return "inside a squeeze-excite" if site.in_squeeze_excite else call_problem(model, site.activation)
 
 
-def _convolution(model: nn.Module, site: Site, settled: dict[str, Any]) -> EditRow:
-    """Decide the convolution that feeds a site's norm."""
-    if site.feeder is None:
-        return EditRow("", "", "convolution", "left", site.feeder_reason, site.norm, site.place)
-    conv: Any = model.get_submodule(site.feeder)
-    reason = ""
-    if type(conv) not in _STANDARDIZED:
-        reason = "not one of torch's own convolutions"
-    elif conv.weight[0].numel() < 2:
-        reason = "each output channel has a single weight"
-    elif site.in_squeeze_excite:
-        reason = "inside a squeeze-excite"
-    row = EditRow(site.feeder, type(conv).__name__, "convolution", "left", reason, site.norm, site.place)
-    return row if reason else replace(row, status="converted", options=settled)
-
-
 def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm:
     """Put a ProxyNorm in place of the activation that follows a converted norm, at this site alone."""
     act = site.activation
@@ -259,9 +239,12 @@ def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm
     return proxied
 
 
-def _standardized(conv: Any, restore: bool) -> nn.Module:
-    """Return the weight-standardised twin of a convolution, around its tensors."""
-    new = _STANDARDIZED[type(conv)](
+def _standardized(conv: Any, restore: bool, scale: bool = False) -> nn.Module:
+    """Return the weight-standardised twin of a convolution, around its tensors.
+
+    Without `restore`, a learned scale starts where the block keeps the size that the initialization gave it.
+    """
+    new = STANDARDIZED[type(conv)](
         conv.in_channels,
         conv.out_channels,
         conv.kernel_size,
@@ -272,12 +255,15 @@ def _standardized(conv: Any, restore: bool) -> nn.Module:
         conv.bias is not None,
         conv.padding_mode,
         strength=0.0,
+        scale=scale,
         device=conv.weight.device,
         dtype=conv.weight.dtype,
     )
     adopt(new, conv)
     if restore:
         new.seed_restore()
+    else:
+        new.seed_scale()
     return new
 
 
