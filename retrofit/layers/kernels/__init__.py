@@ -1,15 +1,16 @@
 """The kernels of normality normalization, and which of them run.
 
-`eager`, `cpp` and `triton` are modules with the same three functions, `forward`, `backward` and `apply`,
-on tensors in a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of them: eager, cpp (or its former
-name, compile) or triton.
-Unset, CUDA tensors go through Triton and large CPU tensors through C++; small ones, and all where neither is to be had,
-stay eager. The choice depends on the tensor alone, so that a run that is resumed repeats its bits. The log says once
-what was chosen for a kind of device, as a warning where it is not the fastest.
+`eager`, `cpp`, `triton` and `inductor` are modules with the same three functions, `forward`, `backward` and `apply`, on
+tensors in a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of them. Unset, CUDA tensors go
+through Triton and large CPU tensors through C++; small ones, and all where neither is to be had, stay eager. On a GPU
+kernels run once they have passed a self-test there; in place of those that fail come torch.compile's (inductor), and in
+place of these torch operations. The choice depends on the tensor alone, so that a run that is resumed repeats its bits.
+The log says once what was chosen for a kind of device, as a warning where it is not the fastest.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -21,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from retrofit.layers.kernels import cpp, eager
+from retrofit.layers.kernels import cpp, eager, self_test
 from retrofit.layers.transforms import transformed
 
 _log = logging.getLogger(__name__)
 
 VARIABLE = "RETROFIT_KERNELS"
-NAMES = ("eager", "cpp", "triton")
+NAMES = ("eager", "cpp", "triton", "inductor")
 _STRETCH = 32
 LARGE = 2**13
 """Elements from which compiled kernels are worth the call, and some ten seconds of building them once a machine."""
@@ -58,7 +59,7 @@ def run(function: str, out: Tensor, *args: Any) -> Any:
 def chosen(x: Tensor) -> ModuleType:
     """Return the kernels for `x` where there is a choice of C++ and torch operations only: `cpp` or `eager`."""
     name = _named()
-    return _choose(name, x) if x.is_cpu and name != "triton" else eager
+    return _choose(name, x) if x.is_cpu and name in ("", "cpp") else eager
 
 
 def moves(x: Tensor, stretch: int) -> bool:
@@ -71,17 +72,19 @@ def moves(x: Tensor, stretch: int) -> bool:
 
 def _named() -> str:
     name = os.environ.get(VARIABLE, "")
-    name = "cpp" if name == "compile" else name
     if name and name not in NAMES:
         raise ValueError(f"{VARIABLE}={name} names no kernels; choose one of {', '.join(NAMES)}, or unset it")
     return name
 
 
 def _choose(name: str, x: Tensor) -> ModuleType:
-    if name == "eager" or x.dtype == torch.float64:
+    if name == "eager" or x.dtype not in self_test.TOLERANCES:
         return eager
-    if name == "triton":
-        return _triton(x)
+    if name in ("triton", "inductor"):
+        fault = _fault(name, x.device, x.dtype)
+        if fault is not None:
+            raise RuntimeError(f"{VARIABLE}={name}, but {fault}; unset it or choose eager")
+        return _module(name)
     if name == "cpp":
         if x.device.type != "cpu":
             raise RuntimeError(f"{VARIABLE}=cpp, but the tensor is on {x.device}; unset it or choose triton or eager")
@@ -89,7 +92,7 @@ def _choose(name: str, x: Tensor) -> ModuleType:
             raise RuntimeError(f"{VARIABLE}=cpp, but there are no C++ kernels: {cpp.fault()}")
         return cpp
     if x.is_cuda:
-        return _triton(x) if _on_cuda() else eager
+        return _on_gpu(x.device, x.dtype)
     return cpp if x.numel() >= LARGE and _on_cpu() else eager
 
 
@@ -105,21 +108,38 @@ def _on_cpu() -> bool:
 
 
 @cache
-def _on_cuda() -> bool:
-    """Whether Triton is there; says what runs on GPUs."""
-    found = importlib.util.find_spec("triton") is not None
-    if found:
-        _log.info("normality layers run Triton kernels on GPUs")
+def _on_gpu(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The fastest kernels that pass their self-test; says what runs, and why where it is not Triton's."""
+    faults: list[str] = []
+    for name in ("triton", "inductor"):
+        fault = _fault(name, device, dtype)
+        if fault is None:
+            break
+        faults.append(fault)
     else:
-        _log.warning("normality layers run torch operations on GPUs, several times slower: triton is not installed")
-    return found
+        name = "eager"
+    if faults:
+        what = {"inductor": "torch.compile's kernels", "eager": "torch operations, several times slower,"}[name]
+        _log.warning("normality layers run %s on GPUs in %s: %s", what, dtype, "; ".join(faults))
+    else:
+        _log.info("normality layers run Triton kernels on GPUs in %s", dtype)
+    return _module(name)
 
 
-def _triton(x: Tensor) -> ModuleType:
-    if not importlib.util.find_spec("triton"):
-        raise RuntimeError(f"{VARIABLE}=triton, but triton is not installed; unset it or install triton")
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError(f"{VARIABLE}=triton, but the tensor is on the CPU; unset it or choose eager or cpp")
-    from retrofit.layers.kernels import triton
+@cache
+def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say why kernels cannot run on a device, or return None where they can."""
+    if name == "triton":
+        if not importlib.util.find_spec("triton"):
+            return "triton is not installed"
+        if device.type != "cuda":  # in the interpreter a self-test takes minutes; interpreted.py runs it at small sizes
+            return None if os.environ.get("TRITON_INTERPRET") == "1" else "the tensor is on the CPU"
+    try:
+        kernels = _module(name)
+    except ImportError as error:
+        return f"{name} cannot be imported ({error})"
+    return self_test.fault(kernels, device, dtype)
 
-    return triton
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")

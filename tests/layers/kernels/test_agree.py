@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,6 +189,58 @@ def test_given_statistics(sets: Sets) -> None:
     wanted = oracle.power_transform((x.double() - mean) / (var + EPS).sqrt(), lam) * w + b
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
     assert got.stride() == x.stride()
+
+
+SINGULAR = (1e-5, -3e-4, 2 - 1e-5, 2 + 3e-4)
+"""Values of lambda beside 0 and 2, where a branch of the transform is nearly a logarithm."""
+
+
+def assert_right_where_lambda_is(lmbda: float, shape: tuple[int, int]) -> None:
+    """Choose the strength for which one set has this lambda, and compare output and gradient with the oracle's."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).exp()
+    exact = x.double()
+    h = (exact - exact.mean()) / (exact.var(correction=0) + EPS).sqrt()
+    t = ((lmbda - 1) / (oracle.newton_estimate(h, (0, 1)) - 1)).item()
+    upstream = torch.linspace(-1, 2, x.numel(), dtype=torch.float64).view(shape)
+    leaf, exact_leaf = x.to(device()).requires_grad_(), exact.requires_grad_()
+    out, _ = normality_norm(leaf, None, None, dim=(0, 1), eps=EPS, strength=t)
+    out.backward(upstream.to(out))
+    wanted = oracle.normality_norm(exact_leaf, None, None, (0, 1), EPS, t)
+    wanted.backward(upstream)
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(leaf.grad.cpu().double(), exact_leaf.grad, rtol=1e-4, atol=1e-4)
+
+
+@KERNELS
+@pytest.mark.usefixtures("choose")
+@pytest.mark.parametrize("lmbda", SINGULAR)
+def test_estimated_lambda_beside_its_singular_points(lmbda: float) -> None:
+    assert_right_where_lambda_is(lmbda, (5, 40))
+
+
+@KERNELS
+@pytest.mark.usefixtures("choose")
+@pytest.mark.parametrize("centre", [0.0, 2.0])
+@pytest.mark.parametrize("grad", [False, True], ids=["apply", "derivative"])
+def test_given_lambda_at_and_beside_its_singular_points(centre: float, grad: bool) -> None:
+    """scipy's transform, and central differences of it."""
+    offsets = [0.0, 1e-9, -1e-9, 1e-7, -1e-7, 1e-5, -1e-5, 2e-4, -2e-4, 4.9e-4, -4.9e-4, 6e-4]
+    lmbda = torch.tensor([centre + offset for offset in offsets], dtype=torch.float32, device=device())
+    h = torch.linspace(-6, 9, 41, device=device()).view(-1, 1).expand(41, len(offsets)).contiguous()
+    zero = torch.zeros_like(lmbda)
+
+    def wanted(change: float) -> Tensor:
+        columns = [oracle.psi(h[:, i].double().cpu().numpy(), value + change) for i, value in enumerate(lmbda.tolist())]
+        return torch.tensor(np.stack(columns, 1))
+
+    leaf = lmbda.clone().requires_grad_(grad)
+    got = apply_statistics(h, *(value.view(1, -1) for value in (zero, zero + 1, leaf)), None, None, 0.0)
+    torch.testing.assert_close(got.detach().cpu().double(), wanted(0.0), rtol=2e-6, atol=1e-6)
+    if grad:
+        got.sum().backward()
+        step = 1e-5
+        slopes = ((wanted(step) - wanted(-step)) / (2 * step)).sum(0)
+        torch.testing.assert_close(leaf.grad.cpu().double(), slopes, rtol=1e-5, atol=1e-5)
 
 
 @ALL

@@ -1,0 +1,151 @@
+"""Whether kernels are right on a device, asked before a network uses them there.
+
+They run on a few small tensors, in both memory formats, where a set has a program of its own and where programs share
+it, and are compared with the formulas on the same device. They run twice: the bits must repeat. What passed is
+remembered in the cache folder, by device, versions and source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from retrofit.layers.kernels import cache_folder, eager
+
+_log = logging.getLogger(__name__)
+_EPS = 1e-5
+_MATHEMATICS = ("lambda_estimate", "yeo_johnson")
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a tensor's largest value
+
+
+class WrongResultError(Exception):
+    """A result that is wrong, or not the same twice."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor in a layout's view, the dimensions of its sets, and the shape of its affine parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    affine: tuple[int, ...]
+    noise: float = 0.5
+
+
+CASES = (  # with sets longer than a tile, and last tiles that are not full
+    Case("channels, contiguous", (3, 5, 700), (0, 2), (1, 5, 1)),
+    Case("channels, contiguous, without noise", (3, 5, 700), (0, 2), (1, 5, 1), 0.0),
+    Case("channels, channels_last", (130, 21), (0,), (1, 21)),
+    Case("tokens", (5, 1100), (1,), (1, 1100)),
+    Case("groups, contiguous", (2, 2, 3, 450), (2, 3), (1, 2, 3, 1)),
+    Case("groups, channels_last", (2, 450, 2, 3), (1, 3), (1, 1, 2, 3)),
+    Case("channels that programs share, contiguous", (3, 2, 8000), (0, 2), (1, 2, 1)),
+    Case("channels that programs share, channels_last", (4000, 19), (0,), (1, 19)),
+)
+
+
+def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say what is wrong with `kernels` on a device for a dtype, or return None where nothing is."""
+    what = f"{kernels.__name__.rpartition('.')[2]} kernels for {str(dtype).removeprefix('torch.')} on {_name(device)}"
+    record = _record(what)
+    if record is not None and record.exists():
+        return None
+    _log.warning("testing the %s, once on this machine; compiling them may take a minute", what)
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for case in CASES:
+                _compare(kernels, case, device, dtype)
+    except Exception as error:  # whatever compiling or launching may raise
+        message = (str(error).strip().splitlines() or ["no message"])[0][:300]
+        kind = "" if isinstance(error, WrongResultError) else f"{type(error).__name__}: "
+        return f"the {what} fail their self-test ({case.name}: {kind}{message})"
+    if record is not None:
+        _remember(record, what)
+    return None
+
+
+def _compare(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise a `WrongResultError` where results differ from the formulas', or from run to run."""
+    expected, first, second = (_results(each, case, device, dtype) for each in (eager, kernels, kernels))
+    for name, reference in expected.items():
+        scale = reference.abs().max().float()
+        error = ((first[name].float() - reference.float()).abs().max() / scale).item()
+        if not error <= TOLERANCES[dtype]:  # NaN is not
+            raise WrongResultError(f"{name} is {error:.1e} of its scale off")
+        if not torch.equal(first[name], second[name]):
+            raise WrongResultError(f"{name} is not the same twice")
+
+
+def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what the kernels' three functions compute."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    # Skewed and away from zero, so that lambda is far from 1
+    x = (0.6 * numbers(*case.shape)).exp().add(2).to(device, dtype)
+    grad = numbers(*case.shape).to(device, dtype)
+    weight, bias = numbers(*case.affine).to(device), numbers(*case.affine).to(device)
+    t, factor = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.8, case.noise))
+    seed = torch.tensor([11, -7], dtype=torch.int32, device="cpu") if case.noise else None
+
+    out, grad_x, applied = (torch.empty_like(x) for _ in range(3))
+    stats = kernels.forward(out, x, weight, bias, t, case.dims, _EPS, factor, seed, None)
+    by_affine = kernels.backward(grad_x, x, grad, weight, t, stats, case.dims, factor, seed, case.affine, None)
+    results = {
+        "the output": out,
+        "the gradient of x": grad_x,
+        "the gradient of gamma": by_affine[0],
+        "the gradient of beta": by_affine[1],
+    }
+    if all(case.affine[d] == 1 for d in case.dims):
+        mean, rstd, change = numbers(*case.affine) + 3, numbers(*case.affine).abs() + 0.1, numbers(*case.affine)
+        constants = torch.stack([mean, rstd, change, weight.cpu(), bias.cpu()]).to(device)
+        kernels.apply(applied, x, case.dims, constants)
+        results["the output by given statistics"] = applied
+    return results
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, capability {torch.cuda.get_device_capability(device)}"
+    return f"{device.type}, capability {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _record(what: str) -> Path | None:
+    """Return the file that says that a test was passed, whether it is there or not; None where none can be kept."""
+    try:
+        folder = cache_folder.folder()
+    except OSError:
+        return None
+    kernels = Path(__file__).parent
+    sources = [*sorted(kernels.glob("*.py")), *(kernels.with_name(f"{name}.py") for name in _MATHEMATICS)]
+    versions = torch.__version__, _version("triton")
+    made_from = repr((what, versions, [file.read_text() for file in sources]))
+    return folder / f"passed-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _remember(record: Path, what: str) -> None:
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
+            file.write(f"{what}\n")
+        cache_folder.publish(Path(file.name), record)
+    except OSError as error:
+        _log.info("that the %s passed cannot be remembered: %s", what, error)

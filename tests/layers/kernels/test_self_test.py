@@ -1,0 +1,144 @@
+"""The self-test of kernels, with the CPU in place of a GPU; interpreted.py breaks the Triton kernels themselves."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from retrofit.layers import kernels
+from retrofit.layers.kernels import eager, inductor, self_test
+from retrofit.layers.normality_norm import apply_statistics, normality_norm
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+DTYPES = tuple(self_test.TOLERANCES)
+
+
+@pytest.fixture(autouse=True)
+def _unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a machine where nothing was tested."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_test, "CASES", self_test.CASES[:1])
+
+
+class Recorder:
+    """The formulas as kernels, whose calls are counted, and whose results `change` may spoil."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any] = lambda out: None) -> None:
+        self.__name__ = "kernels.stub"
+        self.calls, self.change = 0, change
+
+    def forward(self, out: torch.Tensor, *args: Any) -> Any:
+        self.calls += 1
+        stats = eager.forward(out, *args)
+        self.change(out)
+        return stats
+
+    backward = staticmethod(eager.backward)
+    apply = staticmethod(eager.apply)
+
+
+def test_what_passed_is_remembered_for_its_dtype_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Recorder()
+    for _ in range(3):
+        assert [self_test.fault(stub, CPU, dtype) for dtype in DTYPES] == [None] * 3
+    assert stub.calls == 2 * len(DTYPES)
+    monkeypatch.setattr(self_test, "_version", lambda package: "9.9")
+    assert self_test.fault(stub, CPU, torch.float32) is None
+    assert stub.calls == 2 * len(DTYPES) + 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: out.mul_(1.001), r"\(channels, contiguous: the output is 1\.0e-03 of its scale off\)"),
+        (lambda out: out.view(-1)[:1].fill_(torch.nan), "the output is nan of its scale off"),
+        (lambda out: out.add_(1e-6 * torch.rand(())), "the output is not the same twice"),
+        (lambda out: out.no_such_instruction, r"AttributeError: 'Tensor' object has no attribute"),
+    ],
+)
+def test_what_failed_is_named_and_tried_again(change: Callable[[torch.Tensor], Any], message: str) -> None:
+    stub = Recorder(change)
+    for _ in range(2):
+        assert re.search(message, str(self_test.fault(stub, CPU, torch.float32)))
+    assert stub.calls >= 2
+
+
+def test_where_nothing_can_be_kept_each_process_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Recorder()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert self_test.fault(stub, CPU, torch.float32) is None
+    assert self_test.fault(stub, CPU, torch.float32) is None
+    assert stub.calls == 4
+
+
+def test_the_users_random_numbers_and_grad_mode_stay_as_they_are() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    assert self_test.fault(Recorder(), CPU, torch.float32) is None
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("working", "chosen", "message"),
+    [
+        (("triton", "inductor"), "triton", "Triton kernels on GPUs in torch.bfloat16"),
+        (("inductor",), "inductor", "torch.compile's kernels on GPUs in torch.bfloat16: triton is broken"),
+        (
+            (),
+            "eager",
+            "torch operations, several times slower, on GPUs in torch.bfloat16: triton is broken; inductor is",
+        ),
+    ],
+)
+def test_what_is_broken_is_replaced_and_it_is_said_once(
+    working: tuple[str, ...],
+    chosen: str,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fault(module: ModuleType, device: torch.device, dtype: torch.dtype) -> str | None:
+        assert (device, dtype) == (GPU, torch.bfloat16)
+        name = module.__name__.rpartition(".")[2]
+        return None if name in working else f"{name} is broken"
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(self_test, "fault", fault)
+    kernels._fault.cache_clear(), kernels._on_gpu.cache_clear()
+    x = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.bfloat16)
+    assert [kernels._choose("", x).__name__.rpartition(".")[2] for _ in range(3)] == [chosen] * 3
+    (record,) = caplog.records
+    assert message in record.getMessage()
+    assert record.levelno == (logging.INFO if chosen == "triton" else logging.WARNING)
+    for name in {"triton", "inductor"} - set(working):
+        with pytest.raises(RuntimeError, match=f"RETROFIT_KERNELS={name}, but {name} is broken; unset it or choose"):
+            kernels._choose(name, x)
+    kernels._fault.cache_clear(), kernels._on_gpu.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "CASES", [case for case in self_test.CASES if "share" in case.name])
+    assert self_test.fault(inductor, CPU, torch.float32) is None
+    assert self_test.fault(inductor, CPU, torch.bfloat16) is None
+    monkeypatch.setenv(kernels.VARIABLE, "inductor")
+    kernels._fault.cache_clear()
+    x = torch.randn(4, 3, 5, requires_grad=True)
+    out, found = normality_norm(x, None, None, dim=(0, 2), eps=1e-5)
+    out.sum().backward()
+    monkeypatch.setenv(kernels.VARIABLE, "eager")
+    torch.testing.assert_close(out, normality_norm(x, None, None, dim=(0, 2), eps=1e-5)[0])
+    with torch.no_grad():
+        torch.testing.assert_close(apply_statistics(x, *found[:3], None, None, 1e-5), out)
+    torch._dynamo.reset()
