@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import retrofit.opacus  # noqa: F401  what ModuleValidator.fix does
-from retrofit.export.plain import Pointwise
+from retrofit.layers.constant_affine import Pointwise
 
 RESULTS = Path(__file__).parent / "results" / "dp.jsonl"
 DELTA = 1e-4

@@ -10,10 +10,14 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from retrofit.errors import RetrofitError
+from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.forms import EstimatedTransform, channel_form, constant_copy, constants_of, in_sequence
 from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.normality_norm import NoiseKind, NormalityOptions
+from retrofit.layers.sets import Sets
 from retrofit.layers.settings import SettingsMixin, hold_settings
 from retrofit.layers.transforms import transformed
 
@@ -21,7 +25,105 @@ _UNIT = 2.0**-40
 _SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of 0.01
 
 
-class StrengthMixin(LeafMixin, SettingsMixin):
+class ConvertedLayer(LeafMixin):
+    """A layer of ours, which says what it is in the layers of torch and timm, and in plain operations.
+
+    Attributes:
+        source_name: Class of the layer that it is at strength 0: torch's if torch has one of that name, else timm's.
+        fused_source_name: The same with dropout and activation, for layers that have those.
+    """
+
+    source_name: ClassVar[str] = ""
+    fused_source_name: ClassVar[str] = ""
+
+    def source_layer(self) -> nn.Module:
+        """Return torch's or timm's layer that this one is at strength 0, around the same parameters and buffers.
+
+        A fused one takes over dropout and activation. BatchNorm is BatchNorm2d where this layer has forgotten of how
+        many dimensions it was.
+
+        Raises:
+            RetrofitError: If no library has such a layer.
+        """
+        name = self.fused_source_name or self.source_name
+        if not name:
+            raise no_plain_layer(f"nobody has said what a {type(self).__name__} is; export_onnx takes it as it is")
+        new = self._build_source(_library_class(name))
+        for name in ("weight", "bias"):
+            new.register_parameter(name, getattr(self, name))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            if name in self._buffers:
+                new._buffers[name] = self._buffers[name]
+        for name in new._modules.keys() & self._modules.keys():
+            setattr(new, name, self._modules[name])
+        return new.train(self.training)
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        """Return a `cls` on the meta device, with this layer's settings."""
+        raise NotImplementedError
+
+    def channel_map(self) -> ChannelMap | None:
+        """Return what the layer computes in evaluation before dropout and activation, if a constant map per channel."""
+        return None
+
+    def affine_map(self) -> tuple[Tensor, Tensor] | None:
+        """Return (scale, shift), (C,) in float64, of the same if it is affine."""
+        constant = self.channel_map()
+        return constant.affine() if constant is not None and constant.is_affine else None
+
+    @torch.no_grad()
+    def inference_form(self) -> nn.Module:
+        """Return a module of plain torch operations with float32 constants: this layer in evaluation, all of it."""
+        return in_sequence([*self._form(), *map(_form_of, self.fused_modules())])
+
+    def _form(self) -> list[nn.Module]:
+        """Return the operations of the layer in evaluation, before dropout and activation."""
+        constant = self.channel_map()
+        assert constant is not None
+        return channel_form(constant)
+
+    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return what trains the same parameters in layers of torch and timm.
+
+        Returns:
+            A constant affine map of the input, (C,) each in float64, or None; and the layer behind it.
+
+        Raises:
+            RetrofitError: If there is no such layer, with the reason.
+        """
+        return None, self.source_layer()
+
+    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return a view of the input `x` and the dimensions that span a set there; none if it normalizes by constants.
+
+        Sets that span the batch are those of training.
+        """
+        return x, ()
+
+    def fused_modules(self) -> list[nn.Module]:
+        """Return the dropout and the activation of a fused layer, in the order in which they follow."""
+        return []
+
+
+def _library_class(name: str) -> Any:
+    """Return torch's layer class of a name, or timm's, which takes long to import."""
+    if hasattr(nn, name):
+        return getattr(nn, name)
+    import timm.layers
+
+    return getattr(timm.layers, name)
+
+
+def _form_of(module: nn.Module) -> nn.Module:
+    return module.inference_form() if isinstance(module, ConvertedLayer) else constant_copy(module)
+
+
+def no_plain_layer(reason: str) -> RetrofitError:
+    """Return the refusal of a layer that only this package has."""
+    return RetrofitError(f"no layer of torch or timm computes what this one does: {reason}")
+
+
+class StrengthMixin(ConvertedLayer, SettingsMixin):
     """A layer that lies on the path from its source layer (strength 0) to the paper's (strength 1).
 
     The buffer `strength` is a code: t and its square, (2,), in units of 2^-40. A tensor, so that changing t triggers no
@@ -134,6 +236,45 @@ class NormalityMixin(StrengthMixin):
         self.steps = check_steps(steps)
         self._register_strength(strength, device)
         hold_settings(self, {"alpha": check_alpha, "steps": check_steps}, device)
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether the layer evaluates by running statistics."""
+        return False
+
+    def _sets(self) -> Sets:
+        """Return the function that views an input as its normalized sets."""
+        raise NotImplementedError
+
+    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return a view of the input `x`, and the dimensions that span a normalized set there."""
+        return self._sets()(x)
+
+    def _form(self) -> list[nn.Module]:
+        """Return the operations of the layer in evaluation: by its running statistics, or an estimate of lambda."""
+        if self.keeps_statistics:
+            return super()._form()
+        if float(self.effective_alpha) == 0:
+            return [self._source_form()]
+        layer: Any = self
+        options = float(layer.eps), float(self.effective_alpha), layer.weight, layer.bias
+        return [EstimatedTransform(self._sets(), *options, self._per_channel())]
+
+    def _source_form(self) -> nn.Module:
+        """Return torch's layer that this one is at strength 0, for inference, without dropout and activation."""
+        return constants_of(self._build_source(_library_class(self.source_name)), self)
+
+    def _per_channel(self) -> bool:
+        """Whether gamma and beta, (C,), belong to dimension 1 of the input."""
+        return True
+
+    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return the source's layer, where nothing is transformed."""
+        if float(self.strength) > 0 and (self.alpha > 0 or self.noise > 0):
+            raise no_plain_layer(
+                "it has a power transform; set_strength(model, 0) leaves its source, export_onnx takes it as it is"
+            )
+        return super().plain_layer()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Accept the source layer's checkpoint: with no `strength` in it, lambda restarts at 1 and t stays as it is."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
+from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.functional import batch_normal_norm
 from retrofit.layers.normality_norm import NoiseKind
+from retrofit.layers.sets import Sets, batch_sets
 
 
 class RunningNormality(NormalityMixin, _NormBase):
@@ -67,6 +70,26 @@ class RunningNormality(NormalityMixin, _NormBase):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether the layer evaluates by running statistics."""
+        return self.running_mean is not None
+
+    def channel_map(self) -> ChannelMap | None:
+        """Return the map by the running statistics, lambda as the strength has it."""
+        if not self.keeps_statistics:
+            return None
+        assert self.running_mean is not None and self.running_var is not None  # noqa: PT018
+        assert self.running_lambda is not None
+        constant = ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
+        lmbda = 1 + self.effective_alpha.double() * (self.running_lambda.double() - 1)
+        return replace(constant, lmbda=lmbda)
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        options = {"affine": self.affine, "track_running_stats": self.track_running_stats, "device": "meta"}
+        new: nn.Module = cls(self.num_features, self.eps, self.momentum, **options)
+        return new
+
     def _tracked(self, used: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (self.running_mean, self.running_var, self.running_lambda) if used else (None, None, None)
 
@@ -96,6 +119,9 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
             group=self._group(),
         )
 
+    def _sets(self) -> Sets:
+        return batch_sets
+
     def _group(self) -> dist.ProcessGroup | None:
         return None
 
@@ -110,6 +136,8 @@ class BatchNormalNorm1d(_BatchNormalNorm):
     `alpha` and `steps`.
     """
 
+    source_name: ClassVar[str] = "BatchNorm1d"
+
     def _check_input_dim(self, x: Tensor) -> None:
         if x.ndim not in (2, 3):
             raise ValueError(f"expected 2D or 3D input (got {x.ndim}D input)")
@@ -122,6 +150,8 @@ class BatchNormalNorm2d(_BatchNormalNorm):
     `alpha` and `steps`.
     """
 
+    source_name: ClassVar[str] = "BatchNorm2d"
+
     def _check_input_dim(self, x: Tensor) -> None:
         if x.ndim != 4:
             raise ValueError(f"expected 4D input (got {x.ndim}D input)")
@@ -133,6 +163,8 @@ class BatchNormalNorm3d(_BatchNormalNorm):
     Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
     `alpha` and `steps`.
     """
+
+    source_name: ClassVar[str] = "BatchNorm3d"
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.ndim != 5:
@@ -152,9 +184,17 @@ class SyncBatchNormalNorm(_BatchNormalNorm):
         **kwargs: As for `BatchNormalNorm2d`.
     """
 
+    source_name: ClassVar[str] = "SyncBatchNorm"
+
     def __init__(self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.process_group = process_group
+
+    def source_layer(self) -> nn.Module:
+        """Return torch's or timm's synchronized layer, for the same ranks."""
+        new: Any = super().source_layer()
+        new.process_group = self.process_group
+        return new
 
     def _group(self) -> dist.ProcessGroup | None:
         if not (self.training and dist.is_available() and dist.is_initialized()):

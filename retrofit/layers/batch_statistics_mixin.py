@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.base import StrengthMixin
+from retrofit.layers.constant_affine import trained_affine
 
 _INSTEAD = {
     "convert_sync_batchnorm": "call retrofit.sync_norms(model) in its place",
@@ -24,6 +25,11 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
     estimate the statistics anew. Those that put a BatchNorm of their own in a layer's place would drop what ours adds
     to one. All of them ask each layer for its children, and nothing else tells a layer that they came by.
     """
+
+    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return the source's layer; for a frozen one, which that would thaw, its constants and gamma and beta."""
+        plain = super().plain_layer()
+        return trained_affine(self) if self.frozen and self.running_mean is not None else plain
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return the children. Timm's `freeze_batch_norm_2d` and its opposite, when they ask, do to this layer as said.

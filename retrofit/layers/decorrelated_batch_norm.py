@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
-from retrofit.layers.base import StrengthMixin
+from retrofit.errors import RetrofitError
+from retrofit.layers.base import StrengthMixin, no_plain_layer
 from retrofit.layers.batch_norm import (
     BatchNormalNorm1d,
     BatchNormalNorm2d,
@@ -18,6 +20,8 @@ from retrofit.layers.batch_norm import (
     _BatchNormalNorm,
 )
 from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
+from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.forms import GroupConvolution, channel_form
 from retrofit.layers.functional import _empty, _update_running
 from retrofit.layers.inverse_square_root import (
     GROUP_SIZE,
@@ -33,6 +37,7 @@ from retrofit.layers.inverse_square_root import (
 )
 from retrofit.layers.kernels.formulas import affine
 from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize
+from retrofit.layers.sets import batch_sets
 from retrofit.layers.settings import hold_settings
 from retrofit.layers.transforms import transformed
 from retrofit.layers.yeo_johnson import yeo_johnson
@@ -125,6 +130,52 @@ class DecorrelatedNorm(BatchStatisticsMixin):
             raise ValueError("running statistics are needed outside training")
         return self.mixed(self._scaling(self.running_var.to(dtype)), self.running_whitening.to(dtype))
 
+    def channel_map(self) -> ChannelMap | None:
+        """Return the map by the running statistics, where the whitening matrices are diagonal."""
+        if self.running_mean is None:
+            return None
+        matrix = self.running_matrix(torch.float64)
+        scale = matrix.diagonal(dim1=-2, dim2=-1)
+        if not torch.equal(matrix, torch.diag_embed(scale)):
+            return None
+        scale = scale.flatten()
+        return replace(self._behind_whitening(), scale=scale, shift=-self.running_mean.double() * scale)
+
+    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return a view of `x` and the dimensions that span a channel's set in training."""
+        return batch_sets(x)
+
+    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return the source's layer, at strength 0.
+
+        Raises:
+            RetrofitError: At any other.
+        """
+        if float(self.strength) > 0:
+            raise no_plain_layer("it whitens; set_strength(model, 0) leaves BatchNorm, export_onnx takes it as it is")
+        return super().plain_layer()
+
+    def _form(self) -> list[nn.Module]:
+        if self.running_mean is None:
+            raise RetrofitError(
+                "it tracks no running statistics, so its whitening is no constant; leave such layers out of the "
+                "conversion"
+            )
+        if self.channel_map() is not None:
+            return super()._form()
+        matrix, constant = self.running_matrix(torch.float64), self._behind_whitening()
+        affine = constant.affine() if constant.is_affine else None
+        gamma, beta = affine or (torch.ones_like(constant.gamma), torch.zeros_like(constant.beta))
+        matrix = matrix * gamma.view(*matrix.shape[:2], 1)
+        shift = beta - (matrix @ self.running_mean.double().view(*matrix.shape[:2], 1)).flatten()
+        return [GroupConvolution(matrix, shift), *([] if affine else channel_form(constant)[1:])]
+
+    def _behind_whitening(self) -> ChannelMap:
+        """Return the map of whitened values."""
+        assert self.running_mean is not None
+        zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
+        return ChannelMap.of(zeros, zeros + 1, 0.0, self.weight, self.bias)
+
     def extra_repr(self) -> str:
         """The constructor's arguments."""
         steps = f", iterations={self.iterations}" if self.whitening == "newton-schulz" else ""
@@ -215,6 +266,7 @@ class _Plain(StrengthMixin, _NormBase):
         self._register_strength(strength, device)
 
     reset_parameters = RunningNormality.reset_parameters
+    _build_source = RunningNormality._build_source
 
 
 class DecorrelatedBatchNorm1d(DecorrelatedNorm, _Plain):
@@ -224,18 +276,21 @@ class DecorrelatedBatchNorm1d(DecorrelatedNorm, _Plain):
     `whitening` ("eigen" or "newton-schulz"), `iterations` (of the latter, 5) and `strength` (t, 1).
     """
 
+    source_name: ClassVar[str] = "BatchNorm1d"
     _check_input_dim = BatchNormalNorm1d._check_input_dim
 
 
 class DecorrelatedBatchNorm2d(DecorrelatedNorm, _Plain):
     """Decorrelated batch normalization over (N, C, H, W) input; its arguments are `DecorrelatedBatchNorm1d`'s."""
 
+    source_name: ClassVar[str] = "BatchNorm2d"
     _check_input_dim = BatchNormalNorm2d._check_input_dim
 
 
 class DecorrelatedBatchNorm3d(DecorrelatedNorm, _Plain):
     """Decorrelated batch normalization over (N, C, D, H, W) input; its arguments are `DecorrelatedBatchNorm1d`'s."""
 
+    source_name: ClassVar[str] = "BatchNorm3d"
     _check_input_dim = BatchNormalNorm3d._check_input_dim
 
 
@@ -254,6 +309,11 @@ class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
         assert self.running_lambda is not None
         lmbda = 1 + self.effective_alpha * (self.running_lambda.to(h.dtype) - 1)
         return yeo_johnson(h, lmbda.view(-1, self.group_size, 1))
+
+    def _behind_whitening(self) -> ChannelMap:
+        assert self.running_lambda is not None
+        lmbda = 1 + self.effective_alpha.double() * (self.running_lambda.double() - 1)
+        return replace(super()._behind_whitening(), lmbda=lmbda)
 
 
 class DecorrelatedBatchNormalNorm1d(_ThenTransform, BatchNormalNorm1d):

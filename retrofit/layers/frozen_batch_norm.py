@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrofit.layers.base import ConvertedLayer
+from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.constant_affine import trained_affine
 from retrofit.layers.group_norm import GroupNormalNorm
-from retrofit.layers.leaf import LeafMixin
 from retrofit.layers.norm_act import _ThenActivate
 
 
-class FrozenBatchNorm(LeafMixin):
+class FrozenBatchNorm(ConvertedLayer):
     """(x - running_mean) / sqrt(running_var + eps) * weight + bias per channel, in training and evaluation alike.
 
     It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
@@ -32,6 +34,7 @@ class FrozenBatchNorm(LeafMixin):
         (N, C, *) to the same, in the input's type and memory format.
     """
 
+    source_name: ClassVar[str] = "BatchNorm2d"
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     running_mean: Tensor
@@ -65,6 +68,22 @@ class FrozenBatchNorm(LeafMixin):
             x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
         )
 
+    def channel_map(self) -> ChannelMap:
+        """Return the map."""
+        return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
+
+    def source_layer(self) -> nn.Module:
+        """Return torch's or timm's BatchNorm, in evaluation, which has the same statistics."""
+        return super().source_layer().eval()
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        new: nn.Module = cls(self.num_features, self.eps, device="meta")
+        return new
+
+    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return the constants, and gamma and beta behind them."""
+        return trained_affine(self)
+
     def extra_repr(self) -> str:
         """The constructor's arguments."""
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}, bias={self.bias is not None}"
@@ -79,3 +98,5 @@ class FrozenBatchNorm(LeafMixin):
 
 class FrozenBatchNormAct(_ThenActivate, FrozenBatchNorm):
     """Frozen batch normalization, then `drop` and `act`: a counterpart of timm's BatchNormAct2d."""
+
+    fused_source_name: ClassVar[str] = "BatchNormAct2d"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.functional import group_normal_norm
 from retrofit.layers.normality_norm import NoiseKind
+from retrofit.layers.sets import Sets, group_sets
 
 
 class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
@@ -18,6 +20,8 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
     torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`, `alpha`
     and `steps`.
     """
+
+    source_name: ClassVar[str] = "GroupNorm"
 
     def __init__(
         self,
@@ -57,3 +61,10 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
             self.eps,
             **self._options,
         )
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        new: nn.Module = cls(self.num_groups, self.num_channels, self.eps, device="meta")
+        return new
+
+    def _sets(self) -> Sets:
+        return partial(group_sets, self.num_groups)

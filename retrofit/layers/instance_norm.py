@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrofit.layers.batch_norm import RunningNormality
+from retrofit.layers.forms import Batched, in_sequence
 from retrofit.layers.functional import instance_normal_norm
 from retrofit.layers.normality_norm import NoiseKind
+from retrofit.layers.sets import Sets, trailing_sets
 
 
 class _InstanceNormalNorm(RunningNormality):
@@ -72,6 +75,17 @@ class _InstanceNormalNorm(RunningNormality):
         )
         return out if batched else out.squeeze(0)
 
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether the layer evaluates by running statistics: as torch's, by its setting, not by its buffers."""
+        return bool(self.track_running_stats) and self.running_mean is not None
+
+    def _sets(self) -> Sets:
+        return partial(trailing_sets, self._batched_ndim - 2)
+
+    def _form(self) -> list[nn.Module]:
+        return [Batched(in_sequence(super()._form()), self._batched_ndim)]
+
 
 class InstanceNormalNorm1d(_InstanceNormalNorm):
     """Instance normality normalization over (N, C, L) or (C, L) input: `torch.nn.InstanceNorm1d`'s counterpart.
@@ -80,6 +94,7 @@ class InstanceNormalNorm1d(_InstanceNormalNorm):
     `alpha` and `steps`.
     """
 
+    source_name: ClassVar[str] = "InstanceNorm1d"
     _batched_ndim = 3
 
 
@@ -90,6 +105,7 @@ class InstanceNormalNorm2d(_InstanceNormalNorm):
     `alpha` and `steps`.
     """
 
+    source_name: ClassVar[str] = "InstanceNorm2d"
     _batched_ndim = 4
 
 
@@ -100,4 +116,5 @@ class InstanceNormalNorm3d(_InstanceNormalNorm):
     `alpha` and `steps`.
     """
 
+    source_name: ClassVar[str] = "InstanceNorm3d"
     _batched_ndim = 5

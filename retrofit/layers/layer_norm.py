@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from retrofit.layers.base import NormalityMixin
+from retrofit.layers.forms import ChannelsFirstLayerNorm, constants_of
 from retrofit.layers.functional import channel_layer_normal_norm, layer_normal_norm
 from retrofit.layers.normality_norm import NoiseKind
+from retrofit.layers.sets import Sets, channel_sets, trailing_sets
 
 
 class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
@@ -19,6 +22,8 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
     arguments and `noise` (xi, the paper's 1.0), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`, `alpha` and
     `steps`.
     """
+
+    source_name: ClassVar[str] = "LayerNorm"
 
     def __init__(
         self,
@@ -49,12 +54,24 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
             **self._options,
         )
 
+    def _build_source(self, cls: Any) -> nn.Module:
+        new: nn.Module = cls(self.normalized_shape, self.eps, device="meta")
+        return new
+
+    def _sets(self) -> Sets:
+        return partial(trailing_sets, len(self.normalized_shape))
+
+    def _per_channel(self) -> bool:
+        return False
+
 
 class LayerNormalNorm2d(LayerNormalNorm):
     """Layer normality normalization of channels-first maps, (N, C, *): each position over C.
 
     The counterpart of timm's and torchvision's LayerNorm2d; keeps the input's memory format. `normalized_shape` is C.
     """
+
+    source_name: ClassVar[str] = "LayerNorm2d"
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *), over C."""
@@ -67,3 +84,16 @@ class LayerNormalNorm2d(LayerNormalNorm):
             self.eps,
             **self._options,
         )
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        new: nn.Module = cls(self.normalized_shape[0], self.eps, device="meta")
+        return new
+
+    def _sets(self) -> Sets:
+        return channel_sets
+
+    def _per_channel(self) -> bool:
+        return True
+
+    def _source_form(self) -> nn.Module:
+        return constants_of(ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"), self)

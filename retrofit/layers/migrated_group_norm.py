@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrofit.layers.base import StrengthMixin, shown
+from retrofit.layers.base import StrengthMixin, no_plain_layer, shown
+from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.constant_affine import named_sequence, trained_affine
+from retrofit.layers.forms import ConstantNorm, MigratedForm
 from retrofit.layers.group_norm import GroupNormalNorm
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.norm_act import _ThenActivate
 from retrofit.layers.normality_norm import compute_dtype
+from retrofit.layers.sets import group_sets
 from retrofit.layers.settings import check_groups, hold_settings
 from retrofit.layers.transforms import differentiable_once, transformed
 
@@ -254,6 +259,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         ValueError: If G does not divide C or an argument is out of range.
     """
 
+    source_name: ClassVar[str] = "BatchNorm2d"
     running_mean: Tensor
     running_var: Tensor
     gain: Tensor
@@ -330,6 +336,61 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         scale = torch.rsqrt(self.running_var.double() + self.source_eps) * self.gain.double()
         return scale, -self.running_mean.double() * scale
 
+    def source_layer(self) -> nn.Module:
+        """Return torch's or timm's BatchNorm, in evaluation, which has the same statistics."""
+        return super().source_layer().eval()
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        new: nn.Module = cls(self.num_channels, float(self.source_eps), device="meta")
+        return new
+
+    def channel_map(self) -> ChannelMap | None:
+        """Return the map at strength 0."""
+        if float(self.strength) != 0:
+            return None
+        return ChannelMap.of(self.running_mean, self.running_var, self.source_eps, self.weight, self.bias)
+
+    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return a view of `x` and the dimensions that span a set there; the layer standardises `x` before."""
+        return group_sets(self.num_groups, x)
+
+    def _form(self) -> list[nn.Module]:
+        if float(self.strength) == 0:
+            return super()._form()
+        scale, shift = self.input_affine()
+        weight, bias = self._group_affine()
+        form = MigratedForm(self.num_groups, float(self.eps), float(self.strength), weight, bias)
+        return [ConstantNorm(self.running_mean, scale, torch.zeros_like(shift)), form]
+
+    def _group_affine(self) -> tuple[Tensor, Tensor]:
+        """Return gamma and beta of the group normalization behind `input_affine`, (C,) each in float64."""
+        gain = self.gain.double()
+        weight = 1 / gain if self.weight is None else self.weight.detach().double() / gain
+        return weight, torch.zeros_like(gain) if self.bias is None else self.bias.detach().double()
+
+    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return the constants, and group normalization behind them at strength 1, gamma and beta at 0.
+
+        Raises:
+            RetrofitError: At a strength between.
+        """
+        t = float(self.strength)
+        if t == 0:
+            return trained_affine(self)
+        if t != 1:
+            raise no_plain_layer(f"at strength {t:g} it lies between BatchNorm and GroupNorm; set_strength(model, 1)")
+        weight = self.weight
+        like, trained = (self.gain, False) if weight is None else (weight, weight.requires_grad)
+        gamma = nn.Parameter(self._group_affine()[0].to(like.dtype), requires_grad=trained)
+        return self.input_affine(), self._group_norm(gamma)
+
+    def _group_norm(self, gamma: nn.Parameter) -> nn.Module:
+        """Return torch's or timm's group normalization with the given gamma, dropout and activation behind it."""
+        new: Any = nn.GroupNorm(self.num_groups, self.num_channels, float(self.eps), device="meta")
+        new.weight = gamma
+        new.register_parameter("bias", self.bias)
+        return named_sequence(OrderedDict(norm=new), self)
+
     def extra_repr(self) -> str:
         """The constructor's arguments."""
         tensors = [shown(name, getattr(self, name)) for name in ("eps", "source_eps", "strength")]
@@ -345,3 +406,15 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
 
 class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
     """Migrated group normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
+
+    fused_source_name: ClassVar[str] = "BatchNormAct2d"
+
+    def _group_norm(self, gamma: nn.Parameter) -> nn.Module:
+        if any(True for _ in self.act.buffers()):  # constants, which are better not inside a layer that is trained
+            return super()._group_norm(gamma)
+        from timm.layers import GroupNormAct
+
+        new = GroupNormAct(self.num_channels, self.num_groups, float(self.eps), device="meta")
+        new.weight, new.drop, new.act = gamma, self.drop, self.act
+        new.register_parameter("bias", self.bias)
+        return new

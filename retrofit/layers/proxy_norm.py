@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.base import StrengthMixin, shown
+from retrofit.layers.constant_affine import ConstantAffine
+from retrofit.layers.forms import ChannelAffine, FunctionModule, constant_copy
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.normality_norm import compute_dtype
 from retrofit.layers.settings import hold_settings
@@ -214,6 +217,24 @@ class ProxyNorm(StrengthMixin):
         shift = -scale * mean if self.restore_shift is None else self.restore_shift.to(dtype) - scale * mean
         t = self.strength.to(dtype)
         return torch.lerp(torch.ones_like(scale), scale, t), t * shift
+
+    def source_layer(self) -> nn.Module:
+        """Return the activation."""
+        return self.activation if isinstance(self.activation, nn.Module) else FunctionModule(self.activation)
+
+    def _form(self) -> list[nn.Module]:
+        scale, shift = self.constants(torch.float64)
+        affine = ChannelAffine(scale, shift, last=self.channel_dim == -1)
+        nothing = affine.scale is None and affine.shift is None
+        return [constant_copy(self.source_layer()), *([] if nothing else [affine])]
+
+    @torch.no_grad()
+    def plain_layer(self) -> tuple[None, nn.Module]:
+        """Return the activation, and behind it the constants that its normalization is now, which nothing trains."""
+        scale, shift = self.constants(torch.float64)
+        like = self.strength if self.restore_shift is None else self.restore_shift
+        affine = ConstantAffine(scale.to(like.dtype), shift.to(like.dtype), self.channel_dim)
+        return None, nn.Sequential(OrderedDict(act=self.source_layer(), affine=affine))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return phi(x), proxy-normalized; `x` is the output of the norm, gamma and beta included."""

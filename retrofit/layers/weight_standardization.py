@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.layers.base import StrengthMixin
+from retrofit.layers.forms import constant_copy
 from retrofit.layers.normality_norm import compute_dtype
 
 
@@ -85,13 +86,26 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
             standard = standard * self.scale.to(weight.dtype).view(shape)
         return torch.lerp(weight, standard, self.strength.to(weight.dtype)).to(self.weight.dtype)
 
-    def plain_convolution(self) -> nn.Module:
-        """Return torch's convolution with the weights that this one uses now."""
+    def source_layer(self) -> nn.Module:
+        """Return torch's convolution around the same parameters."""
         new = copy.copy(self)
         new.__class__ = next(cls for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(self, cls))  # type: ignore[assignment]
-        weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
-        new._parameters, new._buffers = {"weight": weight, "bias": self._parameters["bias"]}, {}
+        new._parameters, new._buffers = {name: self._parameters[name] for name in ("weight", "bias")}, {}
         return new
+
+    @torch.no_grad()
+    def plain_convolution(self) -> nn.Module:
+        """Return torch's convolution with the weights that this one uses now."""
+        new: Any = self.source_layer()
+        new.weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
+        return new
+
+    def plain_layer(self) -> tuple[None, nn.Module]:
+        """Return `plain_convolution`, whose weights are no longer standardised as they are trained."""
+        return None, self.plain_convolution()
+
+    def _form(self) -> list[nn.Module]:
+        return [constant_copy(self.plain_convolution())]
 
     def _moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         dims = tuple(range(1, weight.ndim))

@@ -13,9 +13,8 @@ from opacus.utils.module_utils import has_trainable_params, trainable_modules
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from retrofit.export.plain import Pointwise
 from retrofit.layers import ProxyNorm
-from retrofit.layers.constant_affine import ConstantAffine
+from retrofit.layers.constant_affine import ConstantAffine, Pointwise
 from retrofit.opacus.validators import OF_SAMPLES, over_batches, refusal
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import fx, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.export.plain import Pointwise
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.layers.constant_affine import ConstantAffine
+from retrofit.layers.constant_affine import ConstantAffine, Pointwise
 from tests.layers.test_transforms import LAYERS, build
 
 

@@ -18,8 +18,8 @@ from retrofit.export.approximation.fit import MAX_SIZE, Fit, Fitter, LayerFuncti
 from retrofit.export.approximation.lines import LineFitter
 from retrofit.export.approximation.polynomial import PolynomialFitter
 from retrofit.export.forms import channel_map
-from retrofit.export.forms.channel_map import ChannelMap
 from retrofit.export.forms.operations import constant_norm
+from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.lambdas import lambda_values
 from retrofit.surgery.identity_check import largest_gap, scale_of
 from retrofit.utils.onnx_runtimes import Runtime

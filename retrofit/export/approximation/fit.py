@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.export.approximation.calibration import WeightedSample
-from retrofit.export.forms.channel_map import ChannelMap
+from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.yeo_johnson import yeo_johnson
 
 MAX_SIZE = 8

@@ -22,18 +22,15 @@ from retrofit.export.approximation.fit import Fit
 from retrofit.export.folding.linear import fold_after, fold_before, in_channels, out_channels, takes_shift
 from retrofit.export.folding.whitening import fold_whitening
 from retrofit.export.forms import channel_map
-from retrofit.export.forms.channel_map import ChannelMap
 from retrofit.export.forms.operations import (
     ChannelAffine,
     Clamp,
-    EstimatedTransform,
     FunctionModule,
-    MigratedForm,
     OneBranch,
     TwoBranch,
     constant_norm,
+    estimated,
     in_sequence,
-    powers,
 )
 from retrofit.graph.codegen import RewriteError
 from retrofit.graph.find_sites import find_sites
@@ -41,6 +38,8 @@ from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.site import Site
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
+from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.forms import SMALL_POWER
 from retrofit.utils.copying import copied
 from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import placement_of
@@ -183,11 +182,11 @@ class _Folding:
         if found is not None:
             return self._affine(layer, found) if found.is_affine else self._transform(layer, found)
         if isinstance(layer, MigratedGroupNorm):
-            return "group", [*self._before(layer, *layer.input_affine()), MigratedForm(layer)]
+            return "group", [*self._before(layer, *layer.input_affine()), layer._form()[1]]
         if not channel_map.estimates(layer):
             return "normalization", None
         if layer.effective_alpha == 0:
-            return "normalization", [channel_map.source_layer(layer)]
+            return "normalization", [layer.inference_form()]
         return "frozen" if layer in self.frozen else "estimated", self._estimated(layer)
 
     def _affine(self, layer: nn.Module, found: ChannelMap) -> tuple[str, list[nn.Module] | None]:
@@ -224,12 +223,16 @@ class _Folding:
         high = _upper_limit(site)
         if site is None or high is None or not bool((found.beta <= 0).all()):
             return None
-        lmbda = powers(found.lmbda)[0]
-        base = 1 - lmbda * found.beta / found.gamma  # (1 + h0)^lambda
-        live = (found.gamma > 0) & (base > 0)
-        zero = torch.where(live, base, 1.0).pow(1 / lmbda)  # 1 + h0
+        lmbda = found.lmbda
+        exact = bool((lmbda.abs() < SMALL_POWER).any())
+        ratio = torch.where(found.gamma > 0, -found.beta / found.gamma, torch.inf)
+        live = lmbda * ratio > -1
+        # log(1 + h0), for (1 + h0)^lambda = 1 + lambda * ratio
+        log = torch.where(lmbda == 0, ratio, torch.log1p(torch.where(live, lmbda * ratio, 0.0)) / lmbda)
+        zero = log.exp()
         live &= zero.isfinite()
-        scale = torch.where(live, found.gamma / lmbda - found.beta, 0.0)
+        scale = torch.where(live, found.gamma - lmbda * found.beta, 0.0)
+        scale = scale if exact else scale / lmbda
         if not self._drop_activation(layer):
             return None
         to_u = torch.where(live, 1 / zero, 0.0)
@@ -238,7 +241,7 @@ class _Folding:
         if consumer is not None:
             fold_before(consumer, scale)
             scale = torch.ones_like(scale)
-        parts += [Clamp(1.0), OneBranch(lmbda, scale)]
+        parts += [Clamp(1.0), OneBranch(lmbda, scale, exact)]
         return parts if high == float("inf") else [*parts, Clamp(None, high)]
 
     def _estimated(self, layer: Any) -> list[nn.Module]:
@@ -248,9 +251,9 @@ class _Folding:
         consumer = self._consumer(layer, site.norm_consumer) if site and gamma is not None and gamma.ndim == 1 else None
         fits = isinstance(consumer, nn.Linear) == (kind == "layer")
         if consumer is None or not fits or (beta is not None and not takes_shift(consumer)):
-            return [EstimatedTransform(layer, kind, frozen=self.frozen.get(layer))]
+            return estimated(layer, frozen=self.frozen.get(layer))
         fold_before(consumer, gamma.double(), None if beta is None else beta.double())
-        return [EstimatedTransform(layer, kind, affine=False, frozen=self.frozen.get(layer))]
+        return estimated(layer, affine=False, frozen=self.frozen.get(layer))
 
     def _proxy(self, layer: ProxyNorm) -> list[nn.Module]:
         scale, shift = self.proxies[layer]

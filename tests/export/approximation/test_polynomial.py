@@ -20,7 +20,7 @@ from retrofit.export.approximation.fit import Fit, LayerFunction
 from retrofit.export.approximation.polynomial import PolynomialFitter
 from retrofit.export.folding import network as folding
 from retrofit.export.folding.network import Folded, fold_network
-from retrofit.export.forms.channel_map import ChannelMap
+from retrofit.layers.channel_map import ChannelMap
 from tests.export.networks import norm, train_a_little
 
 LMBDA = torch.linspace(-0.5, 2.4, 8).double()

@@ -1,0 +1,374 @@
+"""What a layer is for inference: few elementwise operations on precomputed constants, which every runtime has.
+
+With s = sign(h), l = log(1 + |h|) and kappa = lambda - 1, the Yeo-Johnson transform reads, without a branch,
+
+    psi = s * (exp(p * l) - 1) / p,    p = 1 + s * kappa
+
+where p takes one of two values a channel. ONNX runtimes do Sign, Where and Pow element by element; a clipped multiple
+of h is the sign as well, wherever that matters, at the cost of a multiplication.
+
+The forms are right in float16 too: no value of a set is squared before it is divided by the set's largest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.lambda_estimate import MIN_CURVATURE, step_bounds
+from retrofit.layers.sets import Sets
+
+NORM_EPS = 2.0**-10
+"""Of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0."""
+STEEP = 1e12  # |h| below its inverse is as good as zero
+SMALL_POWER = 0.05
+"""(exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller."""
+_SMALLEST_HALF = 2.0**-14  # of the normal numbers of float16
+_SHARE = 0.125  # of d in sums of squares, which overflow float16 for |h| above 80 without it
+
+
+def channel_view(values: Tensor, x: Tensor) -> Tensor:
+    """Return (C,) values in a shape that broadcasts over `x`, (N, C, *)."""
+    return values.view(-1, *(1,) * (x.ndim - 2))
+
+
+def in_sequence(parts: Sequence[nn.Module]) -> nn.Module:
+    """Return a module, in evaluation, that applies some modules one after the other."""
+    return (parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()).eval()
+
+
+def constant_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of an activation or a dropout, in evaluation and float32, without gradients."""
+    return copy.deepcopy(module).float().eval().requires_grad_(False)
+
+
+def constants_of(new: nn.Module, layer: nn.Module) -> nn.Module:
+    """Give torch's layer `new`, as built on the meta device, the parameters of `layer` as float32 constants."""
+    for name in ("weight", "bias"):
+        value = getattr(layer, name)
+        constant = None if value is None else nn.Parameter(value.detach().float(), requires_grad=False)
+        new.register_parameter(name, constant)
+    new._buffers.update({name: layer._buffers[name] for name in new._buffers})
+    return new
+
+
+class FunctionModule(nn.Module):
+    """A functional activation as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function to `x`, of any shape."""
+        return self.function(x)
+
+
+class ChannelAffine(nn.Module):
+    """x * scale + shift per channel of (N, C, *), or of (*, C) with `last`; what does nothing is left out."""
+
+    scale: Tensor | None
+    shift: Tensor | None
+
+    def __init__(self, scale: Tensor, shift: Tensor, last: bool = False) -> None:
+        """Keep the constants in float32."""
+        super().__init__()
+        self.last = last
+        self.register_buffer("scale", None if bool((scale == 1).all()) else scale.float())
+        self.register_buffer("shift", None if bool((shift == 0).all()) else shift.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map."""
+        if self.scale is not None:
+            x = x * self._view(self.scale, x)
+        return x if self.shift is None else x + self._view(self.shift, x)
+
+    def _view(self, values: Tensor, x: Tensor) -> Tensor:
+        return values if self.last else channel_view(values, x)
+
+
+class ConstantNorm(nn.Module):
+    """(x - centre) * scale + shift per channel of (N, C, *), as one batch normalization in evaluation."""
+
+    centre: Tensor
+    variance: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, centre: Tensor, scale: Tensor, shift: Tensor) -> None:
+        """Keep (C,) constants in float32."""
+        super().__init__()
+        self.register_buffer("centre", centre.float())
+        self.register_buffer("variance", torch.full_like(self.centre, 1 - NORM_EPS))
+        self.register_buffer("scale", scale.float())
+        self.register_buffer("shift", shift.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map."""
+        return functional.batch_norm(x, self.centre, self.variance, self.scale, self.shift, eps=NORM_EPS)
+
+
+class GroupConvolution(nn.Module):
+    """matrix @ x + shift, each group of neighbouring channels of (N, C, *) by its own matrix: a convolution of size 1.
+
+    Args:
+        matrix: (groups, g, g).
+        shift: (C,).
+    """
+
+    weight: Tensor
+    shift: Tensor
+
+    def __init__(self, matrix: Tensor, shift: Tensor) -> None:
+        """Keep the constants in float32."""
+        super().__init__()
+        self.groups = len(matrix)
+        self.register_buffer("weight", matrix.flatten(0, 1).float())
+        self.register_buffer("shift", shift.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map."""
+        if x.ndim == 2:
+            return self.forward(x.unsqueeze(-1)).squeeze(-1)
+        convolution = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}[x.ndim]
+        weight = self.weight.view(*self.weight.shape, *(1,) * (x.ndim - 2))
+        return convolution(x, weight, self.shift, groups=self.groups)
+
+
+class TwoBranch(nn.Module):
+    """gamma * psi(h; lambda) + beta, exactly, for any h and lambda.
+
+    Args:
+        lmbda: (C,) in float64, as are the others.
+        gamma: Factor of the transformed value.
+        beta: Added in the end.
+    """
+
+    gamma: Tensor
+    beta: Tensor | None
+
+    def __init__(self, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> None:
+        """Precompute p = p0 + s * p1 and gamma * s / p = r0 + s * r1, which has no value where p is 0."""
+        super().__init__()
+        up, down = lmbda, 2 - lmbda
+        self.exact = bool((torch.minimum(up.abs(), down.abs()) < SMALL_POWER).any())
+        constants = [("p", up, down)] if self.exact else [("p", up, down), ("r", gamma / up, -gamma / down)]
+        for name, plus, minus in constants:
+            self.register_buffer(f"{name}0", ((plus + minus) / 2).float())
+            self.register_buffer(f"{name}1", ((plus - minus) / 2).float())
+        self.register_buffer("gamma", gamma.float() if self.exact else None)
+        self.register_buffer("beta", None if bool((beta == 0).all()) else beta.float())
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Transform standardised values (N, C, *)."""
+        sign, log = _sign_and_log(h, h.abs())
+        u = log * self._either("p", sign)
+        if self.exact:
+            y = relative_growth(u) * log * sign * channel_view(self.gamma, h)
+        else:
+            y = (torch.exp(u) - 1.0) * self._either("r", sign)
+        return y if self.beta is None else y + channel_view(self.beta, h)
+
+    def _either(self, name: str, sign: Tensor) -> Tensor:
+        return sign * channel_view(getattr(self, f"{name}1"), sign) + channel_view(getattr(self, f"{name}0"), sign)
+
+
+def relative_growth(u: Tensor) -> Tensor:
+    """Return expm1(u) / u, 1 at 0, to rounding, of exp and log alone (W. Kahan).
+
+    The error that exp makes near 1 is in its logarithm too, and (w - 1) / log(w) hardly changes with w.
+    """
+    grown, tiny = torch.exp(u), torch.finfo(u.dtype).tiny
+    return (grown - 1.0 + tiny) / (torch.log(grown) + tiny)
+
+
+def _sign_and_log(h: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.clamp(h * STEEP, -1.0, 1.0), torch.log(a + 1.0)
+
+
+def channel_form(constant: ChannelMap) -> list[nn.Module]:
+    """Return the operations of a constant map per channel of (N, C, *)."""
+    if constant.is_affine:
+        return [ConstantNorm(constant.centre, *_behind_centre(constant))]
+    standardize = ConstantNorm(constant.centre, constant.scale, torch.zeros_like(constant.scale))
+    return [standardize, TwoBranch(constant.lmbda, constant.gamma, constant.beta)]
+
+
+def _behind_centre(constant: ChannelMap) -> tuple[Tensor, Tensor]:
+    """Scale and shift of an affine map of x - centre."""
+    scale, shift = constant.affine()
+    return scale, shift + scale * constant.centre
+
+
+class Standardize(nn.Module):
+    """(x - mean) / sqrt(var + eps) by the statistics of each normalized set.
+
+    Args:
+        sets: The normalized sets.
+        eps: Added to the variance.
+    """
+
+    def __init__(self, sets: Sets, eps: float) -> None:
+        super().__init__()
+        self.sets, self.eps = sets, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardise `x`."""
+        h, *_ = self.standardized(*self.viewed(x))
+        return h.reshape(x.shape)
+
+    def viewed(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return `x` as its sets, those of groups of channels in one dimension, and the dimensions of a set."""
+        values, dims = self.sets(x)
+        return (values.flatten(2), (2,)) if values.ndim > x.ndim else (values, dims)
+
+    def standardized(self, values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Return standardised values, their variance, and the smallest and the largest of each set."""
+        centred = values - values.mean(dims, keepdim=True)
+        low, high = centred.amin(dims, True), centred.amax(dims, True)
+        inverse, small, rest = _scaled(centred, low, high, math.sqrt(self.eps))
+        power = (small * small).mean(dims, keepdim=True)
+        rstd = torch.rsqrt(power + rest)
+        scale = inverse * rstd
+        return small * rstd, power * rstd * rstd, (low * scale, high * scale)
+
+
+def _scaled(centred: Tensor, low: Tensor, high: Tensor, root: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 1 / c, centred / c and (root / c)^2 for c the largest |centred| of a set, or `root` where that is more."""
+    inverse = 1.0 / torch.maximum(high, -low).clamp_min(max(root, _SMALLEST_HALF))
+    rest = inverse * root
+    return inverse, centred * inverse, rest * rest
+
+
+class EstimatedTransform(Standardize):
+    """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain operations.
+
+    Args:
+        sets: The normalized sets.
+        eps: Added to the variance.
+        effective_alpha: Factor of the estimate's distance from 1.
+        weight: gamma, or None; (C,) for (N, C, *) with `per_channel`, else in the shape that broadcasts to the input.
+        bias: beta, the same.
+        per_channel: See `weight`.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        sets: Sets,
+        eps: float,
+        effective_alpha: float,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        per_channel: bool,
+    ) -> None:
+        super().__init__(sets, eps)
+        self.effective_alpha, self.per_channel = effective_alpha, per_channel
+        for name, value in (("weight", weight), ("bias", bias)):
+            self.register_buffer(name, None if value is None else value.detach().float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`."""
+        values, dims = self.viewed(x)
+        h, v, extremes = self.standardized(values, dims)
+        a = h.abs()
+        sign, log = _sign_and_log(h, a)
+        signed = sign * log
+        kappa = self.effective_alpha * _newton_step(h, a, log, signed, v, dims, extremes)
+        y = (relative_growth((sign * kappa + 1.0) * log) * signed).reshape(x.shape)
+        for value, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
+            if value is not None:
+                y = apply(y, channel_view(value, y) if self.per_channel else value)
+        return y
+
+
+def _newton_step(
+    h: Tensor,
+    a: Tensor,
+    log: Tensor,
+    signed: Tensor,
+    v: Tensor,
+    dims: tuple[int, ...],
+    extremes: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return lambda - 1 of each set: `lambda_estimate.first_step` in operations that every runtime has."""
+
+    def mean(values: Tensor) -> Tensor:
+        return values.mean(dims, keepdim=True)
+
+    tiny = torch.finfo(h.dtype).tiny
+    low, high = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
+    share = a * _SHARE
+    grown = (share + _SHARE) * log
+    d = grown - share  # an eighth, as what follows of it
+    v = v.clamp_min(tiny)
+    m3 = mean(d)
+    ratio = mean(h * d) / v
+    m45 = mean(share * (grown * log - 2.0 * d) + d * d)  # a 64th
+    curvature = ((m45 - m3 * m3) / v - 2.0 * ratio * ratio).clamp_min(MIN_CURVATURE * _SHARE**2)
+    step = (mean(signed) * _SHARE**2 - ratio * _SHARE) / curvature
+    return torch.minimum(torch.maximum(step, low), high)
+
+
+class MigratedForm(nn.Module):
+    """Group normalization of x', standardised already, at a strength t > 0: see `migrated_group_norm`.
+
+    Args:
+        groups: Groups of channels.
+        eps: Added to the group variance at t = 1.
+        strength: t.
+        weight: gamma over the gain, (C,).
+        bias: beta, (C,).
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, groups: int, eps: float, strength: float, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.groups, self.eps, self.strength = groups, eps, strength
+        self.register_buffer("weight", weight.float())
+        self.register_buffer("bias", bias.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x', (N, C, *)."""
+        t = self.strength
+        if t == 1:
+            return functional.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+        grouped = x.unflatten(1, (self.groups, -1)).flatten(2)
+        mean = grouped.mean(2, keepdim=True)
+        centred = grouped - mean
+        low, high = centred.amin(2, True), centred.amax(2, True)
+        inverse, small, rest = _scaled(centred, low, high, math.sqrt(1 - t + t * self.eps))
+        rstd = torch.rsqrt((small * small).mean(2, keepdim=True) * t + rest)
+        y = ((grouped - mean * t) * (inverse * rstd)).reshape(x.shape)
+        return y * channel_view(self.weight, x) + channel_view(self.bias, x)
+
+
+class ChannelsFirstLayerNorm(nn.LayerNorm):
+    """LayerNorm over C of (N, C, *), by way of the channels-last form that runtimes know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`."""
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Batched(nn.Module):
+    """A form of input of `ndim` dimensions, (N, C, *), for a single sample, (C, *), too."""
+
+    def __init__(self, form: nn.Module, ndim: int) -> None:
+        super().__init__()
+        self.form, self.ndim = form, ndim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the form."""
+        out: Tensor = self.form(x) if x.ndim == self.ndim else self.form(x.unsqueeze(0)).squeeze(0)
+        return out

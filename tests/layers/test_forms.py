@@ -1,0 +1,278 @@
+"""What each layer says of itself: its form in plain operations, its constant map, its plain and its source's layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retrofit import layers
+from retrofit.errors import RetrofitError
+from retrofit.layers.constant_affine import ConstantAffine
+from retrofit.layers.forms import EstimatedTransform, TwoBranch
+from tests.oracles import normality as oracle
+
+C = 8
+IMAGES = (3, C, 4, 5)
+LAMBDAS = (0.0, 2.0, 5e-5, 2 - 5e-5, -1.0, 3.0, 1.0, 0.04)
+
+
+def proxy(**options: Any) -> nn.Module:
+    norm = layers.GroupNormalNorm(2, C)
+    return layers.ProxyNorm(nn.PReLU(C), C, norm=_filled(norm), **options)
+
+
+RUNNING: dict[str, Callable[[], nn.Module]] = {
+    "bnn1d": lambda: layers.BatchNormalNorm1d(C),
+    "bnn2d": lambda: layers.BatchNormalNorm2d(C, affine=False),
+    "bnn3d": lambda: layers.BatchNormalNorm3d(C),
+    "sync": lambda: layers.SyncBatchNormalNorm(C, alpha=0.7),
+    "bnn act": lambda: _activated(layers.BatchNormalNormAct2d(C)),
+    "inn tracked": lambda: layers.InstanceNormalNorm2d(C, affine=True, track_running_stats=True),
+    "dbn": lambda: layers.DecorrelatedBatchNorm2d(C, group_size=4),
+    "dbnn": lambda: layers.DecorrelatedBatchNormalNorm2d(C, group_size=4),
+    "dbnn flat": lambda: layers.DecorrelatedBatchNormalNorm1d(C, group_size=4),
+    "dbnn act": lambda: _activated(layers.DecorrelatedBatchNormalNormAct2d(C, group_size=2)),
+}
+ESTIMATING: dict[str, Callable[[], nn.Module]] = {
+    "bnn untracked": lambda: layers.BatchNormalNorm2d(C, track_running_stats=False),
+    "sync untracked": lambda: layers.SyncBatchNormalNorm(C, track_running_stats=False),
+    "lnn": lambda: layers.LayerNormalNorm((C, 5)),
+    "lnn2d": lambda: layers.LayerNormalNorm2d(C, eps=0.5),
+    "lnn act": lambda: _activated(layers.LayerNormalNormAct(5, alpha=0.5)),
+    "lnn act 2d": lambda: _activated(layers.LayerNormalNormAct2d(C)),
+    "gnn": lambda: layers.GroupNormalNorm(2, C),
+    "gnn act": lambda: _activated(layers.GroupNormalNormAct(2, C)),
+    "inn": lambda: layers.InstanceNormalNorm2d(C, affine=True),
+}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "gn": lambda: layers.MigratedGroupNorm(2, C, eps=0.02),
+    "ln act": lambda: _activated(layers.MigratedGroupNormAct(1, C, bias=False)),
+    "frozen": lambda: layers.FrozenBatchNorm(C),
+    "frozen act": lambda: _activated(layers.FrozenBatchNormAct(C, affine=False)),
+    "proxy": proxy,
+    "proxy restored": lambda: proxy(restore=True, scale=False),
+    "proxy last": lambda: layers.ProxyNorm(torch.tanh, C, channel_dim=-1),
+    "standardized": lambda: layers.WeightStandardizedConv2d(C, 6, 3, padding=1),
+    "constant": lambda: ConstantAffine(torch.rand(C), torch.rand(C)),
+}
+ALL = {**RUNNING, **ESTIMATING, **OTHERS}
+SHAPES = {
+    "bnn1d": (6, C, 7), "bnn3d": (2, C, 3, 4, 2), "dbnn flat": (9, C), "lnn": (2, 3, C, 5), "lnn act": (2, 3, C, 5),
+    "proxy last": (3, 4, C),
+}  # fmt: skip
+
+
+def _activated(layer: Any) -> nn.Module:
+    layer.drop, layer.act = nn.Dropout(0.3), nn.LeakyReLU(0.2)
+    return layer
+
+
+def _filled(layer: nn.Module) -> nn.Module:
+    """Values of a trained network, on a layer in evaluation."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            values = torch.rand(tensor.shape, generator=generator) + 0.3
+            if name in ("running_mean", "bias", "proxy_bias", "restore_shift"):
+                tensor.copy_(3 * values - 2)
+            elif name == "running_lambda":
+                tensor.copy_(torch.tensor(LAMBDAS))
+            elif name == "running_whitening":
+                tensor.copy_(values + values.mT)
+            elif tensor.is_floating_point() and tensor.ndim:
+                tensor.copy_(values)
+        if isinstance(getattr(layer, "weight", None), Tensor) and layer.weight.ndim == 1:
+            layer.weight[0] *= -1
+    return layer.eval()
+
+
+def built(name: str, strength: float = 1.0) -> Any:
+    layer: Any = _filled(ALL[name]())
+    if isinstance(layer, layers.StrengthMixin):
+        layer.set_strength(strength)
+    return layer
+
+
+def inputs(name: str, scale: float = 1.5) -> Tensor:
+    x = torch.randn(SHAPES.get(name, IMAGES), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return scale * (0.5 + (0.4 * x).exp())
+
+
+def precise(layer: nn.Module, x: Tensor) -> Tensor:
+    """The layer in float64."""
+    wide = copy.deepcopy(layer).double()
+    with torch.no_grad():
+        return wide(x.double())
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ALL)
+def test_the_form_is_the_layer_in_plain_operations(name: str, strength: float) -> None:
+    layer, x = built(name, strength), inputs(name)
+    modes = [module.training for module in layer.train().modules()]
+    form = layer.inference_form()
+    assert [module.training for module in layer.modules()] == modes  # not even those of a fused activation
+    assert not any(isinstance(module, layers.base.ConvertedLayer) for module in form.modules())
+    assert not any(parameter.requires_grad for parameter in form.parameters())
+    expected = precise(layer.eval(), x)
+    torch.testing.assert_close(form(x.float()).double(), expected, rtol=2e-5, atol=2e-5 * expected.std().item())
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", [name for name in RUNNING if "act" not in name])
+def test_the_map_is_the_layer_and_scipys_transform(name: str, strength: float) -> None:
+    layer, x = built(name, strength), inputs(name)
+    constant = layer.channel_map()
+    if constant is None:  # only whitening is none
+        assert name.startswith("db")
+        assert strength > 0
+        return
+    rows = x.movedim(1, 0).flatten(1)
+    found = np.stack([
+        float(g) * oracle.psi((s * row + h).numpy(), float(lmbda)) + float(b)
+        for row, s, h, lmbda, g, b in zip(
+            rows, constant.scale, constant.shift, constant.lmbda, constant.gamma, constant.beta, strict=True
+        )
+    ])  # fmt: skip
+    expected = precise(layer, x).movedim(1, 0).flatten(1)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    affine = layer.affine_map()
+    assert (affine is None) == (strength > 0 and name != "dbn")
+    if affine is not None:
+        torch.testing.assert_close(rows * affine[0][:, None] + affine[1][:, None], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("lmbda", [0.0, 2.0, 5e-5, -5e-5, 2 + 5e-5, 0.049, -1.0, 3.0])
+def test_the_transform_is_exact_near_its_singular_points(lmbda: float) -> None:
+    h = torch.linspace(-6, 6, 4001, dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    form = TwoBranch(lmbda * one, 2 * one, 0 * one)
+    found = form(h.float().view(-1, 1)).flatten().double()
+    expected = torch.from_numpy(2 * oracle.psi(h.numpy(), lmbda))
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-7)
+
+
+@pytest.mark.parametrize("kappa", [-1.0, 1.0, -1 + 1e-4, 1 - 1e-4, 0.3])
+def test_an_estimate_may_be_one_of_the_singular_points(kappa: float) -> None:
+    """Scaled so that the first set's lambda is 1 + kappa."""
+    x = inputs("gnn").flatten(2)
+    rows = x.unflatten(1, (2, -1)).flatten(2)
+    h = (rows - rows.mean(2, True)) / (rows.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
+    estimate = oracle.newton_estimate(h, (2,)) - 1
+    layer: Any = layers.GroupNormalNorm(2, C, affine=False).eval()
+    options = layer._sets(), 1e-5, kappa / estimate.flatten()[0].item(), None, None
+    found = EstimatedTransform(*options, per_channel=True)(x.float())
+    lmbda = 1 + options[2] * estimate
+    expected = np.stack(
+        [[oracle.psi(v.numpy(), float(p)) for v, p in zip(*pair, strict=True)] for pair in zip(h, lmbda, strict=True)]
+    )
+    torch.testing.assert_close(found.double(), torch.from_numpy(expected).view(x.shape), rtol=1e-4, atol=2e-5)
+
+
+HALF = [*(name for name in ESTIMATING if "act" not in name), "gn", "ln act"]
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("scale", [1e-3, 300.0])
+@pytest.mark.parametrize("name", HALF)
+def test_forms_hold_in_strict_float16(name: str, scale: float, strength: float) -> None:
+    """Every operation rounds to float16; centred values of 300 and more would overflow when squared."""
+    layer, x = built(name, strength), inputs(name, scale).half()
+    found = layer.inference_form().half()(x)
+    expected = precise(layer, x)
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 * expected.std().item())
+
+
+def test_far_outliers_do_not_upset_the_estimate_in_float16() -> None:
+    """h = 150 in a set of 30,000 values: squares of d psi / d lambda would overflow too."""
+    x = torch.randn(1, 2, 30_000, generator=torch.Generator().manual_seed(0))
+    x[:, :, 0] = 400.0
+    layer: Any = layers.InstanceNormalNorm1d(2).eval()
+    found = layer.inference_form().half()(x.half())
+    torch.testing.assert_close(found.double(), precise(layer, x.half()), rtol=0.02, atol=0.02)
+
+
+def test_constant_sets_become_beta_in_float16() -> None:
+    layer: Any = built("gnn")
+    found = layer.inference_form().half()(torch.full((2, C, 3, 3), 7.0, dtype=torch.float16))
+    torch.testing.assert_close(found, layer.bias.half().view(1, -1, 1, 1).expand_as(found), atol=1e-2, rtol=1e-2)
+
+
+def test_instance_norm_takes_single_samples() -> None:
+    layer, x = built("inn tracked", 0.5), inputs("inn")[0]
+    torch.testing.assert_close(layer.inference_form()(x.float()).double(), precise(layer, x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith(("proxy", "constant"))])
+def test_the_source_layer_is_the_layer_at_strength_0_around_the_same_tensors(name: str) -> None:
+    layer, x = built(name, 0.0), inputs(name)
+    source = layer.source_layer()
+    assert type(source).__module__.startswith(("torch.nn", "timm.layers"))
+    torch.testing.assert_close(precise(source, x), precise(layer, x), rtol=1e-5, atol=1e-5)
+    for key, tensor in (*source.named_parameters(), *source.named_buffers()):
+        assert tensor is dict((*layer.named_parameters(), *layer.named_buffers()))[key]
+
+
+PLAIN = {"lnn": 0.0, "bnn act": 0.0, "inn": 0.0, "gnn act": 0.0, "dbnn": 0.0, "frozen act": 1.0, "standardized": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "strength"),
+    [*PLAIN.items(), ("frozen", 1.0), ("gn", 0.0), ("gn", 1.0), ("ln act", 1.0), ("proxy", 0.5), ("proxy last", 1.0)],
+)
+def test_the_plain_layer_behind_its_constants_is_the_layer(name: str, strength: float) -> None:
+    layer, x = built(name, strength), inputs(name)
+    affine, plain = layer.plain_layer()
+    expected = precise(layer, x)
+    if affine is not None:
+        x = x * affine[0].view(-1, 1, 1) + affine[1].view(-1, 1, 1)
+    torch.testing.assert_close(copy.deepcopy(plain).double()(x), expected, rtol=1e-5, atol=1e-5)
+    trained = sum(p.numel() for p in layer.parameters() if p.requires_grad and p is not layer._parameters.get("x"))
+    kept = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    assert kept == trained - (2 * C if name.startswith("proxy") else 0)  # the proxy's own become constants
+
+
+@pytest.mark.parametrize(
+    ("name", "strength", "reason"),
+    [("bnn2d", 1.0, "power transform"), ("dbn", 0.5, "whitens"), ("gn", 0.5, "between"), ("gnn", 0.1, "power")],
+)
+def test_what_no_library_computes_is_refused(name: str, strength: float, reason: str) -> None:
+    with pytest.raises(RetrofitError, match=reason):
+        built(name, strength).plain_layer()
+
+
+def test_a_frozen_layer_stays_frozen_in_its_plain_form() -> None:
+    layer = built("bnn act", 0.0)
+    layer.frozen = True
+    affine, plain = layer.plain_layer()
+    assert affine is not None
+    assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
+
+
+SETS = {"bnn2d": C, "inn": 3 * C, "gnn": 6, "lnn2d": 3 * 4 * 5, "lnn": 6, "gn": 6, "dbn": C}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_normalized_sets_are_those_of_training(name: str) -> None:
+    """At strength 0, without an affine, each set has mean 0 and variance 1."""
+    layer, x = built(name, 0.0), inputs(name)
+    view, dims = layer.normalized_sets(x)
+    assert view.numel() // np.prod([view.shape[d] for d in dims]) == SETS[name]
+    if name == "gn":
+        return
+    for parameter in ("weight", "bias"):
+        layer.register_parameter(parameter, None)
+    out, _ = layer.normalized_sets(layer.double().train()(x))
+    torch.testing.assert_close(out.mean(dims), torch.zeros_like(out.mean(dims)), atol=1e-6, rtol=0)
+    if name != "lnn2d":  # an eps of its own
+        torch.testing.assert_close(out.var(dims, correction=0), torch.ones_like(out.mean(dims)), atol=1e-3, rtol=0)
+
+
+def test_layers_that_normalize_by_constants_have_no_sets() -> None:
+    assert built("frozen").normalized_sets(inputs("frozen"))[1] == ()
