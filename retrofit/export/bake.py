@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.forms.channel_map import split_fused
+from retrofit.export.forms.fused_layers import split_fused
 from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
 from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization

@@ -7,7 +7,7 @@ noise and momentum, stays with the layer, as the p of a dropout does.)
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, NoReturn, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,19 +36,22 @@ class ConvertedLayer(LeafMixin):
     source_name: ClassVar[str] = ""
     fused_source_name: ClassVar[str] = ""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let no class with a forward of its own inherit answers that were given for another."""
+        own = vars(cls).keys()
+        if "forward" in own and not own & {"_form", "_sets", "channel_map", "fused_modules"}:
+            answers = {"channel_map": _no_map, "inference_form": constant_copy}
+            for name, answer in {**answers, "source_layer": _not_plain, "plain_layer": _not_plain}.items():
+                setattr(cls, name, answer)
+        super().__init_subclass__(**kwargs)
+
     def source_layer(self) -> nn.Module:
         """Return torch's or timm's layer that this one is at strength 0, around the same parameters and buffers.
 
         A fused one takes over dropout and activation. BatchNorm is BatchNorm2d where this layer has forgotten of how
         many dimensions it was.
-
-        Raises:
-            RetrofitError: If no library has such a layer.
         """
-        name = self.fused_source_name or self.source_name
-        if not name:
-            raise no_plain_layer(f"nobody has said what a {type(self).__name__} is; export_onnx takes it as it is")
-        new = self._build_source(_library_class(name))
+        new = self._build_source(_library_class(self.fused_source_name or self.source_name))
         for name in ("weight", "bias"):
             new.register_parameter(name, getattr(self, name))
         for name in ("running_mean", "running_var", "num_batches_tracked"):
@@ -103,6 +106,16 @@ class ConvertedLayer(LeafMixin):
     def fused_modules(self) -> list[nn.Module]:
         """Return the dropout and the activation of a fused layer, in the order in which they follow."""
         return []
+
+
+def _no_map(layer: ConvertedLayer) -> None:
+    """Say that a layer is no constant map that anyone knows."""
+
+
+def _not_plain(layer: ConvertedLayer) -> NoReturn:
+    raise no_plain_layer(
+        f"nobody has said what a {type(layer).__name__} is in plain layers; export_onnx takes it as it is"
+    )
 
 
 def _library_class(name: str) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 import retrofit
 from retrofit.export.approximation.choose import mean_lambdas
-from retrofit.export.forms.channel_map import channel_map
+from retrofit.export.forms.fused_layers import channel_map
 from retrofit.layers import GroupNormalNorm, LayerNormalNorm
 from retrofit.layers.lambdas import lambda_values
 from tests.export.networks import norm, train_a_little

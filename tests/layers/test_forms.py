@@ -276,3 +276,19 @@ def test_normalized_sets_are_those_of_training(name: str) -> None:
 
 def test_layers_that_normalize_by_constants_have_no_sets() -> None:
     assert built("frozen").normalized_sets(inputs("frozen"))[1] == ()
+
+
+class Doubled(layers.BatchNormalNormAct2d):
+    """A class of someone's own, which inherits from ours and computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_class_with_a_forward_of_its_own_inherits_no_answers() -> None:
+    layer, x = _filled(Doubled(C)), inputs("bnn2d").float()
+    assert isinstance(layer, Doubled)
+    assert layer.channel_map() is None
+    torch.testing.assert_close(layer.inference_form()(x), layer(x))
+    with pytest.raises(RetrofitError, match="nobody has said what a Doubled is"):
+        layer.plain_layer()

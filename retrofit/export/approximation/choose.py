@@ -17,7 +17,7 @@ from retrofit.export.approximation.calibration import Observer, gaussian
 from retrofit.export.approximation.fit import MAX_SIZE, Fit, Fitter, LayerFunction
 from retrofit.export.approximation.lines import LineFitter
 from retrofit.export.approximation.polynomial import PolynomialFitter
-from retrofit.export.forms import channel_map
+from retrofit.export.forms import fused_layers as channel_map
 from retrofit.export.forms.operations import constant_norm
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.lambdas import lambda_values

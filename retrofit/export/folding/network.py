@@ -21,7 +21,7 @@ from retrofit.export.approximation.choose import Approximation, Transform, choos
 from retrofit.export.approximation.fit import Fit
 from retrofit.export.folding.linear import fold_after, fold_before, in_channels, out_channels, takes_shift
 from retrofit.export.folding.whitening import fold_whitening
-from retrofit.export.forms import channel_map
+from retrofit.export.forms import fused_layers as channel_map
 from retrofit.export.forms.operations import (
     ChannelAffine,
     Clamp,
