@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from retrofit.errors import RetrofitError
-from retrofit.utils.files import atomic_write, ensure_writable
+from retrofit.utils.files import acquire, atomic_folder, atomic_write, ensure_writable, release
 from tests.conftest import heed_signals
 
 
@@ -28,7 +27,8 @@ def test_writes_beside_and_renames(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     with atomic_write(path) as temporary:
         temporary.write_bytes(b"whole")
-        assert temporary.parent == tmp_path
+        assert temporary.parent.parent == tmp_path
+        assert temporary.name == path.name
         assert not path.exists()
     assert path.read_bytes() == b"whole"
     assert os.listdir(tmp_path) == ["a.bin"]
@@ -140,15 +140,8 @@ def _child(body: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=root, **pipes)
 
 
-@pytest.mark.parametrize(
-    ("number", "left"),
-    [
-        (signal.SIGKILL, lambda names: all(name.startswith(".a.bin.") for name in names)),
-        (signal.SIGTERM, lambda names: names == []),
-        (signal.SIGINT, lambda names: names == []),
-    ],
-)
-def test_a_process_that_ends_half_way(tmp_path: Path, number: int, left: Callable[[list[str]], bool]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_told_to_end_half_way_leaves_nothing(tmp_path: Path, number: int) -> None:
     with _child("", tmp_path) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "half-way\n"
@@ -156,8 +149,56 @@ def test_a_process_that_ends_half_way(tmp_path: Path, number: int, left: Callabl
         child.send_signal(number)
         child.communicate()
         assert child.returncode != 0
-    assert not (tmp_path / "a.bin").exists()
-    assert left(os.listdir(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
+    """The writer has a child of its own, as data loaders have, which outlives it and must not keep its lock."""
+    others = [".b.bin.0a1b2c3d.tmp", ".a.bin.notes.tmp", "a.bin.0a1b2c3d.tmp"]
+    for name in others:
+        (tmp_path / name).touch()
+    (tmp_path / ".a.bin.0a1b2c3d.tmp").write_text("of an earlier version")
+    with _child("import os; os.fork() or (time.sleep(5), os._exit(0))", tmp_path) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "half-way\n"
+        with atomic_write(tmp_path / "a.bin") as temporary:  # the first still lives: both write
+            assert len(list(tmp_path.glob(".a.bin.????????.tmp"))) == 2
+            temporary.write_text("ours")
+        assert len(list(tmp_path.glob(".a.bin.????????.tmp"))) == 1
+        child.kill()
+        child.wait()
+        with atomic_write(tmp_path / "a.bin", force=True) as temporary:
+            assert len(list(tmp_path.glob(".a.bin.????????.tmp"))) == 1
+        child.stdout.close()
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "a.bin"])
+
+
+def test_what_a_killed_process_had_moved_away_comes_back(tmp_path: Path) -> None:
+    aside = tmp_path / ".report.0a1b2c3d.tmp"
+    (aside / "old").mkdir(parents=True)
+    (aside / "old" / "page").write_text("the only copy")
+    (aside / "lock").touch()
+    with atomic_folder(tmp_path / "report") as folder:
+        assert (tmp_path / "report" / "page").read_text() == "the only copy"
+        (folder / "page").write_text("new")
+    assert os.listdir(tmp_path) == ["report"]
+    assert (tmp_path / "report" / "page").read_text() == "new"
+
+
+def test_a_lock_has_one_owner(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    assert acquire(lock)
+    assert not acquire(lock)
+    asks = f"import pathlib; from retrofit.utils.files import acquire; print(acquire(pathlib.Path({str(lock)!r})))"
+    ask = [sys.executable, "-c", asks]
+    root = Path(__file__).parents[2]
+    assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=root).stdout == "False\n"
+    release(lock)
+    assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=root).stdout == "True\n"
+    assert lock.exists()  # that process has ended without a release
+    assert acquire(lock)
+    release(lock)
+    assert not lock.exists()
 
 
 def test_a_real_limit_on_file_size(tmp_path: Path) -> None:
