@@ -16,7 +16,7 @@ from retrofit.utils.files import atomic_write
 from retrofit.utils.text import one_line
 
 SCHEMA = 1
-_LAST, _PREVIOUS = "last.pt", "previous.pt"
+LAST, PREVIOUS = "last.pt", "previous.pt"
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
@@ -26,7 +26,7 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
         RetrofitError: If the disk is full or the folder cannot be written to; the state before stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    last = folder / _LAST
+    last = folder / LAST
     with atomic_write(last, force=True) as temporary:
         try:
             torch.save({"schema": SCHEMA, **state}, temporary)
@@ -35,7 +35,7 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
                 f"cannot write the state {last} ({one_line(error)}); free space, then go on with `resume`"
             ) from error
         if last.exists():
-            os.replace(last, folder / _PREVIOUS)
+            os.replace(last, folder / PREVIOUS)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -45,19 +45,33 @@ def load_state(folder: Path) -> dict[str, Any]:
         RetrofitError: If there is none, or it is of a newer version.
     """
     reason = "there is none"
-    for name in (_LAST, _PREVIOUS):
-        path = folder / name
-        if not path.is_file():
-            continue
+    for path in _files(folder):
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises anything on a damaged file
-            reason = f"{name}: {one_line(error)}"
+            reason = f"{path.name}: {one_line(error)}"
             continue
         if state["schema"] > SCHEMA:
             raise RetrofitError(f"{path} was written by a newer retrofit; upgrade retrofit to resume it")
         return state
     raise RetrofitError(f"no state to resume in {folder} ({reason}); start the run anew with its recipe.yaml")
+
+
+def has_state(folder: Path) -> bool:
+    """Whether there is a state that is not known to be damaged."""
+    for path in _files(folder):
+        try:
+            torch.load(path, map_location="meta", weights_only=True)
+        except (OSError, MemoryError):
+            return True
+        except Exception:  # as above
+            continue
+        return True
+    return False
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in (folder / LAST, folder / PREVIOUS) if path.is_file()]
 
 
 def random_state() -> dict[str, Any]:

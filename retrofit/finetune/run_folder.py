@@ -1,0 +1,92 @@
+"""A run's folder: it has one owner, and is either unused or can be resumed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from retrofit.errors import RetrofitError
+from retrofit.finetune.run_state import LAST, PREVIOUS, has_state
+from retrofit.utils.files import acquire, release, sweep, termination_unwinds
+
+_LOCK, _RECIPE, _STATE, _START = ".lock", "recipe.yaml", "state", "start.safetensors"
+
+
+def recipe_of(folder: Path) -> Path:
+    """Return where a run's resolved recipe is."""
+    return folder / _RECIPE
+
+
+def state_of(folder: Path) -> Path:
+    """Return the folder of a run's states."""
+    return folder / _STATE
+
+
+def start_of(folder: Path) -> Path:
+    """Return the artifact that a run began with."""
+    return folder / _STATE / _START
+
+
+@contextmanager
+def owned(folder: Path, resume: bool) -> Iterator[None]:
+    """Own a run's folder while the body runs.
+
+    A new run takes a folder that is empty or not there, or that holds a run which was killed before its first state.
+    If the body fails before it has saved a state, what it made is removed.
+
+    Args:
+        folder: The run's.
+        resume: Whether to go on with the run in it.
+
+    Raises:
+        RetrofitError: If another process owns it, or it cannot be made; for a new run, if something lies in it.
+    """
+    there = folder.exists()
+    if there and not folder.is_dir():
+        raise _taken(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = acquire(folder / _LOCK)
+    except OSError as error:
+        raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another `folder`") from error
+    if not free:
+        raise RetrofitError(
+            f"another process trains in {folder}; give another `folder`, or resume that run once the process has ended"
+        )
+    try:
+        sweep(folder)
+        sweep(folder / _STATE)
+        if not resume:
+            _check_unused(folder)
+            _clear(folder)
+        with termination_unwinds():
+            try:
+                yield
+            finally:
+                if not resume and not (folder / _STATE / LAST).exists():
+                    _clear(folder)
+    finally:
+        release(folder / _LOCK)
+        if not there:
+            with suppress(OSError):  # it holds a run now
+                folder.rmdir()
+
+
+def _check_unused(folder: Path) -> None:
+    """Refuse a folder that something lies in, but for a run without a whole state."""
+    names = {path.name for path in folder.iterdir()} - {_LOCK}
+    states = {path.name for path in (folder / _STATE).iterdir()} if _STATE in names else set()
+    killed = _STATE in names and names <= {_RECIPE, _STATE} and states <= {_START, LAST, PREVIOUS}
+    if names and (not killed or has_state(folder / _STATE)):
+        raise _taken(folder)
+
+
+def _clear(folder: Path) -> None:
+    (folder / _RECIPE).unlink(missing_ok=True)
+    shutil.rmtree(folder / _STATE, ignore_errors=True)
+
+
+def _taken(folder: Path) -> RetrofitError:
+    return RetrofitError(f"{folder} exists; give another `folder`, or go on with the run in it by `resume`")
