@@ -1,41 +1,51 @@
-"""Where a network that diverged went wrong first."""
+"""Runs that fail to learn: which layer diverged first, or why a network stays at chance."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers import FrozenBatchNorm, StrengthMixin
+from retrofit.finetune.recipe import Recipe
+from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, StrengthMixin
+from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
 
+Fault = Literal["loss", "gradient", "state"]
+
 _NORMS = (StrengthMixin, FrozenBatchNorm, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+_NEAR = 0.95  # of the loss of guessing: a network that has begun to learn is below
+_FEW = 100  # steps, of a run that may have ended before it began to learn
+_SAME = 0.05  # share of what answers differ by between classes, below which they do not differ between images
 
 
 def not_finite(model: nn.Module) -> str | None:
-    """Name the first parameter or buffer that is not finite; None if all are."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+    """Name the first tensor of the network's state that holds NaN or infinity; None if none does."""
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
             return name
     return None
 
 
-def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the norm of the whole gradient, a scalar."""
-    return nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+def divergence_of(model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe) -> tuple[str, str]:
+    """Say what went first in a run that diverged, and what to do.
 
-
-def gradient_at_fault(model: nn.Module) -> str:
-    """Name the parameter whose gradient keeps the whole gradient's norm from being finite.
-
-    Gradients are computed from the loss backwards, and one that is not finite makes those before it so. It is the last
-    in the order of the layers then; where each by itself is finite, the largest.
+    Args:
+        model: The network.
+        images: The batch that showed it, (N, C, H, W).
+        fault: What was found not to be finite.
+        recipe: The run's settings.
     """
-    norms = {name: float(one.grad.norm()) for name, one in model.named_parameters() if one.grad is not None}
-    broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
-    return broken[-1] if broken else max(norms, key=norms.__getitem__)
+    if (layer := first_to_diverge(model, images)) is not None:
+        return f"{layer} went first", "lower `lr` or `noise`, or lengthen `strength_ramp`"
+    if fault == "gradient":
+        advice = "start again with `amp=False`" if recipe.amp else "start again on another `device`"
+        return "the loss and all layers are finite, so the cause is not `lr`", advice
+    alone = {"loss": "all layers are finite, the loss alone is not", "state": "no layer's output is affected"}
+    return alone[fault], "lower `lr` or `noise`, or lengthen `strength_ramp`"
 
 
 def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
@@ -66,3 +76,90 @@ def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
     for module in norms or [module for module in diverged if not list(module.children())] or diverged:
         return f"{names[module] or 'the network'} ({type(module).__name__})"
     return None
+
+
+class ChanceWatch:
+    """Says once that a run learns nothing, and why; not before warm-up is over.
+
+    Args:
+        recipe: Its settings.
+        steps: Of the whole run.
+        classes: How many there are to guess from; None if unknown.
+        untrained: Whether it began with random weights, which take their time.
+    """
+
+    def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
+        self._recipe, self._steps, self._classes, self._untrained = recipe, steps, classes, untrained
+        self._in_a_row, self._said = 0, False
+
+    def warning(
+        self, row: dict[str, Any], images: int, model: nn.Module, few: Callable[[], Tensor | None]
+    ) -> str | None:
+        """Return what to tell the user after an epoch.
+
+        Args:
+            row: The epoch's metrics.
+            images: How many were validated on.
+            model: The network.
+            few: Reads some images, (N, C, H, W), that show whether it answers the same to all; None if it cannot.
+        """
+        epoch, top1, loss, last = row["epoch"], row["val_top1"], row["val_loss"], row["epoch"] >= self._recipe.epochs
+        early = epoch < max(2, self._recipe.warmup + 1) and not last
+        if self._said or early or loss is None or self._classes is None:
+            return None
+        self._in_a_row = self._in_a_row + 1 if at_chance(top1, loss, images, self._classes) else 0
+        if self._in_a_row < (1 if last else 2):  # the walk may stumble for an epoch
+            return None
+        self._said = True
+        collapsed = (few_images := few()) is not None and all_alike(model, few_images)
+        why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
+        return (
+            f"warning: after epoch {epoch} the network does no better than guessing (top-1 {top1:.1f}% of "
+            f"{self._classes} classes, loss {loss:.2f}): {why}"
+        )
+
+
+def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
+    """Whether validation gives what guessing gives, up to two standard errors.
+
+    Args:
+        top1: Accuracy in percent.
+        loss: Mean cross-entropy.
+        images: How many were looked at.
+        classes: How many there are to guess from.
+    """
+    guess = 1 / classes
+    error = math.sqrt(guess * (1 - guess) / images)
+    return classes > 1 and top1 / 100 <= guess + 2 * error and loss >= _NEAR * math.log(classes)
+
+
+def all_alike(model: nn.Module, images: Tensor) -> bool:
+    """Whether a network answers the same to all images, (N, C, H, W); a new classifier, all zero, answers nothing."""
+    with evaluating(model):
+        answers = model(images).float()
+    by_class = answers - answers.mean(dim=1, keepdim=True)
+    by_image = by_class - by_class.mean(dim=0)
+    return bool(by_image.abs().max() < _SAME * by_class.abs().max())
+
+
+def explanation(model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
+    """Say what a run at chance most likely suffers from, and what to change.
+
+    Args:
+        model: Its network.
+        recipe: Its settings.
+        steps: Of the whole run.
+        collapsed: Whether all images get the same answer.
+        untrained: Whether it began with random weights, which take their time.
+    """
+    if untrained and not collapsed:
+        return "it began with random weights: train it longer, or begin with trained ones"
+    if steps < _FEW and not collapsed:
+        return f"{steps} steps are few: train it longer, and if that does not help lower `lr` or raise `warmup_epochs`"
+    what = "its features have collapsed, all images get the same answer: " if collapsed else ""
+    layers = ""
+    if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):
+        layers = " for layers that take no statistics of the batch"
+    warmup = " without warm-up" if recipe.warmup == 0 else ""
+    more = "give `warmup_epochs=1`" if recipe.warmup == 0 else "raise `warmup_epochs`"
+    return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower `lr` or {more}"

@@ -1,4 +1,4 @@
-"""The images of a run: which, in what order, how augmented.
+"""The training images of a run: in what order, how augmented.
 
 The order of an epoch and the augmentation of an image depend on the seed, the epoch and the image alone: not on the
 number of workers or processes, and not on whether the run was interrupted.
@@ -8,45 +8,24 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from timm.data import create_transform
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.images.dataset import TO_VALIDATE, ImageData, has_part, open_images, parts_in
 from retrofit.images.worker_signals import heed_no_signals
 from retrofit.networks.library import Preprocess
-from retrofit.utils.text import shortlist, shown
-
-_HELD_OUT = 0.1  # where the data has no part to validate on and the recipe names no fraction
+from retrofit.utils.text import shortlist
 
 Key = tuple[int, int]  # epoch, number of the image
-
-
-@dataclass(frozen=True)
-class Images:
-    """The images of a run.
-
-    Attributes:
-        train: Images to train on, for `loader`.
-        val: Images to validate on; None if there are none.
-        outputs: How many outputs the network needs; None where the data does not tell.
-        names: What they are called, as far as known.
-        notes: Sentences for the user.
-    """
-
-    train: ImageData
-    val: ImageData | None
-    outputs: int | None
-    names: tuple[str, ...] | None
-    notes: tuple[str, ...] = ()
 
 
 class Part(Dataset[Any]):
@@ -87,6 +66,22 @@ class Part(Dataset[Any]):
         """Return the name of the file behind a negative target."""
         return str(self.images.unreadable(target))
 
+    def read(self, indices: Iterable[int]) -> Tensor | None:
+        """Return those images that can be read, (N, C, H, W); None if there is none."""
+        readable = [image for image, target in map(self.__getitem__, indices) if target >= 0]
+        return torch.stack(readable) if readable else None
+
+    def spread(self, count: int) -> Tensor | None:
+        """Return `count` images, as `read` does, spread over all of them and so over the classes."""
+        return self.read(place * len(self) // count for place in range(count))
+
+    def batches(self, count: int, batch_size: int, seed: int, device: torch.device) -> Iterator[Tensor]:
+        """Give a random choice of `count` images, that of `seed`, in batches of every class."""
+        chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count]
+        for places in chosen.tensor_split(math.ceil(len(chosen) / batch_size)):
+            if (images := self.read(places.tolist())) is not None:
+                yield images.to(device)
+
 
 class Relabelled(Part):
     """The images of a `Part`, with other targets; those of unreadable images stay negative."""
@@ -98,103 +93,6 @@ class Relabelled(Part):
     def __getitem__(self, index: int) -> Any:
         image, target = super().__getitem__(index)
         return image, target if target < 0 else self.targets[index]
-
-
-def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Images:
-    """Open the images that a recipe names, and set some aside for validation.
-
-    Args:
-        recipe: The run's settings.
-        labels: Names of the network's outputs, if known.
-        channels: Of the network's input.
-
-    Raises:
-        RetrofitError: If there are no such images, too few to hold some out, or those to validate on have classes of
-            their own.
-        UsageError: If a split does not exist.
-    """
-
-    def part(split: str, labels: Sequence[str] | None = None) -> ImageData:
-        class_map = recipe.class_map if recipe.labelled else None
-        return open_images(
-            recipe.data_dir, dataset=recipe.dataset, split=split, class_map=class_map, labels=labels, channels=channels
-        )
-
-    train = part(_train_split(recipe))
-    if recipe.labelled and train.classes == 1:
-        raise RetrofitError(
-            "the data has a single class; give one folder a class, or train without labels: `teacher='source'` "
-            "and `task_loss_weight=0`"
-        )
-    same_outputs = len(labels or ()) in (train.classes, recipe.num_classes) or recipe.teacher == "source"
-    if recipe.labelled and same_outputs and train.matched == "order":  # else the network gets a new classifier
-        train = train.mapped(labels=labels)
-    notes = train.notes
-    val_split = recipe.val_split
-    if isinstance(val_split, str) and not has_part(recipe.data_dir, recipe.dataset, val_split):
-        if val_split not in TO_VALIDATE:
-            raise UsageError(f"the data has no part {val_split!r}; give `val_split` the name of one, or a fraction")
-        val_split = _HELD_OUT
-        notes += (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (`val_split`)",)
-    outputs = len(labels or ()) if train.matched == "labels" else train.classes
-    names = tuple(labels or ()) if train.matched == "labels" else train.names
-    if train.matched == "class map" and names is not None:
-        outputs = len(names)
-    val: ImageData | None
-    if isinstance(val_split, str):
-        val = part(val_split, names if recipe.labelled else None)  # by order alone, a missing class would move others
-        if recipe.labelled:
-            _check_classes(recipe.train_split, names, val_split, val)
-    else:
-        train, val = _hold_out(train, val_split, recipe.seed)
-    if not recipe.labelled:
-        outputs, names = None, None
-    return Images(train, val, outputs, names, notes)
-
-
-def _check_classes(train_split: str, names: tuple[str, ...] | None, val_split: str, val: ImageData) -> None:
-    """Refuse images to validate on whose classes found their outputs by another order than those to train on."""
-    if val.matched == "order" and names is not None and val.names is not None and val.names != names:
-        apart = sorted({*names} ^ {*val.names}) or val.names
-        raise RetrofitError(
-            f"the classes of {val_split!r} are not those of {train_split!r} ({shortlist(apart)}); give both the same "
-            "folders, or a `class_map`"
-        )
-
-
-def _train_split(recipe: Recipe) -> str:
-    """Return the part to train on: all of a folder or tar without parts.
-
-    Raises:
-        UsageError: If the data has other parts, or the recipe names one that it lacks.
-    """
-    if has_part(recipe.data_dir, recipe.dataset, recipe.train_split):
-        return recipe.train_split
-    others = parts_in(recipe.data_dir)
-    if isinstance(recipe.val_split, str) and has_part(recipe.data_dir, recipe.dataset, recipe.val_split):
-        others = others or [recipe.val_split]
-    if others or recipe.train_split != Recipe.model_fields["train_split"].default:
-        beside = f", but {shortlist(others)}" if others else ""
-        raise UsageError(
-            f"the data has no part {shown(recipe.train_split)}{beside}; give `train_split` the name of one"
-        )
-    return "."
-
-
-def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, ImageData | None]:
-    if fraction == 0:
-        return data, None
-    if isinstance(data.images, IterableDataset):
-        raise UsageError("a stream cannot be divided; unpack it into a folder or tar")
-    count = len(data.images)
-    held = round(count * fraction)
-    if not 0 < held < count:
-        raise RetrofitError(
-            f"{fraction:.0%} of {count} images leaves none for training or validation; give more images"
-        )
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
-    parts = (Part(data.images, sorted(order[held:])), Part(data.images, sorted(order[:held])))
-    return replace(data, images=parts[0]), replace(data, images=parts[1])
 
 
 def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[..., Any]:
@@ -345,9 +243,24 @@ class Batches:
         self._order.epoch, self._order.start = number, start
         return iter(self._loader)
 
-    def unreadable(self, target: int) -> str:
-        """Return the name of the file behind a negative target."""
-        return self._images.part.unreadable(target)
+    def replace_unreadable(self, images: Tensor, targets: Tensor) -> list[str]:
+        """Put readable images of a batch in the places of those that could not be read, and return their names.
+
+        Raises:
+            RetrofitError: If none could be read.
+        """
+        answers = targets.tolist()
+        unread = [place for place, target in enumerate(answers) if target < 0]
+        readable = [place for place, target in enumerate(answers) if target >= 0]
+        names = [self._images.part.unreadable(answers[place]) for place in unread]
+        if not readable:
+            raise RetrofitError(
+                f"none of a batch's {len(names)} images can be read ({shortlist(names)}); check the files"
+            )
+        for number, place in enumerate(unread):
+            images[place] = images[readable[number % len(readable)]]
+            targets[place] = targets[readable[number % len(readable)]]
+        return names
 
 
 def _number(*key: int) -> int:

@@ -17,6 +17,8 @@ from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.text import one_line
 
+_FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's: one pass over the weights, and a flag to skip it
+
 
 def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
     """Leave only the parameters of converted normalization layers, and of `also`, to be trained.
@@ -91,9 +93,10 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         UsageError: If timm cannot build it.
     """
     groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay)
+    fused = {"fused": True} if recipe.opt.lower() in _FUSED else {}
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum
+            groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum, **fused
         )
     except Exception as error:  # optimizers assert, or miss a package
         raise UsageError(

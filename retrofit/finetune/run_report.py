@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from retrofit.utils.files import atomic_write
+from retrofit.utils.text import one_line
 
 Row = dict[str, Any]
 
@@ -23,6 +25,17 @@ def write_metrics(folder: Path, rows: list[Row]) -> None:
     writer.writeheader()
     writer.writerows(rows)
     _write(folder / "metrics.csv", table.getvalue())
+
+
+def draw(folder: Path, rows: list[Row], lambdas: Callable[[], dict[str, Tensor]]) -> str | None:
+    """Draw the curves and the distribution of lambda; return why a picture failed, which is not worth the run."""
+    try:
+        plot_curves(folder / "curves.png", rows)
+        if values := lambdas():
+            plot_lambdas(folder / "lambda.png", values)
+    except Exception as error:  # of matplotlib, the disk, an image, the network
+        return one_line(error)
+    return None
 
 
 def plot_curves(path: Path, rows: list[Row]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,37 @@ from retrofit.utils.text import one_line
 
 SCHEMA = 1
 LAST, PREVIOUS = "last.pt", "previous.pt"
+
+
+@dataclass
+class Position:
+    """Where a run stands, beside its tensors.
+
+    Attributes:
+        step: Optimizer steps done.
+        loss_sum: Sum of the losses of the epoch's images so far.
+        images: How many these are.
+        seconds: That they took.
+        best: The best validation accuracy in percent, and the strength that it has.
+        rows: A line of metrics for each whole epoch.
+        unreadable: Names of the images that could not be read.
+    """
+
+    step: int = 0
+    loss_sum: float = 0.0
+    images: int = 0
+    seconds: float = 0.0
+    best: float | None = None
+    best_strength: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+    def is_best(self, top1: float | None, strength: float) -> bool:
+        """Note whether an epoch is the best: the furthest on the way to the target, whatever the way costs."""
+        if top1 is None or (self.best is not None and (strength, top1) <= (self.best_strength, self.best)):
+            return False
+        self.best, self.best_strength = top1, strength
+        return True
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:

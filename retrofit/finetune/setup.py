@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from timm.data import create_transform
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.evaluation.accuracy import predictions
+from retrofit.evaluation.strengths import odd_strengths
 from retrofit.finetune.classifier import outputs_of, with_classes, with_images
-from retrofit.finetune.loaders import Images, Part, Relabelled
+from retrofit.finetune.data import Images
+from retrofit.finetune.divergence import not_finite
 from retrofit.finetune.recipe import Recipe
-from retrofit.images.dataset import ImageData
+from retrofit.finetune.running_statistics import estimated_layers
+from retrofit.finetune.strength_schedule import StrengthSchedule
+from retrofit.layers import NormalityMixin
+from retrofit.layers.batch_norm import RunningNormality
 from retrofit.networks.models import Network
 from retrofit.record import set_record
+from retrofit.surgery import strength_layers
 from retrofit.utils.evaluating import evaluating
-from retrofit.utils.files import termination_unwinds
 from retrofit.utils.text import one_line, shortlist
+
+_OLD = 0.05  # share of the source's running statistics at the end of a run, above which it is said
 
 
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
@@ -60,42 +62,6 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     )
 
 
-def check_unused(folder: Path) -> None:
-    """Refuse a folder that something lies in.
-
-    Raises:
-        RetrofitError: If that is so, or it is a file.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RetrofitError(f"{folder} exists; give another `folder`, or go on with the run in it by `resume`")
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those that it lies in.
-
-    Raises:
-        RetrofitError: If that cannot be done.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another `folder`") from error
-
-
-@contextmanager
-def removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove a folder that was not there, or empty one that was empty, if the body fails or is interrupted."""
-    there = folder.exists()
-    with termination_unwinds():
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            if there:
-                folder.mkdir(exist_ok=True)
-            raise
-
-
 def fit_network(
     network: Network, images: Images, recipe: Recipe, note: Callable[[str], None]
 ) -> tuple[Network, tuple[str, ...]]:
@@ -111,9 +77,13 @@ def fit_network(
         The network, and the names of the tensors that are new.
 
     Raises:
-        RetrofitError: If the network does not take the images, or its classifier would have to be replaced and cannot
-            be, or has to teach; or if it has to teach, and calls its outputs otherwise than the data its classes.
+        RetrofitError: If the network holds NaN or infinity or does not take the images; if its classifier would have to
+            be replaced and cannot be, or has to teach; if it has to teach and its class names differ from the data's.
     """
+    if (name := not_finite(network.model)) is not None:
+        raise RetrofitError(
+            f"{name} of {network.source} holds NaN or infinity before the first step; train from other weights"
+        )
     own = network.preprocess.input_size
     network = with_images(network, recipe.img_size, recipe.crop_pct)
     check_images(network, own)
@@ -171,30 +141,56 @@ def check_images(network: Network, own: tuple[int, int, int]) -> None:
         )
 
 
-def validation_share(
-    images: ImageData | None, network: Network, teacher: nn.Module | None, accelerator: Accelerator
-) -> ImageData | None:
-    """Return the images that this process validates on.
+def adjust_layers(model: nn.Module, recipe: Recipe, batches: int, note: Callable[[str], None]) -> None:
+    """Set the layers' momentum and kind of noise as a recipe says, and say which of its settings do nothing.
 
     Args:
-        images: All of them.
-        network: Its preprocessing is used.
-        teacher: Labels the images, if given: the accuracy is then the agreement with it.
-        accelerator: Knows the processes.
-
-    Raises:
-        RetrofitError: If there are fewer images than processes.
+        model: The network.
+        recipe: Its settings.
+        batches: Of the whole run.
+        note: Called with a sentence for the user.
     """
-    if images is None:
-        return None
-    if len(images.images) < accelerator.num_processes:
-        raise RetrofitError(
-            f"{len(images.images)} images to validate on are too few for {accelerator.num_processes} processes; give "
-            "more, or a larger `val_split`"
+    for module in model.modules():
+        if recipe.bn_momentum is not None and isinstance(module, _NormBase):
+            module.momentum = recipe.bn_momentum
+        if recipe.noise_kind is not None and isinstance(module, NormalityMixin):
+            module.noise_kind = recipe.noise_kind
+    running = [m.momentum for m in model.modules() if isinstance(m, RunningNormality) and m.momentum is not None]
+    if running and recipe.precise_bn is None and (old := (1 - min(running)) ** batches) > _OLD:
+        note(
+            f"warning: running statistics move by {min(running):g} a batch, so after {batches} batches {old:.0%} "
+            "of them are those from before; raise `bn_momentum`"
         )
-    part = Part(images.images, range(accelerator.process_index, len(images.images), accelerator.num_processes))
-    if teacher is None:
-        return replace(images, images=part)
-    part.transform = create_transform(**network.preprocess.to_dict())
-    answers = predictions(teacher, (batch[0].to(accelerator.device) for batch in DataLoader(part, 32)))
-    return replace(images, images=Relabelled(part, answers), outputs=None)
+    if recipe.precise_bn is not None and not estimated_layers(model):
+        note("no layer of the network tracks batch statistics: `precise_bn` does nothing")
+    converted = bool(strength_layers(model))
+    if (recipe.noise or recipe.noise_kind) and converted and not draws_noise(model):
+        note("no layer of the network draws noise: `noise` and `noise_kind` of the recipe do nothing")
+    if not converted:
+        note("no layer of the network has a strength: this is plain training")
+    if recipe.strength_sched == "off" and (odd := odd_strengths(model)):
+        note(f"warning: {odd}")
+
+
+def draws_noise(model: nn.Module) -> bool:
+    """Whether a layer of the network draws noise in training."""
+    return any(isinstance(module, NormalityMixin) for module in model.modules())
+
+
+def strength_schedule(
+    model: nn.Module, average: nn.Module | None, steps: int, recipe: Recipe
+) -> StrengthSchedule | None:
+    """Return what moves the strength of a network and of the average of its weights; None if no layer has one."""
+    if not strength_layers(model):
+        return None
+    return StrengthSchedule(
+        model if average is None else nn.ModuleList([model, average]),
+        steps,
+        shape=recipe.strength_sched,
+        ramp=recipe.strength_ramp,
+        start=recipe.strength_start,
+        end=recipe.strength_end,
+        noise=recipe.noise if draws_noise(model) else None,
+        noise_start=recipe.noise_start,
+        noise_ramp=recipe.noise_ramp,
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from retrofit.finetune.chance import all_alike, at_chance, explanation
+from retrofit.finetune.divergence import all_alike, at_chance, explanation
 from retrofit.finetune.recipe import Recipe
 from tests.finetune.conftest import Train, small_network
 from tests.finetune.test_loop import Listener

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.loaders import Batches, Order, Part, Relabelled, open_data, training_transform
+from retrofit.finetune.data import open_data
+from retrofit.finetune.loaders import Batches, Order, Part, Relabelled, training_transform
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import open_images
 from retrofit.networks.library import Preprocess

@@ -22,12 +22,13 @@ from torch.optim.swa_utils import update_bn
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.finetune import loop, run_report
-from retrofit.finetune.loaders import open_data
+from retrofit.finetune import loop, run, run_report, validation
+from retrofit.finetune.data import open_data
 from retrofit.finetune.loop import resume_network
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_callback import RunCallback, Step
 from retrofit.finetune.run_state import load_state
+from retrofit.finetune.validation import Validation
 from retrofit.layers import NormalityMixin
 from retrofit.layers.base import strength_code
 from retrofit.networks.models import open_model
@@ -66,9 +67,7 @@ def test_the_best_is_of_the_strength_at_the_end(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: float, end: float
 ) -> None:
     falling = iter([80.0, 70.0, 50.0, 60.0])  # the way costs accuracy
-    monkeypatch.setattr(
-        loop._Run, "_validate", lambda _: {"val_top1": next(falling), "val_top5": 90.0, "val_loss": None}
-    )
+    monkeypatch.setattr(run, "validate", lambda *_: Validation(next(falling), 90.0))
     result = train("run", epochs=4, strength_ramp=0.5, strength_start=start, strength_end=end)
     assert [row["strength"] for row in result.rows] == [0.5, end, end, end]
     assert torch.equal(weights(tmp_path / "run", "best")["bn1.strength"], strength_code(end))
@@ -157,22 +156,15 @@ def test_lambda_is_drawn_of_every_kind_of_layer(
     assert not [note for note in listener.notes if note.startswith("warning: a picture")]
 
 
-def test_a_picture_that_fails_is_a_warning_after_the_state_is_saved(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[int] = []
-
+def test_a_picture_that_fails_is_a_warning(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_path: Path, _what: object) -> None:
-        saved.append(load_state(tmp_path / "run" / "state")["position"]["step"])
         raise ValueError("no ink\nleft")
 
     monkeypatch.setattr(run_report, "plot_curves", fail)
-    monkeypatch.setattr(loop, "_REDRAW", 0.0)
     listener = Listener()
     assert train("run", callback=listener).finished
-    assert saved == [4, 8, 8]
     assert [note for note in listener.notes if "ink" in note] == [
-        "warning: a picture cannot be drawn (no ink left); the run goes on without it"
+        "warning: a picture cannot be drawn (no ink left); the run is complete without it"
     ]
 
 
@@ -302,6 +294,20 @@ def test_a_parameter_that_is_not_finite_is_never_saved(train: Train, tmp_path: P
     with pytest.raises(RetrofitError, match=r"fc\.bias is not finite at step 4 of 8: fc \(Linear\) went first"):
         train("run", network, callback=Poison(network.model.fc.bias, step=4))
     assert load_state(tmp_path / "run" / "state")["position"]["step"] == 0
+
+
+@pytest.mark.parametrize("name", ["layer1.0.bn1.running_lambda", "layer2.0.bn2.running_var", "fc.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_network_that_is_not_finite_is_refused_before_the_first_step(
+    train: Train, tmp_path: Path, name: str, value: float
+) -> None:
+    network, listener = small_network(), Listener()
+    network.model.state_dict()[name].view(-1)[0] = value
+    message = rf"^{name} of test_resnet holds NaN or infinity before the first step; train from other weights$"
+    with pytest.raises(RetrofitError, match=message):
+        train("run", network, callback=listener)
+    assert not listener.steps
+    assert os.listdir(tmp_path / "run") == []
 
 
 def test_unreadable_images_are_counted_and_listed(train: Train, pictures: Path) -> None:
@@ -475,13 +481,13 @@ def test_statistics_are_taken_in_batches_of_every_class(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The images lie sorted by class: batches of neighbours would have one class each, and too small a variance."""
-    monkeypatch.setattr(loop, "_PRECISE_BATCH", 6)
+    monkeypatch.setattr(run, "_PRECISE_BATCH", 6)
     seen: list[Tensor] = []
 
     def listen(loader: Iterable[Tensor], model: nn.Module) -> None:
         seen.extend(loader)
 
-    monkeypatch.setattr(loop, "update_bn", listen)
+    monkeypatch.setattr(run, "update_bn", listen)
     network = small_network(None)
     train("run", network, epochs=1, precise_bn=17)
     images = open_data(load_recipe(tmp_path / "run" / "recipe.yaml", {}), None, 3).train.images
@@ -518,13 +524,13 @@ def work(rank: int, folder: str) -> None:
         "MASTER_ADDR": "localhost",
     }
     seen: list[dict[str, Tensor]] = []
-    evaluate = loop.evaluate
+    evaluate = validation.evaluate
 
     def listen(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
         return evaluate(model, *args, **kwargs)
 
-    loop.evaluate = listen  # type: ignore[assignment]
+    validation.evaluate = listen  # type: ignore[assignment]
     for average in (False, True):
         store, patience = f"file://{folder}/store-{average}", timedelta(minutes=5)  # where the other process fails
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
@@ -564,22 +570,15 @@ def test_a_strength_that_nobody_set_is_warned_of(train: Train, schedule: str) ->
     assert len(warned) == (schedule == "off")  # a schedule sets it
 
 
-@pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RetrofitError])
 def test_a_run_without_a_state_leaves_no_folder(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], there: bool
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    folder = tmp_path / "a" / "run"
-    if there:
-        folder.mkdir(parents=True)
-
     def stop(*_: Any) -> None:
-        assert (folder / "recipe.yaml").exists()
+        assert (tmp_path / "run" / "recipe.yaml").exists()
         raise error("stop")
 
-    monkeypatch.setattr(loop, "save_state", stop)
-    recipe = Recipe(data_dir=str(tmp_path / "pictures"), **SMALL)
+    monkeypatch.setattr(run, "save_state", stop)
     with pytest.raises(error):
-        loop.finetune(small_network(), recipe, folder)
-    assert folder.exists() is there
-    assert not there or not list(folder.iterdir())
+        train("run")
+    assert os.listdir(tmp_path / "run") == []

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune.loaders import open_data
+from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.setup import check_images, check_unused, fit_network, make_folder
+from retrofit.finetune.setup import check_images, fit_network
 from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import set_record
@@ -117,16 +117,3 @@ def test_classes_taken_for_outputs_by_order_are_said(
     found = [note for note in notes if "new classifier" not in note]
     assert len(found) == bool(said), notes
     assert all(re.match(rf"{unlike}.*if that is wrong, give `class_map`", note) for note in found)
-
-
-def test_folders(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "a" / "b"):
-        check_unused(folder)
-        make_folder(folder)
-    with pytest.raises(RetrofitError, match=r"exists; give another `folder`, or .* `resume`"):
-        check_unused(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(RetrofitError, match="file exists"):
-        check_unused(tmp_path / "file")
-    with pytest.raises(RetrofitError, match="cannot make the folder"):
-        make_folder(tmp_path / "file" / "inside")

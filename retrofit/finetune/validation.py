@@ -1,0 +1,101 @@
+"""Validation: each process evaluates its share of the images, and the counts are summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from timm.data import create_transform
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from retrofit.errors import RetrofitError
+from retrofit.evaluation.accuracy import evaluate, predictions
+from retrofit.finetune.loaders import Part, Relabelled
+from retrofit.finetune.recipe import Recipe
+from retrofit.images.dataset import ImageData
+from retrofit.networks.models import Network
+from retrofit.record import Preprocess
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The accuracy over all processes, in percent; None without images to validate on.
+
+    Attributes:
+        top1: Top-1.
+        top5: Top-5.
+        loss: Mean cross-entropy of the images whose scores are finite.
+        images: How many were evaluated.
+        skipped: Names of this process's images that could not be read.
+    """
+
+    top1: float | None = None
+    top5: float | None = None
+    loss: float | None = None
+    images: int = 0
+    skipped: tuple[str, ...] = ()
+
+
+def validation_share(
+    images: ImageData | None, network: Network, teacher: nn.Module | None, accelerator: Accelerator
+) -> ImageData | None:
+    """Return the images that this process validates on.
+
+    Args:
+        images: All of them.
+        network: Its preprocessing is used.
+        teacher: Labels the images, if given: the accuracy is then the agreement with it.
+        accelerator: Knows the processes.
+
+    Raises:
+        RetrofitError: If there are fewer images than processes.
+    """
+    if images is None:
+        return None
+    if len(images.images) < accelerator.num_processes:
+        raise RetrofitError(
+            f"{len(images.images)} images to validate on are too few for {accelerator.num_processes} processes; give "
+            "more, or a larger `val_split`"
+        )
+    part = Part(images.images, range(accelerator.process_index, len(images.images), accelerator.num_processes))
+    if teacher is None:
+        return replace(images, images=part)
+    part.transform = create_transform(**network.preprocess.to_dict())
+    answers = predictions(teacher, (batch[0].to(accelerator.device) for batch in DataLoader(part, 32)))
+    return replace(images, images=Relabelled(part, answers), outputs=None)
+
+
+def validate(
+    model: nn.Module, images: ImageData | None, preprocess: Preprocess, recipe: Recipe, accelerator: Accelerator
+) -> Validation:
+    """Evaluate the network; with several processes that of the first, whose running statistics are saved."""
+    if images is None:
+        return Validation()
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            buffer.copy_(broadcast(buffer.contiguous()))
+    result = evaluate(
+        model,
+        images,
+        preprocess,
+        batch_size=recipe.batch_size,
+        workers=recipe.workers,
+        device=accelerator.device,
+        amp={"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision),
+        channels_last=recipe.channels_last,
+    )
+    own = result.images - result.not_finite
+    counts = [result.images, result.correct1, result.correct5, own, result.loss * own if own else 0.0]
+    seen, correct1, correct5, finite, loss = summed(counts, accelerator)
+    mean_loss = loss / finite if finite else None
+    return Validation(100 * correct1 / seen, 100 * correct5 / seen, mean_loss, round(seen), result.skipped)
+
+
+def summed(figures: list[float], accelerator: Accelerator) -> list[float]:
+    """Return the sums of figures over all processes."""
+    device = accelerator.device if accelerator.device.type == "cuda" else "cpu"
+    sums: Tensor = accelerator.reduce(torch.tensor(figures, dtype=torch.float64, device=device))
+    return sums.tolist()

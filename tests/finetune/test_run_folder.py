@@ -1,0 +1,152 @@
+"""A run's folder has one owner; a killed run neither blocks it nor leaves anything in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from retrofit.errors import RetrofitError
+from retrofit.finetune.loop import resume_network
+from retrofit.finetune.run_folder import owned
+from tests.finetune.conftest import Train
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fill(folder: Path, *names: str) -> None:
+    """Make files, and folders where a name ends in "/"."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if name.endswith("/") else path.write_bytes(b"left")
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    """Let another process hold a lock."""
+    hold = "import pathlib, time; from retrofit.utils.files import acquire; "
+    hold += f"print(acquire(pathlib.Path({str(lock)!r})), flush=True); time.sleep(60)"
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", hold], cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path: Path, resume: bool) -> None:
+    folder = tmp_path / "run"
+    fill(folder, "recipe.yaml", "state/start.safetensors", "state/.last.pt.0a1b2c3d.tmp")
+    before = contents(folder)
+    with held(folder / ".lock") as process:
+        with pytest.raises(RetrofitError, match=r"another process trains in .*run; give another `folder`, or resume"):
+            owned(folder, resume).__enter__()
+        assert contents(folder) == {**before, ".lock": b""}
+        process.kill()
+        process.wait()
+        with owned(folder, resume):  # a kill releases it
+            assert "state/.last.pt.0a1b2c3d.tmp" not in contents(folder)
+    assert not (folder / ".lock").exists()
+
+
+KILLED = [
+    (".lock",),
+    (".lock", "state/"),
+    ("state/", "recipe.yaml", ".recipe.yaml.0a1b2c3d.tmp"),
+    (
+        "recipe.yaml",
+        "state/.start.safetensors.0a1b2c3d.tmp/start.safetensors",
+        "state/.start.safetensors.0a1b2c3d.tmp/lock",
+    ),
+    ("recipe.yaml", "state/start.safetensors", "state/.last.pt.0a1b2c3d.tmp"),
+    ("recipe.yaml", "state/start.safetensors", "state/last.pt", "state/previous.pt"),
+]
+
+
+@pytest.mark.parametrize("left", KILLED, ids=len)
+def test_a_run_killed_before_its_first_state_leaves_an_unused_folder(tmp_path: Path, left: tuple[str, ...]) -> None:
+    fill(tmp_path / "run", *left)
+    with owned(tmp_path / "run", resume=False):
+        assert contents(tmp_path / "run") == {".lock": (tmp_path / "run" / ".lock").read_bytes()}
+    assert os.listdir(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        ("recipe.yaml",),  # the user's own
+        ("photo.png", "state/start.safetensors"),
+        ("recipe.yaml", "state/start.safetensors", "state/last.pt", "metrics.jsonl", "best.safetensors"),
+        ("recipe.yaml", "state/start.safetensors", "state/notes"),
+    ],
+    ids=len,
+)
+def test_what_no_killed_run_leaves_is_kept(tmp_path: Path, there: tuple[str, ...]) -> None:
+    fill(tmp_path / "run", *there)
+    with pytest.raises(RetrofitError, match=r"run exists; give another `folder`, or go on with .* `resume`"):
+        owned(tmp_path / "run", resume=False).__enter__()
+    assert contents(tmp_path / "run").keys() == set(there)
+
+
+def test_a_run_with_a_state_is_not_begun_again(train: Train, tmp_path: Path) -> None:
+    train("run", stop=lambda: True)
+    (tmp_path / "run" / "last.safetensors").unlink()
+    (tmp_path / "run" / "state" / "last.pt").write_bytes(b"damaged")  # the state before it is whole
+    train("run", resume_network(tmp_path / "run"), resume=True, stop=lambda: True)
+    with pytest.raises(RetrofitError, match="run exists"):
+        train("run")
+
+
+def test_a_state_that_cannot_be_read_is_kept(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train("run", stop=lambda: True)
+    (tmp_path / "run" / "last.safetensors").unlink()
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("torch.load", fail)
+    with pytest.raises(RetrofitError, match="run exists"):
+        train("run")
+    assert (tmp_path / "run" / "state" / "last.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["state/.last.pt.0a1b2c3d.tmp", ".curves.png.0a1b2c3d.tmp"])
+def test_resuming_removes_the_temporary_files_of_the_dead_alone(train: Train, tmp_path: Path, name: str) -> None:
+    train("run", stop=lambda: True)
+    folder = tmp_path / "run"
+    fill(folder, f"{name}/half", ".best.safetensors.11111111.tmp/half", ".best.safetensors.notes.tmp")
+    (folder / name / "lock").touch()
+    with held(folder / ".best.safetensors.11111111.tmp" / "lock"):
+        train("run", resume_network(folder), resume=True)
+        left = {path.name for path in folder.rglob("*.tmp")}
+    assert left == {".best.safetensors.11111111.tmp", ".best.safetensors.notes.tmp"}
+
+
+@pytest.mark.parametrize(("folder", "others"), [("run", ()), ("deep/run", ()), ("run", ("somebody.txt",))])
+def test_a_run_that_fails_removes_what_it_made_alone(tmp_path: Path, folder: str, others: tuple[str, ...]) -> None:
+    def fail() -> None:
+        with owned(tmp_path / folder, resume=False):
+            fill(tmp_path / folder, "recipe.yaml", "state/start.safetensors", *others)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (tmp_path / folder).exists() == bool(others)
+    assert contents(tmp_path / folder).keys() == set(others)
+
+
+def test_places_for_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RetrofitError, match="file exists; give another"):
+        owned(tmp_path / "file", resume=False).__enter__()
+    with pytest.raises(RetrofitError, match="cannot make the folder"):
+        owned(tmp_path / "file" / "inside", resume=False).__enter__()
