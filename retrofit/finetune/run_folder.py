@@ -43,9 +43,9 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
     Raises:
         RetrofitError: If another process owns it, or it cannot be made; for a new run, if something lies in it.
     """
-    there = folder.exists()
-    if there and not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise _taken(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = acquire(folder / _LOCK)
@@ -69,9 +69,9 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
                     _clear(folder)
     finally:
         release(folder / _LOCK)
-        if not there:
-            with suppress(OSError):  # it holds a run now
-                folder.rmdir()
+        with suppress(OSError):  # it holds a run now
+            for path in made:
+                path.rmdir()
 
 
 def _check_unused(folder: Path) -> None:
