@@ -43,6 +43,7 @@ from torchvision.transforms import ColorJitter
 from torchvision.transforms.functional import to_tensor
 
 import retrofit
+from retrofit.networks.cifar import resnet18
 
 RESULTS = Path(__file__).parent / "results"
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -111,13 +112,6 @@ def build(key: Key, classes: int) -> nn.Module:
         model, _ = retrofit.convert(model, to, input_size=(3, 32, 32), **options)
         retrofit.set_strength(model, 1.0)
     return model.to(memory_format=torch.channels_last)
-
-
-def resnet18(classes: int) -> nn.Module:
-    """Return ResNet-18 with the stem that the authors' code has for pictures of 32 px."""
-    model = timm.create_model("resnet18", num_classes=classes, zero_init_last=False)
-    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return model
 
 
 def rate(key: Key, epoch: int) -> float:

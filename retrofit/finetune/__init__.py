@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from retrofit.finetune.batch_statistics import local_norms, sync_norms
     from retrofit.finetune.distillation import Distillation
     from retrofit.finetune.loop import finetune
+    from retrofit.finetune.optim import parameter_groups
     from retrofit.finetune.recipe import Recipe
     from retrofit.finetune.run_callback import Result, RunCallback
     from retrofit.finetune.strength_schedule import StrengthSchedule
@@ -21,6 +22,7 @@ _HOME = {
     "RunCallback": "run_callback",
     "finetune": "loop",
     "local_norms": "batch_statistics",
+    "parameter_groups": "optim",
     "sync_norms": "batch_statistics",
 }
 
@@ -32,6 +34,7 @@ __all__ = [
     "StrengthSchedule",
     "finetune",
     "local_norms",
+    "parameter_groups",
     "sync_norms",
 ]
 

@@ -54,8 +54,10 @@ def unconverted_norms(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict[str, Any]]:
-    """Group parameters as timm does, except that ProxyNorm's own are decayed.
+def parameter_groups(
+    model: nn.Module, weight_decay: float, layer_decay: float | None = None, decay_norms: bool = False
+) -> list[dict[str, Any]]:
+    """Group parameters as timm does, except that ProxyNorm's own are decayed: for any optimizer of torch's or timm's.
 
     timm leaves out everything one-dimensional, which these are; the paper decays them (Labatie et al. 2021, appendix
     A.1).
@@ -64,6 +66,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float |
         model: The network; what takes no gradient is left out.
         weight_decay: Decay of everything but biases and norms.
         layer_decay: Factor of the learning rate from each layer to the one before; None for none.
+        decay_norms: Whether everything is decayed, as both papers do with ResNets.
     """
     kept = getattr(model, "no_weight_decay", lambda: ())()
     if layer_decay is None:
@@ -79,8 +82,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float |
     }
     split: list[dict[str, Any]] = []
     for group in groups:
-        ours = [parameter for parameter in group["params"] if id(parameter) in proxies]
-        others = [parameter for parameter in group["params"] if id(parameter) not in proxies]
+        ours = [parameter for parameter in group["params"] if decay_norms or id(parameter) in proxies]
+        others = [parameter for parameter in group["params"] if not decay_norms and id(parameter) not in proxies]
         split += [{**group, "params": others}] if others else []
         split += [{**group, "params": ours, "weight_decay": weight_decay}] if ours else []
     return split
@@ -90,18 +93,22 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Build the recipe's optimizer over what is trained.
 
     Raises:
-        UsageError: If timm cannot build it.
+        UsageError: If timm cannot build it, or it has no eps and one is given.
     """
-    groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay)
-    fused = {"fused": True} if recipe.opt.lower() in _FUSED else {}
+    groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay, recipe.decay_norms)
+    given: dict[str, Any] = {"fused": True} if recipe.opt.lower() in _FUSED else {}
+    if recipe.opt_eps is not None:
+        given["eps"] = recipe.opt_eps
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum, **fused
+            groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum, **given
         )
     except Exception as error:  # optimizers assert, or miss a package
         raise UsageError(
             f"timm cannot build the optimizer {recipe.opt} ({one_line(error)}); choose another `opt`"
         ) from error
+    if recipe.opt_eps is not None and "eps" not in optimizer.defaults:
+        raise UsageError(f"the optimizer {recipe.opt} has no eps; leave `opt_eps` out")
     return optimizer
 
 

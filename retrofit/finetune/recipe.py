@@ -101,6 +101,8 @@ class Recipe(BaseModel):
     opt: str = Field("adamw", description="timm's optimizer.")
     lr: Positive = Field(5e-4, description="Learning rate.")
     weight_decay: NotNegative = Field(0.05, description="Not for biases and norms, but for ProxyNorm's parameters.")
+    decay_norms: bool = Field(False, description="Decay biases, gamma and beta too: everything that is trained.")
+    opt_eps: Positive | None = Field(None, description="Of the optimizer; timm's if left out.")
     momentum: Fraction = Field(0.9, description="For optimizers that have one.")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
     clip_grad: NotNegative | None = Field(1.0, description="Largest norm of the gradient; 0: any.")

@@ -36,6 +36,19 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
         assert scale[id(proxies[0].proxy_bias)] < scale[id(proxies[-1].proxy_bias)]
 
 
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_everything_decays_if_norms_do(layer_decay: float | None) -> None:
+    model = converted("ln-pn")
+    groups = parameter_groups(model, 0.1, layer_decay, decay_norms=True)
+    assert {group["weight_decay"] for group in groups} == {0.1}
+    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    recipe = Recipe(opt="rmsproptf", opt_eps=1e-3, weight_decay=0.1, decay_norms=True)
+    optimizer = build_optimizer(model, recipe)
+    assert {(group["weight_decay"], group["eps"]) for group in optimizer.param_groups} == {(0.1, 1e-3)}
+    with pytest.raises(UsageError, match="the optimizer sgd has no eps"):
+        build_optimizer(model, Recipe(opt="sgd", opt_eps=1e-3))
+
+
 def test_only_converted_norms_are_left_to_train() -> None:
     model = converted("ln-pn", ws=True, skip=["layer4"])
     freeze_all_but_norm(model, also=["fc.weight"])

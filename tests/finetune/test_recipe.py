@@ -13,6 +13,7 @@ from retrofit.finetune.catalogue import recipe_summaries, recipe_text
 from retrofit.finetune.recipe import Recipe, load_recipe
 
 NAMES = [
+    "cifar10-vit",
     "cifar10",
     "digits",
     "imagenet-bnn-resnet50",
