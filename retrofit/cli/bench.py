@@ -149,8 +149,6 @@ def _bench_files(
 def _reference(model: str, network: Network, against: str | None, own: str | None) -> tuple[str, Network]:
     """Return the name to show, and the network to measure against."""
     from retrofit.cli.network import open_network
-    from retrofit.networks.description import restore
-    from retrofit.networks.identify import set_since
     from retrofit.networks.library import build
     from retrofit.networks.models import is_artifact
 
@@ -159,9 +157,7 @@ def _reference(model: str, network: Network, against: str | None, own: str | Non
         return against, open_network(against, **options)
     if network.artifact is None:
         raise UsageError(f"{model} is no artifact, whose source would be the reference; give --against MODEL")
-    reference = build(network.source)
-    restore(reference, set_since(network.model, network.source))
-    return network.source.name, replace(network, model=reference, artifact=None)
+    return network.source.name, replace(network, model=build(network.source), artifact=None)
 
 
 def _show(found: list[Cost]) -> None:

@@ -150,10 +150,10 @@ def command(
 
 def _show_artifact(output: Path, source: ModelSource, classifies: bool) -> None:
     """Write what was written, and what to do with it, to stderr."""
-    from retrofit.networks.artifact import read_manifest
+    from retrofit.networks.manifest import Manifest
 
-    if reason := read_manifest(output)["fingerprint"].get("left out"):
-        say(f"note: the file holds the network's structure but no answers of it to compare with: {reason}")
+    if note := Manifest.read(output).not_checked:
+        say(f"note: the file is {note}")
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)", style="bold")
     own = source.library == "own"
     if classifies:

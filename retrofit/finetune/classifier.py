@@ -8,8 +8,8 @@ from torch import nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError
-from retrofit.networks.description import restore
-from retrofit.networks.identify import set_since
+from retrofit.networks.artifact import set_training_settings, training_settings
+from retrofit.networks.identify import identify
 from retrofit.networks.library import build, with_options
 from retrofit.networks.models import Network
 from retrofit.networks.tensors import tensors_of
@@ -31,11 +31,12 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
         The network, its outputs without names, and the names of the tensors that are new.
 
     Raises:
-        RetrofitError: If the library cannot build it so.
+        RetrofitError: If the library cannot build it so, or does not build the network as it stands.
     """
     model = build(with_options(network.source, num_classes=classes))
-    model = surgery.replay(model, surgery.plans_of(network.model))
-    restore(model, set_since(network.model, network.source))
+    plans = surgery.plans_of(network.model)
+    model = surgery.replay(model, plans)
+    set_training_settings(model, training_settings(network.model))
     old, new = tensors_of(network.model), tensors_of(model)
     fresh = tuple(name for name in new if name not in old or old[name].shape != new[name].shape)
     gone = [name for name in old if name not in new]
@@ -44,6 +45,7 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
             f"cannot tell the classifier of {network.source} from the rest; build it with {classes} outputs before "
             f"it is converted (`retrofit convert --num-classes {classes}`)"
         )
+    identify(network.model, network.source, lambda built: surgery.replay(built, plans))  # nothing was set by hand
     for name, tensor in new.items():
         if name not in fresh:
             tensor.data = old[name].data

@@ -2,45 +2,52 @@
 
 The file's metadata holds a manifest. Loading builds the network from its library, or takes one that the user built,
 repeats the conversion on its structure and loads the tensors strictly; nothing from the file is executed. What the
-tensors do not say (strides, eps, classes of layers) is compared too, and so are a few numbers that the network answers.
+tensors do not say (strides, eps, classes of layers) shows in sampled outputs, which the manifest holds and `load`
+compares.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import retrofit
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import fingerprint, own
+from retrofit.networks import own
 from retrofit.networks.budget import bounded_by
-from retrofit.networks.description import describe, first_difference, is_all, pack, restore
-from retrofit.networks.identify import candidates, identify, skeleton
-from retrofit.networks.library import build, parse, with_options
+from retrofit.networks.identify import candidates, identify, rebuilt, skeleton
+from retrofit.networks.library import parse, with_options
 from retrofit.networks.locate import artifact_behind
-from retrofit.networks.manifest import KEY, SCHEMA, Manifest, is_artifact, read_header, read_manifest
+from retrofit.networks.manifest import KEY, SCHEMA, Manifest, damaged, is_artifact, read_header, read_manifest
 from retrofit.networks.preprocess import preprocess_of
-from retrofit.networks.tensors import aliases, emptied, fill, misfit, tensors_of, to_write, wide_dtype
+from retrofit.networks.sampled_outputs import (
+    NotRunError,
+    SampledOutputs,
+    check_cost,
+    sample_outputs,
+    sample_outputs_at,
+)
+from retrofit.networks.tensors import Header, checksum, fill, misfit, tensors_of, to_write
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
-from retrofit.surgery import Plan
+from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
-from retrofit.utils.text import one_line, plural, printable, with_class
+from retrofit.utils.text import one_line, plural, printable
 
 __all__ = ["SCHEMA", "is_artifact", "load", "read_manifest", "save"]
 
-OWN: Literal["own"] = "own"
 UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
+_TRAINING = ("momentum", "noise")  # what runs change of a layer, and nothing but training depends on
 
 
 def save(
@@ -56,10 +63,12 @@ def save(
 ) -> None:
     """Write a network, converted or not, as an artifact.
 
-    What is not given is taken from the network, if `load` or the command line made it. A network of timm or
-    torchvision is built again before anything is written, and compared with this one: every module's class and
-    attributes, and where that is cheap what it answers. So what is written can be loaded, and is the same function. Any
-    other network is one of the user's own: `load` asks for one that the user built, and compares it in the same way.
+    What is not given is taken from the network's record. A network of timm or torchvision is built again before
+    anything is written, and compared with this one: every module's class and plain attributes, and what it answers. So
+    what is written can be loaded, and is the same function. Any other network is one of the user's own: `load` asks for
+    one that the user built, and compares what it answers.
+
+    A network that is very large, or takes no images, is not run; the file says so, and `load` repeats it.
 
     Args:
         model: The network; wrappers of DistributedDataParallel and torch.compile are taken off.
@@ -78,38 +87,40 @@ def save(
     """
     ensure_writable(path, force)
     model = unwrapped(model)
-    plans = surgery.plans_of(model)
-    source, twin = _identified(model, source, model_kwargs, plans)
-    tensors = to_write(model, model if twin is None else twin)
-    preprocess = preprocess or record_of(model).preprocess or preprocess_of(model, source)
-    description = describe(model)
-    manifest: dict[str, Any] = {
+    record = record_of(model)
+    origin, built = _identified(model, source, model_kwargs)
+    tensors = to_write(model, built)
+    preprocess = preprocess or record.preprocess or preprocess_of(model, origin)
+    outputs: SampledOutputs | str
+    try:
+        outputs = sample_outputs(model, preprocess.input_size)
+    except NotRunError as reason:
+        outputs = str(reason)
+    if isinstance(outputs, SampledOutputs) and built is not model:
+        twin = rebuilt(origin, lambda fresh: surgery.replay(fresh, record.plans))
+        fill(twin, tensors)
+        if problem := _difference(outputs, twin):
+            raise RetrofitError(
+                f"built again, {origin} is another function than this network: {problem}; "
+                "save it with `save(source='own')`"
+            )
+    manifest = {
         "schema": SCHEMA,
-        "model": source.to_dict(),
-        "conversion": {"to": plans[-1].to if plans else None, "steps": [plan.to_dict() for plan in plans]},
-        "layers": [row.to_dict() for row in plans[-1].layers] if plans else [],
-        "modules": pack(description),
+        "model": origin.to_dict(),
+        "conversion": {
+            "to": record.plans[-1].to if record.plans else None,
+            "steps": [plan.to_dict() for plan in record.plans],
+        },
+        "layers": [row.to_dict() for row in record.plans[-1].layers] if record.plans else [],
         "preprocess": preprocess.to_dict(),
-        "weights": dict(weights or record_of(model).weights or UNKNOWN_WEIGHTS),
+        "labels": _labels(model, labels, outputs),
+        "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),
         "strength": _strength(model),
+        "training": training_settings(model),
+        "checksum": checksum(tensors),
+        "sampled_outputs": {"not_checked": outputs} if isinstance(outputs, str) else outputs.to_dict(),
         "versions": _versions(),
     }
-    wide = wide_dtype(tensors)
-    try:
-        manifest["fingerprint"] = known = _fingerprint_of(model, wide, preprocess.input_size)
-    except fingerprint.CannotTakeError as reason:
-        manifest["fingerprint"] = {"left out": str(reason)}
-    else:
-        if twin is not None:
-            again = _with_memory(twin, source, plans, tensors)
-            fill(again, tensors, wide)
-            restore(again, description)
-            if problem := _answers_otherwise(again, known):
-                raise RetrofitError(
-                    f"built again, {source} is another function than this network: {problem}; "
-                    "save it with `save(source='own')`"
-                )
-    manifest["labels"] = _labels(model, labels, manifest["fingerprint"].get("outputs"))
     with atomic_write(path, force) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(manifest)})
@@ -136,64 +147,83 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
         RetrofitError: If the file is damaged, not an artifact, or of a newer schema, the installed libraries do not
             build the network that it holds, or `into` is another one; `into` is then as it was.
     """
-    path = artifact_behind(str(path)) or path
+    model, manifest = opened(artifact_behind(str(path)) or path, into)
+    if manifest.not_checked:
+        warnings.warn(f"{path} is {manifest.not_checked}", stacklevel=2)
+    return model
+
+
+def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, Manifest]:
+    """Return the network that `load` returns, and its manifest."""
     manifest = Manifest.read(path)
-    source, plans = manifest.source, manifest.plans
-    if into is None and source.library == OWN:
+    if into is not None:
+        into = unwrapped(into)
+    if into is None and manifest.source.library == "own":
         raise RetrofitError(
-            f"{path} holds a network of one's own, {printable(source, 100)}; build that network and pass it as `into`"
+            f"{path} holds a network of one's own, {printable(manifest.source, 100)}; build that network and pass it "
+            "as `into`"
         )
     if into is not None and surgery.plans_of(into):
         raise RetrofitError("the network to load into is converted already; pass it as it was before its conversion")
     header = read_header(path)
+    with nullcontext() if into is None else _as_it_was_on_failure(into):
+        model = _built(path, manifest, header, into)
+        tensors = load_file(path)
+        if checksum(tensors) != manifest.checksum:
+            raise damaged(path, "its tensors are not those that were written")
+        with _explained(path, manifest):
+            fill(model, tensors)
+            set_training_settings(model, manifest.training)
+        if isinstance(manifest.outputs, SampledOutputs) and (
+            problem := _difference(manifest.outputs, model, check=True)
+        ):
+            raise RetrofitError(f"{path} does not come back as it was saved with {_library(manifest)}: {problem}")
+    source = manifest.source
+    if into is not None and source.library == "own":
+        source = record_of(into).source or ModelSource("own", own.name_of(into))
+    set_record(model, source=source, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
+    return model, manifest
+
+
+def _built(path: str | Path, manifest: Manifest, header: Header, into: nn.Module | None) -> nn.Module:
+    """Return the converted network, whose tensors are those of the file in name, shape and type.
+
+    The skeleton shows first, without memory, that the manifest asks for no more than its tensors.
+    """
     shapes = {name: shape for name, (shape, _) in header.items()}
-    with _explaining(path, manifest), bounded_by(shapes):
+
+    def replay(fresh: nn.Module) -> nn.Module:
+        return surgery.replay(fresh, manifest.plans)
+
+    with _explained(path, manifest), bounded_by(shapes):
         manifest.check_sizes(shapes)
-        twin = (
-            skeleton(source, lambda fresh: surgery.replay(fresh, plans))
-            if into is None
-            else surgery.replay(emptied(into, "meta"), plans)
-        )
-    if problem := misfit(twin, header):
+        model = skeleton(manifest.source, replay) if into is None else replay(into)
+    if problem := misfit(model, header):
         raise RetrofitError(
             f"the tensors of {path} do not fit the network in its manifest: {problem}; write it again, or check what "
             "it is loaded into"
         )
-    description = manifest.description or {}
-    with _explaining(path, manifest), bounded_by(shapes):
-        grown = restore(twin, description)
-        runs = manifest.fingerprint is not None and _may_run(twin, manifest.fingerprint["size"], grown)
-        tensors = load_file(path)
-        if into is None:
-            twin = _with_memory(twin, source, plans, tensors)
-        elif runs:
-            twin = surgery.replay(copy.deepcopy(into).cpu(), plans)
-        if runs:
-            fill(twin, tensors, wide_dtype(tensors))
-        restore(twin, description)
-        problem = _unlike(twin, manifest, runs)
-    if problem is not None:
-        raise RetrofitError(f"{path} does not come back as it was saved with {_library(manifest)}: {problem}")
-    model = twin if into is None else surgery.replay(into, plans)
-    fill(model, tensors)
-    restore(model, description)
-    if into is not None and source.library == OWN:
-        source = record_of(into).source or ModelSource(OWN, own.name_of(into))
-    set_record(model, source=source, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
-    return model
-
-
-def source_in(path: str | Path) -> ModelSource:
-    """Tell which network an artifact holds; nothing is built.
-
-    Raises:
-        RetrofitError: As `load`.
-    """
-    return Manifest.read(path).source
+    if not any(tensor.is_meta for tensor in tensors_of(model).values()):
+        return model
+    with _explained(path, manifest), bounded_by(shapes):
+        return rebuilt(manifest.source, replay)
 
 
 @contextmanager
-def _explaining(path: str | Path, manifest: Manifest) -> Iterator[None]:
+def _as_it_was_on_failure(model: nn.Module) -> Iterator[None]:
+    """Give a network back its structure and the memory of its tensors if what happens inside fails."""
+    former = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
+    with unchanged_on_failure(model):
+        try:
+            yield
+        except BaseException:
+            for tensor, data in former:
+                tensor.data = data
+            raise
+
+
+@contextmanager
+def _explained(path: str | Path, manifest: Manifest) -> Iterator[None]:
     """Say of any error that the file cannot be rebuilt: a plan of other making may ask the layers for anything."""
     try:
         yield
@@ -201,96 +231,40 @@ def _explaining(path: str | Path, manifest: Manifest) -> Iterator[None]:
         raise RetrofitError(f"{path} cannot be rebuilt with {_library(manifest)}: {one_line(error)}") from error
 
 
-def _unlike(model: nn.Module, manifest: Manifest, runs: bool) -> str | None:
-    """Say how a network that was built again differs from the one that was saved; None if it does not.
+def _difference(outputs: SampledOutputs, model: nn.Module, check: bool = False) -> str | None:
+    """Say how a network's outputs differ from those that are known; None if they do not.
 
-    What a network of a library answers is proof enough: its modules may come to be called otherwise.
+    Args:
+        outputs: Those that are known.
+        model: The network.
+        check: Whether to check first that it can be run at little cost.
     """
-    unlike = None
-    if manifest.description is not None:
-        unlike = first_difference(manifest.description, describe(model), ("in the file", "here"))
-    if runs:
-        assert manifest.fingerprint is not None
-        problem = _answers_otherwise(model, manifest.fingerprint)
-        if problem is not None:
-            return problem if unlike is None else f"{problem} ({unlike})"
-        if manifest.source.library != OWN:
-            return None
-    return unlike
-
-
-def _may_run(twin: nn.Module, size: Sequence[int], grown: bool) -> bool:
-    """Whether a network that is built again may be run; `grown`: it was given sizes that its library did not.
-
-    Raises:
-        TooCostlyError: If it may not, though the one that was saved was run.
-    """
-    if not grown and fingerprint.is_small(twin, size):
-        return True
     try:
-        fingerprint.check_cost(emptied(twin, "meta"), size)
-    except fingerprint.TooCostlyError:
-        raise
-    except fingerprint.CannotTakeError:
-        return False
-    return True
-
-
-def _fingerprint_of(model: nn.Module, dtype: torch.dtype, size: Sequence[int]) -> dict[str, Any]:
-    """Return what a network answers, computed on the CPU by a copy: nothing of the network itself changes."""
-    try:
-        copied = copy.deepcopy(model)
-        if not fingerprint.is_small(model, size):
-            size = fingerprint.cheap_size(emptied(model, "meta"), size)
-    except fingerprint.CannotTakeError:
-        raise
-    except Exception as error:  # anything may come out of what a network holds
-        raise fingerprint.CannotTakeError(f"it cannot be copied ({with_class(error, 100)})") from error
-    for name in ("forward", "_original_forward"):  # where accelerate wraps a network for mixed precision
-        vars(copied).pop(name, None)
-    return fingerprint.measure(copied.to("cpu", dtype), size)
-
-
-def _answers_otherwise(model: nn.Module, known: Mapping[str, Any]) -> str | None:
-    """Say how a network's answer differs from the one that is known; None if it does not."""
-    try:
-        return fingerprint.difference(known, fingerprint.measure(model, known["size"], known["values"]))
-    except fingerprint.CannotTakeError as error:
+        if check:
+            check_cost(model, outputs.size)
+        return outputs.difference(sample_outputs_at(model, outputs.size, outputs.values))
+    except NotRunError as error:
         return str(error)
 
 
-def _with_memory(
-    twin: nn.Module, source: ModelSource, plans: Sequence[Plan], tensors: Mapping[str, Tensor]
-) -> nn.Module:
-    """Give a twin memory for all of its tensors, whose values `tensors` has; build it anew if it holds other values."""
-    own = tensors_of(twin)
-    if not any(tensor.is_meta for tensor in own.values()):
-        return twin
-    unsaid = any(module._non_persistent_buffers_set for module in twin.modules()) or not is_all(describe(twin))
-    if unsaid or own.keys() - tensors.keys() - aliases(twin).keys():
-        with torch.random.fork_rng(devices=[]):
-            return surgery.replay(build(source), plans)
-    return emptied(twin, "cpu")
-
-
 def _identified(
-    model: nn.Module, hint: str | ModelSource | None, model_kwargs: Mapping[str, Any] | None, plans: Sequence[Plan]
-) -> tuple[ModelSource, nn.Module | None]:
-    """Tell where a network comes from, with a twin that was built anew; without one if nobody knows how to build it."""
-    stranger = ModelSource(OWN, own.name_of(model))
-    if hint == OWN:
+    model: nn.Module, hint: str | ModelSource | None, model_kwargs: Mapping[str, Any] | None
+) -> tuple[ModelSource, nn.Module]:
+    """Tell where a network comes from, with the skeleton of what is built there; itself if it is nobody's."""
+    stranger = ModelSource("own", own.name_of(model))
+    if hint == "own":
         hint = stranger
     elif isinstance(hint, str):
         hint = with_options(parse(hint), model_kwargs=model_kwargs)
     elif model_kwargs:
         raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
     found = next(candidates(model, hint), stranger)
-    if found.library == OWN and not own.is_typed(found.name):
-        return found, None
-    return identify(model, hint, lambda fresh: surgery.replay(fresh, plans))
+    if found.library == "own" and not own.is_typed(found.name):
+        return found, model
+    return identify(model, hint, lambda fresh: surgery.replay(fresh, surgery.plans_of(model)))
 
 
-def _labels(model: nn.Module, given: Sequence[str] | None, answered: int | None) -> list[str] | None:
+def _labels(model: nn.Module, given: Sequence[str] | None, outputs: SampledOutputs | str) -> list[str] | None:
     """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
 
     Their number is that of what the network answered or, where it was not run, what timm's networks say.
@@ -299,12 +273,31 @@ def _labels(model: nn.Module, given: Sequence[str] | None, answered: int | None)
         UsageError: If those given are not one for each output.
     """
     labels = record_of(model).labels if given is None else given
-    outputs = getattr(model, "num_classes", None) if answered is None else answered
-    if labels is None or not isinstance(outputs, int) or not outputs or len(labels) == outputs:
+    classes = outputs.classes if isinstance(outputs, SampledOutputs) else None
+    if classes is None:
+        classes = getattr(model, "num_classes", None)
+    if labels is None or not isinstance(classes, int) or not classes or len(labels) == classes:
         return None if labels is None else list(labels)
     if given is None:
         return None
-    raise UsageError(f"{plural(len(labels), 'label')} for {plural(outputs, 'output')}; pass `labels` with one for each")
+    raise UsageError(f"{plural(len(labels), 'label')} for {plural(classes, 'output')}; pass `labels` with one for each")
+
+
+def training_settings(model: nn.Module) -> dict[str, dict[str, float | None]]:
+    """Return what each layer trains with, where that is a number."""
+    found: dict[str, dict[str, float | None]] = {}
+    for name, module in model.named_modules():
+        values = {key: vars(module)[key] for key in _TRAINING if key in vars(module)}
+        if values and all(value is None or type(value) in (int, float) for value in values.values()):
+            found[name] = values
+    return found
+
+
+def set_training_settings(model: nn.Module, settings: Mapping[str, Mapping[str, float | None]]) -> None:
+    """Give layers back what `training_settings` returned for them."""
+    for name, values in settings.items():
+        module = model.get_submodule(name)
+        vars(module).update({key: value for key, value in values.items() if key in _TRAINING and key in vars(module)})
 
 
 def _strength(model: nn.Module) -> float | None:
@@ -320,6 +313,6 @@ def _versions() -> dict[str, str]:
 
 def _library(manifest: Manifest) -> str:
     """Name the library that builds the network, with its version here and then."""
-    name = "torch" if manifest.source.library == OWN else manifest.source.library
+    name = "torch" if manifest.source.library == "own" else manifest.source.library
     made = printable(manifest.versions.get(name, "another version"), 40)
     return f"{name} {_versions()[name]} (it was made with {made})"

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.errors import RetrofitError
 from retrofit.networks.budget import Shapes, TooLargeError
-from retrofit.networks.description import Description, changes, describe, first_difference, restore
 from retrofit.networks.library import ModelSource, build, parse, timm_source
 from retrofit.networks.tensors import shapes_of
 from retrofit.record import record_of
-from retrofit.surgery import plans_of, replay
-from retrofit.utils.text import shortlist
+from retrofit.utils.text import printable, shortlist
+
+# Attributes that say nothing of what a network computes, that a file holds by itself, or that a layer works out when it
+# is called first.
+_NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "momentum", "noise", "scales", "map_levels"}
 
 
 def identify(
@@ -27,8 +30,7 @@ def identify(
 ) -> tuple[ModelSource, nn.Module]:
     """Tell where a network comes from, and hand back the skeleton of what its library builds, which proves it.
 
-    The proof is that of tensors' names and shapes, and of every module's class and attributes; those that a file can
-    hold (an eps, a stride) are given to the skeleton.
+    The proof is that of tensors' names and shapes, and of every module's class and plain attributes.
 
     Args:
         model: A network of timm or torchvision, converted or not.
@@ -41,7 +43,7 @@ def identify(
     Raises:
         RetrofitError: If it cannot be told, or what the library builds differs.
     """
-    shapes, description = shapes_of(model), describe(model)
+    shapes = shapes_of(model)
     problems: dict[str, int] = {}
     for candidate in candidates(model, hint):
         left = [candidate]
@@ -54,8 +56,7 @@ def identify(
                 continue
             found = shapes_of(built)
             if found == shapes:
-                restore(built, description)
-                different = first_difference(description, describe(built), ("here", f"in {source}"))
+                different = first_difference(model, built, str(source))
                 if different is None:
                     return source, built
                 problems[different] = 0
@@ -77,10 +78,44 @@ def identify(
     )
 
 
-def set_since(model: nn.Module, source: ModelSource) -> Description:
-    """Return what was set on a network after it was built (and converted), for `restore` on one that is built again."""
-    usual = skeleton(source, lambda fresh: replay(fresh, plans_of(model)))
-    return changes(describe(model), describe(usual))
+def first_difference(model: nn.Module, built: nn.Module, source: str) -> str | None:
+    """Name the first thing in which a network differs from what its library builds; None if there is none.
+
+    Compared are the modules' names, their classes, and those of their attributes that are numbers, words or lists of
+    them. An attribute that only one of them has is a note, or comes and goes with a library's versions.
+    """
+    ours, theirs = dict(model.named_modules()), dict(built.named_modules())
+    for name in dict.fromkeys((*ours, *theirs)):
+        label = printable(name, 64) or "the network"
+        kinds = [f"a {type(modules[name]).__name__}" if name in modules else "absent" for modules in (ours, theirs)]
+        if kinds[0] != kinds[1]:
+            return f"{label} is {kinds[0]} here, {kinds[1]} in {source}"
+        here, there = vars(ours[name]), vars(theirs[name])
+        if "forward" in here and "forward" not in there and "_original_forward" not in here:
+            return f"{label} has a forward of its own here, none in {source}"
+        for key in [key for key in here if key in there and _tells(ours[name], key)]:
+            if _is_plain(here[key]) and _is_plain(there[key]) and not _equal(here[key], there[key]):
+                values = [printable(values[key], 80) for values in (here, there)]
+                return f"{printable(key, 64)} of {label} is {values[0]} here, {values[1]} in {source}"
+    return None
+
+
+def _tells(module: nn.Module, key: str) -> bool:
+    """Whether an attribute tells one network from another; the state dict holds some itself."""
+    return not key.startswith("_") and key not in _NEUTRAL and f"setting_{key}" not in module._buffers
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two plain values are the same; NaN is itself, a list is a tuple."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b or (a != a and b != b))  # noqa: PLR0124
 
 
 def skeleton(source: ModelSource, convert: Callable[[nn.Module], nn.Module] | None = None) -> nn.Module:
@@ -92,8 +127,22 @@ def skeleton(source: ModelSource, convert: Callable[[nn.Module], nn.Module] | No
     except TooLargeError:
         raise
     except Exception:  # some builders compute with values; then the real ones are needed
-        with torch.random.fork_rng(devices=[]):
-            return finish(build(source))
+        return rebuilt(source, finish)
+
+
+def rebuilt(source: ModelSource, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Build a network whose tensors are about to be loaded: what would be random is zero, and nothing is drawn."""
+    with torch.random.fork_rng(devices=[]), _NoRandomValues():
+        return convert(build(source))
+
+
+class _NoRandomValues(TorchDispatchMode):
+    """Leaves out what fills tensors with random numbers: a fifth of a second for resnet50, seconds for large ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))
 
 
 def candidates(model: nn.Module, hint: str | ModelSource | None = None) -> Iterator[ModelSource]:

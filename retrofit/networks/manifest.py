@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from retrofit.errors import RetrofitError
 from retrofit.networks.budget import Shapes, check_numbers
-from retrofit.networks.description import Description, unpack
-from retrofit.networks.library import ModelSource, Preprocess
+from retrofit.networks.sampled_outputs import SampledOutputs
 from retrofit.networks.tensors import Header
+from retrofit.record import ModelSource, Preprocess
 from retrofit.surgery import Plan
 from retrofit.utils.text import one_line, printable
 
@@ -35,8 +35,9 @@ class Manifest:
         labels: Names of its outputs.
         weights: Where they come from.
         versions: Of the libraries that wrote it.
-        description: Every module's class and attributes; None in artifacts of earlier versions.
-        fingerprint: What it answered when it was saved; None if it was not run.
+        training: By layer, the momentum and the noise that it trains with.
+        checksum: Of its tensors.
+        outputs: What it answered when it was saved; or why it was not run.
     """
 
     source: ModelSource
@@ -45,8 +46,9 @@ class Manifest:
     labels: list[str] | None
     weights: dict[str, Any]
     versions: dict[str, Any]
-    description: Description | None
-    fingerprint: dict[str, Any] | None
+    training: dict[str, dict[str, float | None]]
+    checksum: str
+    outputs: SampledOutputs | str
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:
@@ -57,7 +59,6 @@ class Manifest:
         """
         values = read_manifest(path)
         try:
-            modules, fingerprint = values.get("modules"), values.get("fingerprint")
             return cls(
                 source=ModelSource.from_dict(values["model"]),
                 plans=[Plan.from_dict(step) for step in values["conversion"]["steps"]],
@@ -65,11 +66,20 @@ class Manifest:
                 labels=None if values["labels"] is None else [str(label) for label in values["labels"]],
                 weights=dict(values["weights"]),
                 versions=dict(values["versions"]),
-                description=None if modules is None else unpack(modules),
-                fingerprint=None if fingerprint is None or "values" not in fingerprint else dict(fingerprint),
+                training={str(name): _numbers(row) for name, row in values["training"].items()},
+                checksum=str(values["checksum"]),
+                outputs=_outputs(values["sampled_outputs"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise damaged(path, f"its manifest is malformed: {one_line(error)}") from error
+
+    @property
+    def not_checked(self) -> str:
+        """A line that says why the network in the file was not run; empty if it was."""
+        if isinstance(self.outputs, SampledOutputs):
+            return ""
+        why = printable(self.outputs, 300)
+        return f"not checked: {why}; only the names and shapes of its tensors tell which network it is"
 
     def check_sizes(self, shapes: Shapes) -> None:
         """Check that what it would have us build is in proportion to its tensors.
@@ -149,13 +159,30 @@ def damaged(path: str | Path, why: str) -> RetrofitError:
     return RetrofitError(f"{path} is not a whole artifact ({why}); write or fetch it again")
 
 
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
+    """Read settings of a layer; raise ValueError for what is neither a finite number nor None."""
+    if not all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in values.values()):
+        raise ValueError(f"settings {printable(dict(values), 80)}")
+    return {str(key): value for key, value in values.items()}
+
+
 def _preprocess(values: Mapping[str, Any]) -> Preprocess:
     """Read the preprocessing; raise ValueError for sizes and numbers that no images have."""
     found = Preprocess.from_dict(values)
-    sizes = found.input_size
-    if len(sizes) not in (3, 4) or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
-        raise ValueError(f"images of size {printable(sizes, 80)}")
+    _check_size(found.input_size)
     numbers = (*found.mean, *found.std, found.crop_pct)
     if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
         raise ValueError(f"mean {printable(found.mean, 80)}, std {printable(found.std, 80)}")
     return found
+
+
+def _outputs(values: Mapping[str, Any]) -> SampledOutputs | str:
+    if "not_checked" in values:
+        return str(values["not_checked"])
+    _check_size(values["size"])
+    return SampledOutputs.from_dict(values)
+
+
+def _check_size(sizes: Sequence[Any]) -> None:
+    if len(sizes) not in (3, 4) or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
+        raise ValueError(f"images of size {printable(sizes, 80)}")

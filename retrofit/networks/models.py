@@ -15,7 +15,7 @@ from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
 from retrofit.networks.library import build, parse, with_options
 from retrofit.networks.load_weights import load_into
 from retrofit.networks.locate import artifact_behind
-from retrofit.networks.manifest import PlainCheckpointError
+from retrofit.networks.manifest import Manifest, PlainCheckpointError
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
 from retrofit.record import ModelSource, Preprocess, Record, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
@@ -224,7 +224,7 @@ def _read(checkpoint: str | Path, key: str | None) -> Checkpoint:
 
 def _open_artifact(path: str, network: str | None) -> Network:
     try:
-        held = artifact.source_in(path)
+        held = Manifest.read(path).source
     except PlainCheckpointError:
         raise PlainCheckpointError(
             f"{path} is a plain checkpoint; give the network's name and `checkpoint={path!r}`"
@@ -234,8 +234,8 @@ def _open_artifact(path: str, network: str | None) -> Network:
         raise UsageError(f"{whose}; say what builds it with `network='py:MODULE:CALLABLE'`")
     if network is not None and held.library != "own":
         raise UsageError(f"{path} holds {held}, which its library builds; drop `network`")
-    model = artifact.load(path, into=None if network is None else _own_network(network, held))
-    return Network(model, artifact=path)
+    model, manifest = artifact.opened(path, None if network is None else _own_network(network, held))
+    return Network(model, (manifest.not_checked,) if manifest.not_checked else (), path)
 
 
 def _own_network(text: str, held: ModelSource) -> nn.Module:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import hashlib
 from collections.abc import Mapping
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.base import as_strength_code
-from retrofit.layers.settings import later_entries
 from retrofit.utils.text import shortlist
 
 Header = Mapping[str, tuple[tuple[int, ...], str]]
@@ -36,16 +33,6 @@ def aliases(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors_of(model).items()}
     return {name: original for name, original in names.items() if name != original}
-
-
-def emptied(model: nn.Module, device: str) -> nn.Module:
-    """Return a copy of a network whose tensors have no values yet: on the meta device no memory either."""
-    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    memo: dict[int, object] = {}
-    for tensor in chain(model.parameters(), model.buffers(), held):
-        empty = torch.empty_like(tensor, device=device, requires_grad=False)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
 
 
 def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
@@ -76,6 +63,16 @@ def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a file's tensors, with their names, shapes and types."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def misfit(model: nn.Module, header: Header) -> str | None:
     """Say how a file's tensors differ from a network's, in name, shape or type; None if they do not."""
     own = tensors_of(model)
@@ -83,11 +80,7 @@ def misfit(model: nn.Module, header: Header) -> str | None:
     for name, original in aliases(model).items():
         if original in found:
             found.setdefault(name, found[original])
-    for name in own.keys() & found.keys():
-        if _is_strength(name, own[name]) and found[name] == ((), "F32"):  # of an earlier version, `fill` understands it
-            found[name] = (tuple(own[name].shape), "I64")
-    later = later_entries(model)
-    missing = [name for name in own if name not in found and name not in later]
+    missing = [name for name in own if name not in found]
     unexpected = [name for name in found if name not in own]
     both = [name for name in own if name in found]
     shapes = [
@@ -103,39 +96,20 @@ def misfit(model: nn.Module, header: Header) -> str | None:
     return ", ".join(problems) or None
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
-    """Load a file's tensors, which fit, strictly.
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load a file's tensors, which fit, strictly, each into new memory of its own type on the model's device.
 
     Args:
         model: The network, changed in place.
         tensors: The file's.
-        dtype: What to hold all floats in; each in the file's own if None.
     """
     tensors = dict(tensors)
-    own = tensors_of(model)
     for name, original in aliases(model).items():
-        if original in tensors:
-            tensors.setdefault(name, tensors[original])
-    for name in own.keys() & tensors.keys():
-        if _is_strength(name, own[name]):
-            tensors[name] = as_strength_code(tensors[name])
-    for name in later_entries(model):
-        tensors.setdefault(name, own[name].detach().clone())
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tensors.setdefault(name, tensors[original])
+    parameters = [name for name, tensor in tensors_of(model).items() if isinstance(tensor, nn.Parameter)]
     floating = {tensors[name].dtype for name in parameters if tensors[name].is_floating_point()}
-    if dtype is not None or len(floating) == 1:
-        model.to(dtype=dtype or floating.pop())  # also the buffers that are in no file
-    if dtype is None:
-        for name, tensor in tensors_of(model).items():
-            tensor.data = tensor.data.to(tensors[name].dtype)
+    if len(floating) == 1:
+        model.to(dtype=floating.pop())  # also the buffers that are in no file
+    for name, tensor in tensors_of(model).items():
+        tensor.data = torch.empty_like(tensor.data, dtype=tensors[name].dtype)
     model.load_state_dict(tensors, strict=True)
-
-
-def wide_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the type to compute in, to compare what networks answer: float32, or float64 if all floats are that."""
-    floating = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.ndim}
-    return torch.float64 if floating == {torch.float64} else torch.float32
-
-
-def _is_strength(name: str, tensor: Tensor) -> bool:
-    return name.rpartition(".")[2] == "strength" and not tensor.is_floating_point()

@@ -58,15 +58,15 @@ def test_what_torchvision_builds_for_weights_stays(tmp_path: object) -> None:
     assert len(get_model_weights("googlenet")["IMAGENET1K_V1"].meta["categories"]) == 1000  # as it was
 
 
-def test_what_was_set_on_the_network_stays() -> None:
-    network = open_model("test_resnet")
-    network.model.bn1.eps, network.model.drop_rate = 0.3, 0.5
-    network.model, _ = retrofit.convert(network.model, "bnn")
-    network.model.layer1[0].bn1.noise = 0.25
+def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() -> None:
+    network = converted("test_resnet")
+    network.model.layer1[0].bn1.noise, network.model.bn1.momentum = 0.25, 0.01
     changed, _ = with_classes(network, 7)
-    assert (changed.model.bn1.eps, changed.model.drop_rate, changed.model.num_classes) == (0.3, 0.5, 7)
-    assert changed.model.layer1[0].bn1.noise == 0.25
+    assert (changed.model.layer1[0].bn1.noise, changed.model.bn1.momentum) == (0.25, 0.01)
     assert changed.model.fc.out_features == 7
+    network.model.bn1.eps = 0.3
+    with pytest.raises(RetrofitError, match=r"eps of bn1 is 0.3 here, 1e-05 in test_resnet"):
+        with_classes(network, 7)
 
 
 def test_outputs_without_a_word_from_the_model() -> None:

@@ -9,7 +9,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import onnx
 import pytest
@@ -27,6 +27,7 @@ from retrofit.networks import artifact
 from retrofit.networks.artifact import is_artifact, load, read_manifest, save
 from retrofit.networks.library import ModelSource, Preprocess, build
 from retrofit.networks.models import open_model
+from retrofit.networks.tensors import checksum
 from retrofit.record import Record, record_of
 
 WEIGHTS = {"kind": "checkpoint", "from": "x.pth"}
@@ -112,8 +113,9 @@ def test_manifest(tmp_path: Path) -> None:
         "model": {"library": "timm", "name": "resnet18", "kwargs": {"num_classes": 2}},
         "conversion": {"to": "bnn", "steps": [plan.to_dict()]},
         "layers": [row.to_dict() for row in plan.layers],
-        "modules": manifest["modules"],
-        "fingerprint": manifest["fingerprint"],
+        "training": {row.name: {"momentum": 0.1, "noise": 0.0} for row in plan.layers},
+        "checksum": checksum(load_file(tmp_path / "a.safetensors")),
+        "sampled_outputs": manifest["sampled_outputs"],
         "preprocess": {
             "input_size": [3, 64, 64],
             "mean": [0.1, 0.2, 0.3],
@@ -207,6 +209,8 @@ def test_views_of_one_storage_are_written_apart(tmp_path: Path) -> None:
 class Tied(nn.Module):
     """A network with a parameter of two names and a module of two names."""
 
+    pretrained_cfg: ClassVar = {"input_size": (1, 4, 4)}
+
     def __init__(self, *, weights: None = None) -> None:
         super().__init__()
         self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
@@ -214,7 +218,7 @@ class Tied(nn.Module):
         self.again = self.norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.again(self.b(self.norm(self.a(x))))
+        return self.again(self.b(self.norm(self.a(x.reshape(-1, 4)))))
 
 
 @pytest.fixture

@@ -47,15 +47,6 @@ def _option(kind: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def _attribute(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        for kind in manifest["modules"]["kinds"]:
-            if name in kind["attributes"]:
-                kind["attributes"][name] = value
-
-    return change
-
-
 def _nested(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -79,10 +70,11 @@ GREEDY: dict[str, Callable[[dict[str, Any]], None]] = {
     "a nested argument": _kwargs(layers=_nested(500)),
     "many samples": _option("edits", samples=1_000_000_000),
     "many groups": _option("layers", num_groups=1_000_000_000),
-    "a wide padding": _attribute("padding", [10_000, 10_000]),
     "huge images": lambda manifest: manifest["preprocess"].update(input_size=[3, 100_000, 100_000]),
     "a number beyond all floats": lambda manifest: manifest["preprocess"].update(mean=[10**400] * 3),
-    "huge images to ask about": lambda manifest: manifest["fingerprint"].update(size=[3, 100_000, 100_000]),
+    "huge images to ask about": lambda manifest: manifest["sampled_outputs"].update(size=[3, 100_000, 100_000]),
+    "large images to ask about": lambda manifest: manifest["sampled_outputs"].update(size=[3, 16_000, 16_000]),
+    "infinite momentum": lambda manifest: manifest["training"]["layer1.0.bn1"].update(momentum=10**400),
 }
 
 

@@ -1,0 +1,266 @@
+"""Sampled outputs that verify a rebuilt network: a few numbers of what it and some of its layers answer to an image.
+
+The images are the same on every machine, and float32 arithmetic on another processor, with another library, changes the
+numbers by far less than `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from retrofit.compare import tensors_of
+from retrofit.inputs import Call, input_shapes, is_detector
+from retrofit.utils.evaluating import undisturbed
+from retrofit.utils.hooks import hooked
+from retrofit.utils.placement import placement_of
+from retrofit.utils.text import with_class
+
+TOLERANCE = 1e-3
+"""Of the largest value: AVX2 and AVX-512 differ by some 1e-6 of it an operation."""
+
+_FLOPS, _ELEMENTS, _PARAMETERS = 50e9, 500e6, 150e6  # a second or so on two cores
+_INPUTS = 4e6
+_PRODUCTS = 5e12  # of parameters and pixels; ViT-B has 4.3e12 of them
+_LAYERS, _SAMPLES = 12, 6
+_SIDE = 32
+
+
+class NotRunError(Exception):
+    """The network is not run; the message says why."""
+
+
+class TooCostlyError(NotRunError):
+    """It would take long."""
+
+
+@dataclass(frozen=True)
+class SampledOutputs:
+    """What a network answers.
+
+    Attributes:
+        size: (C, H, W) of the image.
+        classes: How many scores the network gives, where it gives one number for each class.
+        values: By layer, "" for the network's output: the largest value, and some of the values.
+    """
+
+    size: tuple[int, ...]
+    classes: int | None
+    values: dict[str, tuple[float, list[float]]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; `from_dict` reads them back."""
+        values = {name: {"scale": scale, "samples": samples} for name, (scale, samples) in self.values.items()}
+        return {"size": list(self.size), "classes": self.classes, "values": values}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SampledOutputs:
+        """Rebuild from `to_dict`'s values.
+
+        Raises:
+            KeyError, TypeError, ValueError: If `values` did not come from `to_dict`.
+        """
+        rows = {
+            str(name): (float(row["scale"]), [float(number) for number in row["samples"]])
+            for name, row in values["values"].items()
+        }
+        return cls(tuple(values["size"]), values["classes"], rows)
+
+    def difference(self, other: SampledOutputs) -> str | None:
+        """Say where another network's outputs differ most by more than rounding; None if they do not."""
+        worst, where = 0.0, ""
+        for name, (scale, samples) in self.values.items():
+            _, others = other.values.get(name, (0.0, []))
+            if len(others) != len(samples):
+                return f"the output of {name or 'the network'} has another shape"
+            gaps = [abs(a - b) for a, b in zip(samples, others, strict=True)]
+            share = max(gaps, default=0.0) / scale if scale else float(any(gaps))
+            if not share <= max(worst, TOLERANCE):
+                worst, where = share, name
+        return f"the output of {where or 'the network'} differs by {worst:.2g} of its scale" if worst else None
+
+
+def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
+    """Run a network on an image of half its size, or of its own, at most; smaller where it is large.
+
+    Args:
+        model: Any network; it is left as it was.
+        own_size: (C, H, W) of its images.
+
+    Raises:
+        NotRunError: If it is too large, or takes no such images.
+    """
+    size = tuple(own_size)
+    while True:
+        try:
+            check_cost(model, size)
+        except TooCostlyError:
+            if min(size[1:]) < 2 * _SIDE:
+                raise
+            size = _halved(size)
+        else:
+            break
+    try:
+        return sample_outputs_at(model, _halved(size))
+    except NotRunError:
+        return sample_outputs_at(model, size)
+
+
+def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[str] | None = None) -> SampledOutputs:
+    """Run a network on an image of one size, on the CPU, in float32 or, if it is all float64, that.
+
+    Args:
+        model: Any network; it is left as it was. Of a detector the backbone is run: its boxes come out of sorting,
+            where rounding swaps two.
+        size: (C, H, W) of the image.
+        layers: Names of layers to sample, of which those that it has count; some of all if None.
+
+    Raises:
+        NotRunError: If it takes no such image.
+    """
+    values: dict[str, tuple[float, list[float]]] = {}
+
+    def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        values.setdefault(name, _sample(output))
+
+    try:
+        model = _on_cpu(model)
+        call = _call(model, size)
+        chosen = [name for name, module in model.named_modules() if name and (module._parameters or module._buffers)]
+        if layers is None:
+            chosen = chosen[:: max(1, -(-len(chosen) // _LAYERS))]
+        else:
+            chosen = [name for name in chosen if name in layers]
+        watched = hooked(model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in chosen)
+        with undisturbed(model), watched:
+            answer = call.on(model)
+    except Exception as error:  # anything may come out of a network's own code
+        raise NotRunError(
+            f"it takes no random images of {'x'.join(map(str, size))} ({with_class(error, 100)})"
+        ) from error
+    values[""] = _sample(answer)
+    values = {name: value for name, value in values.items() if value[1]}
+    if not values:
+        raise NotRunError("it answers random images with no finite number")
+    scores = not call.stage and isinstance(answer, Tensor) and answer.ndim == 2
+    return SampledOutputs(tuple(size), answer.shape[1] if scores else None, values)
+
+
+def emptied(model: nn.Module, device: str) -> nn.Module:
+    """Return a copy of a network whose tensors have no values: on the meta device no memory either."""
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    memo: dict[int, object] = {}
+    for tensor in chain(model.parameters(), model.buffers(), held):
+        empty = torch.empty_like(tensor, device=device, requires_grad=False)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _halved(size: tuple[int, ...]) -> tuple[int, ...]:
+    channels, *sides = size
+    return (channels, *(max(side // 2 // _SIDE, 1) * _SIDE if side >= 2 * _SIDE else side for side in sides))
+
+
+def _is_small(model: nn.Module, size: Sequence[int]) -> bool:
+    """Whether a library's network surely costs little: no parameter is used more than once a pixel."""
+    if math.prod(size) > _INPUTS:
+        return False
+    return sum(parameter.numel() for parameter in model.parameters()) * math.prod(size[1:]) < _PRODUCTS
+
+
+def check_cost(model: nn.Module, size: Sequence[int]) -> None:
+    """Find out, on the meta device where that is not plain, whether a network can be run on an image at little cost.
+
+    Raises:
+        NotRunError: If it cannot, or does not run on the meta device.
+    """
+    if _is_small(model, size):
+        return
+    if sum(parameter.numel() for parameter in model.parameters()) > _PARAMETERS:
+        raise NotRunError("it has many parameters")
+    if math.prod(size) > _ELEMENTS:
+        raise TooCostlyError("its images are large")
+    try:
+        skeleton = emptied(model, "meta")
+        with undisturbed(skeleton), _Cost():
+            _call(skeleton, size, "meta").on(skeleton)
+    except NotRunError:
+        raise
+    except Exception as error:  # anything may come out of a network's own code
+        raise NotRunError(f"it does not run without its tensors' values ({with_class(error, 100)})") from error
+
+
+class _Cost(TorchDispatchMode):
+    """Adds up what operations would cost, on the meta device where nothing is done; stops where it is too much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.elements = 0.0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        self.elements += sum(leaf.numel() for leaf in tree_leaves(answer) if isinstance(leaf, Tensor))
+        if func._overloadpacket in flop_registry:
+            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=answer)
+        if self.flops > _FLOPS or self.elements > _ELEMENTS:
+            raise TooCostlyError("it takes long to run")
+        return answer
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    """Return a network that computes on the CPU in float32 or float64: this one, or a copy."""
+    tensors = list(chain(model.parameters(), model.buffers()))
+    floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.ndim}
+    wide = torch.float64 if floating == {torch.float64} else torch.float32
+    wrapped = "_original_forward" in vars(model)  # by accelerate, for mixed precision
+    if not wrapped and all(tensor.device.type == "cpu" for tensor in tensors) and floating <= {wide}:
+        return model
+    model = copy.deepcopy(model)
+    for name in ("forward", "_original_forward") if wrapped else ():
+        vars(model).pop(name, None)
+    return model.to("cpu", wide)
+
+
+def _call(model: nn.Module, size: Sequence[int], device: str = "cpu") -> Call:
+    _, dtype = placement_of(model)
+    shapes = input_shapes(model, tuple(size), 1)
+    if device == "meta":
+        images = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
+    else:
+        images = [_images(shape).to(dtype) for shape in shapes]
+    return Call(tuple(images), stage="backbone" if is_detector(model) else "")
+
+
+def _images(shape: tuple[int, ...]) -> Tensor:
+    """Numbers of mean 0 and variance 1, the same with every version of torch."""
+    mixed = torch.arange(math.prod(shape), device="cpu") * 2654435761 & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 15) * 2246822519 & 0xFFFFFFFF
+    return ((mixed ^ mixed >> 13).double() / 2**31 - 1).mul_(3**0.5).float().reshape(shape)
+
+
+def _sample(output: Any) -> tuple[float, list[float]]:
+    """Return the largest value of an output, and a few values, evenly spread, of each of its tensors."""
+    samples: list[float] = []
+    scale = 0.0
+    for tensor in tensors_of(output):
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        largest = float(tensor.detach().abs().max())
+        if not math.isfinite(largest):
+            continue
+        scale = max(scale, largest)
+        flat = tensor.detach().flatten()
+        places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
+        samples += [float(f"{number:.7g}") for number in flat[places].tolist()]
+    return float(f"{scale:.7g}"), samples
