@@ -36,7 +36,6 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     model = build(with_options(network.source, num_classes=classes))
     plans = surgery.plans_of(network.model)
     model = surgery.replay(model, plans)
-    set_training_settings(model, training_settings(network.model))
     old, new = tensors_of(network.model), tensors_of(model)
     fresh = tuple(name for name in new if name not in old or old[name].shape != new[name].shape)
     gone = [name for name in old if name not in new]
@@ -46,6 +45,7 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
             f"it is converted (`retrofit convert --num-classes {classes}`)"
         )
     identify(network.model, network.source, lambda built: surgery.replay(built, plans))  # nothing was set by hand
+    set_training_settings(model, training_settings(network.model))
     for name, tensor in new.items():
         if name not in fresh:
             tensor.data = old[name].data
