@@ -8,11 +8,11 @@ from torch import nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError
-from retrofit.networks.artifact import set_training_settings, training_settings
 from retrofit.networks.identify import identify
 from retrofit.networks.library import build, with_options
 from retrofit.networks.models import Network
 from retrofit.networks.tensors import tensors_of
+from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.record import set_record
 
 

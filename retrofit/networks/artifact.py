@@ -39,6 +39,7 @@ from retrofit.networks.sampled_outputs import (
     sample_outputs_at,
 )
 from retrofit.networks.tensors import Header, checksum, fill, misfit, tensors_of, to_write
+from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
@@ -47,7 +48,6 @@ from retrofit.utils.text import one_line, plural, printable
 __all__ = ["SCHEMA", "is_artifact", "load", "read_manifest", "save"]
 
 UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
-_TRAINING = ("momentum", "noise")  # what runs change of a layer, and nothing but training depends on
 
 
 def save(
@@ -281,23 +281,6 @@ def _labels(model: nn.Module, given: Sequence[str] | None, outputs: SampledOutpu
     if given is None:
         return None
     raise UsageError(f"{plural(len(labels), 'label')} for {plural(classes, 'output')}; pass `labels` with one for each")
-
-
-def training_settings(model: nn.Module) -> dict[str, dict[str, float | None]]:
-    """Return what each layer trains with, where that is a number."""
-    found: dict[str, dict[str, float | None]] = {}
-    for name, module in model.named_modules():
-        values = {key: vars(module)[key] for key in _TRAINING if key in vars(module)}
-        if values and all(value is None or type(value) in (int, float) for value in values.values()):
-            found[name] = values
-    return found
-
-
-def set_training_settings(model: nn.Module, settings: Mapping[str, Mapping[str, float | None]]) -> None:
-    """Give layers back what `training_settings` returned for them."""
-    for name, values in settings.items():
-        module = model.get_submodule(name)
-        vars(module).update({key: value for key, value in values.items() if key in _TRAINING and key in vars(module)})
 
 
 def _strength(model: nn.Module) -> float | None:

@@ -17,12 +17,13 @@ from retrofit.errors import RetrofitError
 from retrofit.networks.budget import Shapes, TooLargeError
 from retrofit.networks.library import ModelSource, build, parse, timm_source
 from retrofit.networks.tensors import shapes_of
+from retrofit.networks.training_settings import SETTINGS
 from retrofit.record import record_of
 from retrofit.utils.text import printable, shortlist
 
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a layer works out when it
 # is called first.
-_NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "momentum", "noise", "scales", "map_levels"}
+_NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "scales", "map_levels", *SETTINGS}
 
 
 def identify(

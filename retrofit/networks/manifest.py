@@ -35,7 +35,7 @@ class Manifest:
         labels: Names of its outputs.
         weights: Where they come from.
         versions: Of the libraries that wrote it.
-        training: By layer, the momentum and the noise that it trains with.
+        training: By layer, what only training depends on.
         checksum: Of its tensors.
         outputs: What it answered when it was saved; or why it was not run.
     """
@@ -46,7 +46,7 @@ class Manifest:
     labels: list[str] | None
     weights: dict[str, Any]
     versions: dict[str, Any]
-    training: dict[str, dict[str, float | None]]
+    training: dict[str, dict[str, Any]]
     checksum: str
     outputs: SampledOutputs | str
 
@@ -66,7 +66,7 @@ class Manifest:
                 labels=None if values["labels"] is None else [str(label) for label in values["labels"]],
                 weights=dict(values["weights"]),
                 versions=dict(values["versions"]),
-                training={str(name): _numbers(row) for name, row in values["training"].items()},
+                training={str(name): dict(row) for name, row in values["training"].items()},
                 checksum=str(values["checksum"]),
                 outputs=_outputs(values["sampled_outputs"]),
             )
@@ -157,13 +157,6 @@ def is_artifact(path: str | Path) -> bool:
 def damaged(path: str | Path, why: str) -> RetrofitError:
     """Return the error for a file that is not what was once written."""
     return RetrofitError(f"{path} is not a whole artifact ({why}); write or fetch it again")
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    """Read settings of a layer; raise ValueError for what is neither a finite number nor None."""
-    if not all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in values.values()):
-        raise ValueError(f"settings {printable(dict(values), 80)}")
-    return {str(key): value for key, value in values.items()}
 
 
 def _preprocess(values: Mapping[str, Any]) -> Preprocess:

@@ -18,6 +18,7 @@ import torch
 import torchvision
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 from torchvision.models import WeightsEnum
@@ -52,6 +53,7 @@ STORED: dict[str, tuple[str, str | None, Change]] = {
     "momentum": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "momentum", 0.01)),
     "momentum None": ("test_resnet", None, lambda m: setattr(m.bn1, "momentum", None)),
     "noise": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "noise", 0.25)),
+    "noise kind": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "noise_kind", "unscaled")),
     "alpha": ("test_vit", "lnn", lambda m: setattr(m.norm, "alpha", 0.5)),
 }
 
@@ -70,8 +72,20 @@ def test_what_a_run_sets_on_a_layer_comes_back(tmp_path: Path, case: str) -> Non
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(images), model.eval()(images))
     for module, twin in zip(model.modules(), again.modules(), strict=True):
-        for key in ("momentum", "noise", "alpha"):
+        for key in ("momentum", "noise", "noise_kind", "alpha"):
             assert vars(module).get(key) == vars(twin).get(key), (key, module)
+
+
+@pytest.mark.parametrize(
+    "values", [{"momentum": float("inf")}, {"momentum": "1"}, {"noise": -1}, {"noise_kind": "loud"}, {"noise": None}]
+)
+def test_settings_that_no_layer_has_are_refused(saved: Path, values: dict[str, Any]) -> None:
+    manifest, tensors = read_manifest(saved), load_file(saved)
+    manifest["training"]["layer1.0.bn1"].update(values)
+    save_file(tensors, saved, {"format": "pt", "retrofit": json.dumps(manifest)})
+    with pytest.raises(RetrofitError, match="cannot be rebuilt with timm") as caught:
+        retrofit.load(saved)
+    assert "\n" not in str(caught.value)
 
 
 class Loud(nn.ReLU):
@@ -104,7 +118,6 @@ REFUSED: dict[str, tuple[str, str | None, Change, str]] = {
         lambda m: setattr(m.conv1[0], "padding", (0, 0)),
         r"padding of conv1.0 is \(0, 0\) h",
     ),
-    "noise kind": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "noise_kind", "unscaled"), "noise_kind of bn1 is"),
     "dropout": (
         "tv:mobilenet_v3_small",
         "bnn",
