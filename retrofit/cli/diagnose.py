@@ -10,7 +10,14 @@ import click
 from retrofit.cli import completion
 from retrofit.cli.console import emit, progress_bar, say
 from retrofit.cli.device import chosen_device
-from retrofit.cli.options import architecture_options, data_options, json_option, model_argument, weights_options
+from retrofit.cli.options import (
+    architecture_options,
+    attack_options,
+    data_options,
+    json_option,
+    model_argument,
+    weights_options,
+)
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +50,7 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @click.option(
     "-o", "--output", "folder", type=click.Path(path_type=Path), metavar="DIR", help="NAME-diagnosis if left out."
 )
+@attack_options
 @weights_options
 @architecture_options
 @click.option("--force", is_flag=True, help="Replace an earlier report.")
@@ -60,6 +68,8 @@ def command(
     device: str | None,
     seed: int,
     folder: Path | None,
+    attack: Any,
+    eps: float | None,
     force: bool,
     as_json: bool,
     **options: Any,
@@ -67,6 +77,7 @@ def command(
     """Run `retrofit diagnose`."""
     from retrofit.cli.network import file_stem, open_network
     from retrofit.diagnose import DiagnosisOptions, Unlabelled, check_folder, diagnose, sentences, write_report
+    from retrofit.evaluation.attack import attack_on
     from retrofit.images.dataset import SampledBatches, open_images
     from retrofit.networks.models import is_artifact
 
@@ -95,7 +106,7 @@ def command(
             found[name] = diagnose(
                 network.model.to(place),
                 batches if _targets_are_outputs(network, data, batches) else Unlabelled(batches),
-                DiagnosisOptions(channels=channels, seed=seed),
+                DiagnosisOptions(channels=channels, seed=seed, attack=attack_on(network.preprocess, attack, eps)),
                 None if move is None else lambda what, done, total: move(done, total, what),
             )
     for sentence in sentences(found):

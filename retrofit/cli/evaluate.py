@@ -10,7 +10,14 @@ import click
 
 from retrofit.cli.console import emit, names, progress_bar, say
 from retrofit.cli.device import chosen_device, precision_of
-from retrofit.cli.options import architecture_options, data_options, json_option, model_argument, weights_options
+from retrofit.cli.options import (
+    architecture_options,
+    attack_options,
+    data_options,
+    json_option,
+    model_argument,
+    weights_options,
+)
 from retrofit.errors import UsageError
 from retrofit.utils.text import plural
 
@@ -37,6 +44,8 @@ $ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map class
 [1,85,200]
 \b
 $ retrofit evaluate lite0-ln.onnx --data-dir photos.tar --class-map classes.txt
+$ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map classes.txt \\
+    --attack pgd --eps 4/255
 """
 
 
@@ -65,6 +74,7 @@ class _Classifier:
     type=click.Choice(["onnxruntime", "openvino"]),
     help="What runs an .onnx file (default: onnxruntime).",
 )
+@attack_options
 @architecture_options
 @json_option
 def command(
@@ -80,17 +90,22 @@ def command(
     amp_dtype: str | None,
     channels_last: bool,
     runtime: Any,
+    attack: Any,
+    eps: float | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Run `retrofit evaluate`."""
     from retrofit.evaluation.accuracy import evaluate
+    from retrofit.evaluation.attack import attack_on
     from retrofit.evaluation.strengths import odd_strengths
     from retrofit.images.dataset import open_images
 
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to evaluate on; give --data-dir DIR or --dataset NAME")
     if Path(model).suffix == ".onnx":
+        if attack is not None:
+            raise UsageError("an exported file gives no gradients to attack with; attack the network it came from")
         place, precision = chosen_device("cpu"), None
         given = {"device": device, "amp": amp, "amp_dtype": amp_dtype, "channels_last": channels_last, **options}
         network = _exported(model, runtime or "onnxruntime", given)
@@ -100,6 +115,7 @@ def command(
         place = chosen_device(device)
         precision = precision_of(place, amp, amp_dtype)
         network = _opened(model, options)
+    under = attack_on(network.preprocess, attack, eps)
     if odd := odd_strengths(network.model):
         say(f"warning: {odd}", style="yellow")
     data = open_images(
@@ -122,6 +138,7 @@ def command(
             device=place,
             amp=precision,
             channels_last=channels_last,
+            attack=under,
             progress=progress,
         )
     if data.matched == "order" and data.classes is not None:
@@ -142,6 +159,10 @@ def command(
         say(f"warning: {result.not_finite} images gave scores that are not finite, counted as wrong", style="yellow")
     say(f"top-1 {result.top1:.2f}% ({result.correct1} of {result.images})", style="bold")
     say(f"top-5 {result.top5:.2f}% ({result.correct5} of {result.images})", style="bold")
+    facing = {}
+    if under is not None:
+        facing["attack"] = {**under.to_dict(), "top1": result.attacked_top1, "correct1": result.attacked1}
+        say(f"top-1 {result.attacked_top1:.2f}% ({result.attacked1} of {result.images}) under {under}", style="bold")
     if as_json:
         emit(
             {
@@ -154,6 +175,7 @@ def command(
                 "loss": result.loss,
                 "correct1": result.correct1,
                 "correct5": result.correct5,
+                **facing,
                 "skipped": list(result.skipped),
             }
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +50,22 @@ class NumberOr(click.ParamType):
             return self.kind(value)
         except ValueError:
             self.fail(f"{value!r} is neither a number nor {self.word}", param, ctx)
+
+
+class Share(click.ParamType):
+    """A number, or a fraction such as 4/255."""
+
+    name = "N/255"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, which lies above 0 and up to 1."""
+        try:
+            number = float(Fraction(value))
+        except (ValueError, ZeroDivisionError, OverflowError):
+            number = 0.0
+        if not 0 < number <= 1:
+            self.fail(f"{value!r} is no number above 0 and up to 1, such as 4/255", param, ctx)
+        return number
 
 
 def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -156,6 +173,11 @@ plan_options = _stacked(
     ),
     click.option("--skip", multiple=True, callback=_or_none, metavar="REGEX", help="Keep layers so named; repeatable."),
     *(_conversion_option(name, known) for name, known in OPTIONS.items()),
+)
+
+attack_options = _stacked(
+    click.option("--attack", type=click.Choice(["fgsm", "pgd"]), help="Also count what stays right under attack."),
+    click.option("--eps", type=Share(), help="Largest change of a pixel, of an image from 0 to 1 (default: 4/255)."),
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")

@@ -18,8 +18,16 @@ from retrofit.diagnose import gaussianity
 from retrofit.diagnose.linearity import LinearityMeter
 from retrofit.diagnose.power import Power, PowerMeter
 from retrofit.diagnose.probe import Probe, probes, unmeasured
-from retrofit.diagnose.robustness import Attenuation, InputNoise, attenuation, input_noise
+from retrofit.diagnose.robustness import (
+    Attenuation,
+    InputNoise,
+    UnderAttack,
+    attenuation,
+    input_noise,
+    under_attack,
+)
 from retrofit.errors import RetrofitError
+from retrofit.evaluation.attack import Attack
 from retrofit.graph.find_sites import find_sites
 from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values
@@ -51,11 +59,13 @@ class DiagnosisOptions:
         channels: Channels of each layer that get Q-Q plots, and
         batches: batches of images, evenly spread, that do (figure 6: 20 and 10).
         seed: Chooses channels, values and noise.
+        attack: What changes the images, to see how many answers stay right; None for none.
     """
 
     channels: int = 20
     batches: int = 10
     seed: int = 0
+    attack: Attack | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,7 @@ class Diagnosis:
         input_noise: Answers under noise on the images; empty where the model gives no class scores.
         unmeasured: Names of normalization layers that leave nothing to measure: they subtract no mean, are one with
             their activation, or do not hold the images in their first dimension.
+        under_attack: Answers under attack; None where none was asked for, or there are no labels.
     """
 
     images: int
@@ -106,6 +117,7 @@ class Diagnosis:
     noise: tuple[Attenuation, ...]
     input_noise: tuple[InputNoise, ...]
     unmeasured: tuple[str, ...] = ()
+    under_attack: UnderAttack | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the points of the Q-Q plots."""
@@ -115,6 +127,7 @@ class Diagnosis:
             "noise": [asdict(entry) for entry in self.noise],
             "input_noise": [asdict(entry) for entry in self.input_noise],
             "unmeasured": list(self.unmeasured),
+            "attack": None if self.under_attack is None else asdict(self.under_attack),
         }
 
 
@@ -217,7 +230,10 @@ def diagnose(
         if clean:
             noisy = _reported("input noise", batches, progress)
             answers = input_noise(model, noisy, clean, NOISE_LEVELS, options.seed)
-    return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers), (*unmeasured(model), *rowless))
+        attacked = None
+        if clean and options.attack is not None:
+            attacked = under_attack(model, _reported("attack", batches, progress), clean, options.attack)
+    return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers), (*unmeasured(model), *rowless), attacked)
 
 
 def _rowless(model: nn.Module, found: list[Probe], batches: Sequence[Batch]) -> list[str]:

@@ -1,7 +1,8 @@
-"""How close to linear an activation acts on what it gets (Labatie et al. 2021, eqs. 8 and 9).
+"""How close to linear an activation acts on what it gets, after Labatie et al. 2021, appendix A.2.1.
 
-The measure of a channel is the share of the activation's output that a straight line in its input explains, constant
-included: 1 where the channel never reaches the bend.
+The measure of a channel is the squared correlation of the activation's input and output: the share of the output's
+variance that a straight line explains, 1 where the channel never reaches the bend. The paper's own fits a line too
+(eqs. 8 and 9), but its powers are moments about zero, in which a constant counts as explained; here variation counts.
 """
 
 from __future__ import annotations

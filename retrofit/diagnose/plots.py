@@ -101,7 +101,7 @@ def plots(networks: Networks) -> list[Plot]:
             "channels",
             "Channel balance, and linearity of the activation",
             "Above: 1 where all channels have equal power, near 0 where a few have all of it. Below: the share of the "
-            "activation's output that a straight line explains; near 1 the nonlinearity is not used.",
+            "variance of the activation's output that a straight line explains; near 1 the nonlinearity is not used.",
             lambda figure: _channels(figure, networks),
             height=5.0,
         ),
@@ -110,8 +110,8 @@ def plots(networks: Networks) -> list[Plot]:
             "Noise through the layers",
             f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. The "
             "curve is the relative error that is left at that layer and those called after it. Falling curves: the "
-            "network attenuates noise (appendix A.1). A layer has no mark if the noise does not reach it, or if its "
-            "output does not vary.",
+            "network attenuates noise (appendix A.1 follows its mean square). A layer has no mark if the noise does "
+            "not reach it, or if its output does not vary.",
             lambda figure: _noise(figure, networks),
             height=3.6,
         ),

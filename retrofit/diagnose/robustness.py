@@ -1,4 +1,8 @@
-"""What noise does to a network (Eftekhari & Papyan 2025, appendix A.1): from layer to layer, and to its answers."""
+"""What noise does to a network: from layer to layer, and to its answers.
+
+Eftekhari & Papyan (2025, section 2.1.2 and appendix A.1) follow the mean squared error between noisy and clean
+activations. Here it is its root, divided by the spread of the clean ones, so that layers of any scale compare.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.diagnose.probe import Probe
+from retrofit.evaluation.attack import Attack
 from retrofit.utils.hooks import hooked
 
 
@@ -42,6 +47,42 @@ class InputNoise:
     level: float
     top1: float | None
     agreement: float
+
+
+@dataclass(frozen=True)
+class UnderAttack:
+    """Answers under attack.
+
+    Attributes:
+        attack: Its kind and size.
+        top1: Percent right.
+    """
+
+    attack: str
+    top1: float
+
+
+def under_attack(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | None]], answers: Iterable[Tensor], attack: Attack
+) -> UnderAttack | None:
+    """Measure a classifier's answers under attack, which begins with those that are right; None without labels.
+
+    Args:
+        model: The network, in evaluation mode.
+        batches: Images (N, C, H, W) and their labels (N,).
+        answers: The classes (N,) that it names for each batch without attack.
+        attack: What changes the images.
+    """
+    images = right = 0
+    for (pixels, labels), clean in zip(batches, answers, strict=True):
+        if labels is None:
+            return None
+        hit = clean == labels.to(clean)
+        images += len(pixels)
+        if hit.any():
+            changed = attack(model, pixels[hit], clean[hit])
+            right += int((model(changed).argmax(1) == clean[hit]).sum())
+    return UnderAttack(str(attack), 100 * right / images)
 
 
 def attenuation(

@@ -65,6 +65,8 @@ def _about(diagnosis: Diagnosis) -> list[str]:
             texts.append(
                 f"{noisy.agreement:.1f}% of the answers stay the same with noise of {noisy.level:g} on the images"
             )
+    if (attacked := diagnosis.under_attack) is not None:
+        texts.append(f"top-1 {attacked.top1:.1f}% under {attacked.attack}")
     return texts
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.errors import RetrofitError
+from retrofit.evaluation.attack import Attack
 from retrofit.images.worker_signals import heed_no_signals
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.placement import autocast
@@ -36,6 +37,7 @@ class Accuracy:
         skipped: Names of the images that could not be read.
         not_finite: Images whose scores held NaN or infinity; they count as wrong.
         loss: Mean cross-entropy of the images whose scores are finite; NaN if there are none.
+        attacked1: Images whose class has the highest score under attack too; None without one.
     """
 
     images: int
@@ -45,6 +47,7 @@ class Accuracy:
     skipped: tuple[str, ...] = ()
     not_finite: int = 0
     loss: float = math.nan
+    attacked1: int | None = None
 
     @property
     def top1(self) -> float:
@@ -55,6 +58,11 @@ class Accuracy:
     def top5(self) -> float:
         """Top-5 accuracy in percent."""
         return 100 * self.correct5 / self.images
+
+    @property
+    def attacked_top1(self) -> float | None:
+        """Top-1 accuracy under attack in percent; None without one."""
+        return None if self.attacked1 is None else 100 * self.attacked1 / self.images
 
 
 def evaluate(
@@ -67,6 +75,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     amp: torch.dtype | None = None,
     channels_last: bool = False,
+    attack: Attack | None = None,
     progress: Progress | None = None,
 ) -> Accuracy:
     """Evaluate a classifier.
@@ -83,6 +92,7 @@ def evaluate(
         device: Where to run.
         amp: Data type of mixed precision; None for none.
         channels_last: Whether to run in the channels-last memory format.
+        attack: Changes the images that were right, to count how many stay so.
         progress: Called as progress(images done, images in all or None) after every batch.
 
     Raises:
@@ -109,17 +119,18 @@ def evaluate(
         worker_seeding=heed_no_signals,
     )
     total = len(data.images) if hasattr(data.images, "__len__") else None
-    images = correct1 = correct5 = outputs = not_finite = done = 0
+    images = correct1 = correct5 = outputs = not_finite = done = attacked1 = 0
     loss = 0.0
     skipped: list[str] = []
-    with torch.inference_mode(), autocast(device, amp):
+    with torch.inference_mode(attack is None), torch.no_grad(), autocast(device, amp):
         for pixels, targets in loader:
             unread = targets < 0
             if unread.any():
                 skipped += [data.images.unreadable(target) for target in targets[unread].tolist()]
             labels = targets[~unread]
             if len(labels):
-                scores = _scores(model(pixels[~unread].contiguous(memory_format=layout)), data.outputs)
+                readable = pixels[~unread].contiguous(memory_format=layout)
+                scores = _scores(model(readable), data.outputs)
                 outputs = scores.shape[1]
                 images += len(labels)
                 finite = scores.isfinite().all(dim=1)
@@ -127,6 +138,10 @@ def evaluate(
                 right = scores.topk(min(5, scores.shape[1]), dim=1).indices.eq(labels[:, None]) & finite[:, None]
                 correct1 += int(right[:, 0].sum())
                 correct5 += int(right.sum())
+                hit = right[:, 0]
+                if attack is not None and hit.any():
+                    changed = attack(model, readable[hit], labels[hit])
+                    attacked1 += int((model(changed).argmax(1) == labels[hit]).sum())
                 loss += float(functional.cross_entropy(scores[finite], labels[finite], reduction="sum"))
             done += len(targets)
             if progress is not None:
@@ -135,7 +150,8 @@ def evaluate(
         raise RetrofitError(f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files")
     finite_images = images - not_finite
     mean_loss = loss / finite_images if finite_images else math.nan
-    return Accuracy(images, correct1, correct5, outputs, tuple(skipped), not_finite, mean_loss)
+    attacked = None if attack is None else attacked1
+    return Accuracy(images, correct1, correct5, outputs, tuple(skipped), not_finite, mean_loss, attacked)
 
 
 def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:

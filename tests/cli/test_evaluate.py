@@ -54,6 +54,23 @@ def test_figures_and_json(run: Run, pictures: Path) -> None:
     ]
 
 
+def test_top1_under_attack_stands_beside_the_clean_one(run: Run, pictures: Path) -> None:
+    torch.manual_seed(0)
+    torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), "w.pth")
+    words = [*MODEL, "--checkpoint", "w.pth", "--num-classes", "3", "--data-dir", pictures, "--json"]
+    clean = json.loads(done(run("evaluate", *words)).stdout)
+    result = done(run("evaluate", *words, "--attack", "pgd", "--eps", "255/255"))
+    found = json.loads(result.stdout)
+    attack = found.pop("attack")
+    assert found == clean
+    assert (attack["kind"], attack["eps"], attack["steps"]) == ("pgd", 1.0, 10)
+    assert attack["correct1"] == round(attack["top1"] * 6 / 100) <= clean["correct1"]
+    assert f"({attack['correct1']} of 6) under pgd within 255/255" in result.stderr
+    assert json.loads(done(run("evaluate", *words, "--attack", "fgsm")).stdout)["attack"]["eps"] == 4 / 255
+    assert "such as 4/255" in complaint(run("evaluate", *words, "--attack", "pgd", "--eps", "4"))
+    assert "name one with --attack" in complaint(run("evaluate", *words, "--eps", "4/255"))
+
+
 def test_source_and_artifact_score_alike(run: Run, pictures: Path) -> None:
     torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), "w.pth")
     weights = ["--checkpoint", "w.pth", "--num-classes", "3"]

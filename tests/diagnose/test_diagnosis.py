@@ -19,6 +19,7 @@ from retrofit.diagnose.diagnosis import Batch
 from retrofit.diagnose.plots import Plot, plots
 from retrofit.diagnose.probe import Probe, probes
 from retrofit.errors import RetrofitError
+from retrofit.evaluation.attack import Attack
 from tests.half_resnet import HALF
 from tests.pretend_device import pretended
 
@@ -104,6 +105,21 @@ def test_noise_is_followed_from_where_it_is_added() -> None:
     for followed in found.noise:
         assert followed.layers[0] == followed.source
         assert followed.errors[0] == pytest.approx(0.1, rel=0.05)
+
+
+def test_answers_under_attack() -> None:
+    model = network("bnn")
+    with torch.no_grad():
+        right = [(pixels, model.eval()(pixels).argmax(1)) for pixels, _ in batches()]
+    tops = []
+    for eps in (1e-6, 0.5):
+        options = replace(SMALL, attack=Attack("pgd", eps, (0.5,) * 3, (0.2,) * 3))
+        found = diagnose(model, right, options)
+        assert found.under_attack is not None
+        tops.append(found.under_attack.top1)
+        assert any(f"top-1 {tops[-1]:.1f}% under pgd within" in sentence for sentence in sentences({"net": found}))
+        assert diagnose(model, Unlabelled(right), options).under_attack is None
+    assert tops[0] > tops[1]
 
 
 def test_without_labels_there_is_no_accuracy() -> None:
