@@ -43,7 +43,6 @@ RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "noise alone": ("bnn", {"alpha": 0.0, **NOISY}),
     **{f"alpha {alpha:g}, no noise": ("bnn", {"alpha": alpha, **QUIET}) for alpha in (0.25, 0.5, 0.75)},
     **{f"noise {noise:g}": ("bnn", {"noise": noise}) for noise in (0.1, 0.2, 0.6, 0.8)},
-    **{f"{steps} Newton steps, no noise": ("bnn", {"newton_steps": steps, **QUIET}) for steps in (2, 3)},
     "DBN": ("dbn", {}),
     "DBN, noise alone": ("dbnn", {"alpha": 0.0, **NOISY}),
     "DBNN, no noise": ("dbnn", QUIET),
@@ -67,10 +66,6 @@ COMPARISONS = {
     "the noise factor": (
         ["BNN, no noise", "noise 0.1", "noise 0.2", "BNN", "noise 0.6", "noise 0.8"],
         "takes 0.4 (BNN) and shows no curve",
-    ),
-    "Newton steps": (
-        ["BNN, no noise", "2 Newton steps, no noise", "3 Newton steps, no noise"],
-        "takes one and compares no further",
     ),
     "NN table 3, decorrelated normalization": (
         ["DBN", "DBN, noise alone", "DBNN, no noise", "DBNN"],

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
-    from retrofit.layers.inverse_square_root import Whitening
     from retrofit.layers.normality_norm import NoiseKind
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -112,20 +111,11 @@ class ConversionOptions:
     alpha: float | None = known_as(
         float, _NORMALITY, "Degree of gaussianization (default: 1, the paper's; 0: no transform).", high=1
     )
-    newton_steps: int | None = known_as(
-        int, _NORMALITY, "Newton iterations of the lambda estimate (default: 1, the paper's).", low=1
-    )
     group_size: int | None = known_as(
         int,
         ("dbn", "dbnn"),
         "Most channels that are whitened together: the largest divisor of the channels up to that (default: 16).",
         low=1,
-    )
-    whitening: Whitening | None = known_as(
-        str,
-        ("dbn", "dbnn"),
-        "How roots of covariances are computed: exactly, or as IterNorm does (default: eigen).",
-        words=("eigen", "newton-schulz"),
     )
     pn_params: bool | None = known_as(
         bool, ("gn-pn", "ln-pn"), "Learn ProxyNorm's own parameters, beta~ and gamma~ (default: yes, as the paper)."

@@ -12,13 +12,12 @@ import retrofit
 from retrofit import UsageError
 from retrofit.cli.convert import command
 from retrofit.conversion_options import OPTIONS, ConversionOptions
-from retrofit.layers.inverse_square_root import Whitening
 from retrofit.layers.normality_norm import NoiseKind
 from retrofit.surgery import TARGETS
 
 VALUES: dict[str, Any] = {
-    "groups": 4, "group_channels": 4, "noise": 0.1, "noise_kind": "unscaled", "alpha": 0.5, "newton_steps": 2,
-    "group_size": 4, "whitening": "eigen", "pn_params": False, "pn_restore": False, "ws": True, "calibrate": [],
+    "groups": 4, "group_channels": 4, "noise": 0.1, "noise_kind": "unscaled", "alpha": 0.5,
+    "group_size": 4, "pn_params": False, "pn_restore": False, "ws": True, "calibrate": [],
 }  # fmt: skip
 """A value of each that is in range."""
 
@@ -35,12 +34,12 @@ def test_each_option_is_a_keyword_a_flag_and_a_line_of_the_record() -> None:
         assert (name in plan.options) is (known.kind != "batches")
         assert set(known.targets) <= set(TARGETS)
     keywords = list(inspect.signature(retrofit.convert).parameters)
-    assert keywords[:7] == ["model", "to", "only", "skip", "source", "check", "input_size"]
+    settled = ["model", "to", "only", "skip", "source", "check", "input_size", "inputs", "strength"]
+    assert keywords[: len(settled)] == settled
 
 
 def test_words_are_the_layers() -> None:
     assert OPTIONS["noise_kind"].words == get_args(NoiseKind)
-    assert OPTIONS["whitening"].words == get_args(Whitening)
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -71,7 +70,6 @@ def test_each_option_is_refused_where_it_means_nothing(name: str, to: str) -> No
         ("bnn", {"noise_kind": "none"}, "`noise_kind` must be one of scaled, unscaled, gaussian-dropout"),
         ("bnn", {"noise_kind": 3}, "`noise_kind` must be one of"),
         ("bnn", {"alpha": 1.5}, "`alpha` must be from 0 to 1, not 1.5"),
-        ("bnn", {"newton_steps": 0}, "`newton_steps` must be at least 1"),
         ("dbn", {"group_size": 0}, "`group_size` must be at least 1"),
     ],
 )

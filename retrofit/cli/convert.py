@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +20,12 @@ from retrofit.cli.options import (
 )
 from retrofit.cli.tables import show_plan
 from retrofit.conversion_options import CONVERTERS
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import RetrofitError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from retrofit.layers import StrengthMixin
-    from retrofit.networks.library import ModelSource
+    from retrofit.networks.models import Network
+    from retrofit.record import ModelSource
     from retrofit.surgery import Report
-    from retrofit.surgery.identity_check import CheckResult
 
 
 HELP = """Convert MODEL: a timm name, tv:NAME, py:MODULE:CALLABLE (a network of your own), or a .safetensors file.
@@ -92,63 +86,52 @@ def command(
     model: str, to: str, output: Path | None, strength: float | None, force: bool, as_json: bool, **options: Any
 ) -> None:
     """Run `retrofit convert`."""
-    from retrofit import surgery
+    import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file
-    from retrofit.evaluation.accuracy import predictions
     from retrofit.images.dataset import sample_batches
-    from retrofit.surgery.identity_check import IdentityCheck
+    from retrofit.surgery import CheckError, converter_for
 
-    converter = surgery.converter_for(to)
-    if strength is not None and not converter.has_strength:
-        raise UsageError(f"--strength means nothing to {to}, whose layers have none; leave it out")
+    identity = converter_for(to).identity
     output = output_file(output, f"{file_stem(model)}-{to}.safetensors", force)
     choices = take_plan_options(options)
     network = open_network(model, **options)
     if choices["calibrate"] is not None:
         choices["calibrate"] = sample_batches(choices["calibrate"], network.preprocess)
-    plan = surgery.plan(network.model, to, **choices)
-    earlier = surgery.strength_layers(network.model)
-    with waiting("running the source network"):
-        check = IdentityCheck(network.model, network.preprocess.input_size)
-        expected = predictions(network.model, choices["calibrate"]) if choices["calibrate"] else None
-    network.model, report = surgery.apply(plan, network.model)
-    converted = [layer for layer in surgery.strength_layers(network.model) if layer not in earlier]
-    notes = [*report.notes, *_kept_strength(earlier)]
-    _show(report, notes)
-    with waiting("running the converted network"):
-        result = check.compare(network.model, layers=converter.identity)
-    complaint = _judge(result, to, converter.identity)
-    answer = {
+    try:
+        with waiting("converting, and running the network before and after"):
+            network.model, report = retrofit.convert(
+                network.model, to, strength=strength, input_size=network.preprocess.input_size, **choices
+            )
+    except CheckError as error:
+        _show(error.report, identity)
+        if as_json:
+            emit(_answer(network, error.report, identity, None))
+        raise RetrofitError(
+            f"{error.problem}; nothing was written, keep the layers concerned with --skip REGEX"
+        ) from error
+    _show(report, identity, strength)
+    network.save(output, force)
+    _show_artifact(output, network.source, report.classifies)
+    if as_json:
+        emit(_answer(network, report, identity, output))
+
+
+def _answer(network: Network, report: Report, identity: bool, output: Path | None) -> dict[str, Any]:
+    """Return what the command writes to stdout."""
+    values = report.to_dict()
+    if values["check"] is not None:
+        values["check"]["identity"] = identity
+    return {
         "schema": 1,
         "model": network.source.name,
         "library": network.source.library,
         "weights": network.weights,
-        **report.to_dict(),
-        "notes": notes,
-        "check": {**result.to_dict(), "identity": converter.identity},
-        "strength": (strength or 0.0) if converter.has_strength else None,
-        "output": None if complaint else str(output),
+        **values,
+        "output": None if output is None else str(output),
     }
-    if complaint:
-        if as_json:
-            emit(answer)
-        raise RetrofitError(complaint)
-    if expected is not None:
-        answer["agreement"] = _agreement(network.model, converted, choices["calibrate"], expected)
-    if converter.has_strength:
-        for layer in converted:  # not what is inside: a layer's activation may have been converted before
-            layer.set_strength(strength or 0.0)
-    if strength:
-        change = check.compare(network.model, layers=False)
-        answer["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
-        say(f"at strength {strength:g} the output changes: {change}")
-    network.save(output, force)
-    _show_artifact(output, network.source, check.classifies)
-    if as_json:
-        emit(answer)
 
 
-def _show_artifact(output: Path, source: ModelSource, classifies: bool) -> None:
+def _show_artifact(output: Path, source: ModelSource, classifies: bool | None) -> None:
     """Write what was written, and what to do with it, to stderr."""
     from retrofit.networks.manifest import Manifest
 
@@ -164,54 +147,24 @@ def _show_artifact(output: Path, source: ModelSource, classifies: bool) -> None:
         say(f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks")
 
 
-def _show(report: Report, notes: list[str]) -> None:
+def _show(report: Report, identity: bool, strength: float | None = None) -> None:
     """Write what became of the network to stderr."""
     show_plan(report.plan)
-    for note in notes:
-        say(f"note: {note}")
+    for note in report.notes:
+        say(note if note.startswith("not checked:") else f"note: {note}")
     growth = report.params_after - report.params_before
     say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
-
-
-NOT_FINITE = "the converted network's outputs are not finite, or of another shape"
-
-
-def _judge(result: CheckResult, to: str, identity: bool) -> str:
-    """Tell how the converted network compares with its source; return what is wrong with it, or nothing."""
-    at = f" (in {result.where})" if result.where else ""
-    if identity:
-        verdict = "passed" if result.passed else "FAILED"
-        say(f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}{at}")
-    else:
-        say(f"{to} does not start as its source: {result}", style="bold")
-    problem = result.problem()
-    if not identity:
-        problem = "" if math.isfinite(result.max_abs_diff) else NOT_FINITE
-    return f"{problem}; nothing was written, keep the layers concerned with --skip REGEX" if problem else ""
-
-
-def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
-    """Say that layers which were converted before stay as they are."""
-    if not earlier:
-        return []
-    values = [float(layer.strength) for layer in earlier]
-    low, high = min(values), max(values)
-    span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    return [f"{len(values)} layers converted before keep their strength, {span}; --strength sets the new ones alone"]
-
-
-def _agreement(
-    model: nn.Module, converted: Sequence[StrengthMixin], images: list[Tensor], expected: list[int]
-) -> dict[str, int]:
-    """Count the images whose predicted class is the source's; at strength 1, which stays, where there is a strength."""
-    from retrofit.evaluation.accuracy import predictions
-
-    at = "untrained"
-    if converted:
-        for layer in converted:
-            layer.set_strength(1.0)
-        at = "at strength 1, untrained"
-    same = sum(a == b for a, b in zip(predictions(model, images), expected, strict=True))
-    share = 100 * same / len(expected)
-    say(f"{at}, {share:.1f}% of the predictions are the source's ({same} of {len(expected)} images)")
-    return {"images": len(expected), "same": same}
+    if (result := report.check) is not None:
+        if identity:
+            at = f" (in {result.where})" if result.where else ""
+            verdict = "passed" if result.passed else "FAILED"
+            say(f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}{at}")
+        else:
+            say(f"{report.plan.to} does not start as its source: {result}", style="bold")
+    if report.agreement is not None:
+        same, images = report.agreement["same"], report.agreement["images"]
+        at = "untrained" if report.strength is None else "at strength 1, untrained"
+        share = 100 * same / images
+        say(f"{at}, {share:.1f}% of the predictions are the source's ({same} of {images} images)")
+    if report.change is not None:
+        say(f"at strength {strength:g} the output changes: {report.change}")

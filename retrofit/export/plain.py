@@ -24,7 +24,7 @@ from retrofit.layers.base import ConvertedLayer
 from retrofit.layers.constant_affine import ConstantAffine, named_sequence
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.record import set_record
-from retrofit.surgery.execute import reference_of
+from retrofit.surgery.conversion import reference_of
 from retrofit.utils.copying import copied
 
 _Migrated = MigratedGroupNorm | FrozenBatchNorm

@@ -1,8 +1,9 @@
 """plan -> apply -> report: the conversion of a network's normalization layers."""
 
 from retrofit.surgery import targets
+from retrofit.surgery.conversion import CheckError, convert
 from retrofit.surgery.converter import TARGETS, converter_for
-from retrofit.surgery.execute import apply, convert, plans_of, replay, set_strength, strength_layers, strength_of
+from retrofit.surgery.execute import apply, plans_of, replay, set_strength, strength_layers, strength_of
 from retrofit.surgery.families import FAMILIES
 from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
 from retrofit.surgery.planning import plan
@@ -10,6 +11,7 @@ from retrofit.surgery.planning import plan
 __all__ = [
     "FAMILIES",
     "TARGETS",
+    "CheckError",
     "LayerRow",
     "Plan",
     "Report",

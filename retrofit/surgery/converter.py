@@ -18,9 +18,8 @@ from retrofit.graph.rewrite import check_call
 from retrofit.graph.site import Activation, Site, Sites
 from retrofit.layers.base import StrengthMixin
 from retrofit.layers.settings import move_settings
-from retrofit.surgery.families import THAWED, NormLayer, classify
+from retrofit.surgery.families import NormLayer, classify
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan, Status
-from retrofit.utils.text import plural
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,14 @@ class Converter(ABC):
         sources: The families it converts when the caller names none.
         identity: Whether the converted network is its source's function in evaluation, at strength 0 if it has one.
         has_strength: Whether its layers have a strength.
+        changes_sets: Whether its layers normalize each sample by itself, and their sources do not.
         takes_activations: Whether it also converts the activations behind the layers, and is pointless without.
     """
 
     sources: frozenset[str]
     identity: bool = True
     has_strength: bool = True
+    changes_sets: bool = False
     takes_activations: bool = False
 
     @abstractmethod
@@ -145,17 +146,6 @@ def count_batches(new: nn.Module, device: torch.device) -> None:
     count: Any = new.num_batches_tracked
     if count.is_meta:
         new.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
-
-
-def thawed_note(plan: Plan) -> tuple[str, ...]:
-    """Say of how many frozen layers of the libraries gamma and beta were constants and are parameters now."""
-    thawed = sum(row.status == "converted" and row.source in THAWED for row in plan.layers)
-    if not thawed:
-        return ()
-    return (
-        f"gamma and beta of {plural(thawed, 'frozen layer')} were constants and are parameters now, which train: build "
-        "the optimizer after the conversion",
-    )
 
 
 def sites_of(model: nn.Module, families: frozenset[str]) -> Sites:

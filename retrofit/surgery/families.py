@@ -1,7 +1,8 @@
 """Which modules of a network are normalization layers, and of which family.
 
-Layers are matched by exact class, named by module path so that neither timm nor torchvision is imported to ask. A
-subclass that is not in the table may compute something else: it is reported, never treated as its parent.
+Layers are matched by exact class, named by module path so that neither timm nor torchvision is imported to ask. What is
+not in the table may compute something else: it is taken for a known class where it is proved to be one
+(`same_formula.py`), and reported otherwise.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.layers import StrengthMixin
+from retrofit.surgery.same_formula import Formula, full_name, proved_formula
 
 FAMILIES = {
     "bn": "BatchNorm",
@@ -52,12 +56,14 @@ KNOWN: dict[str, str] = {
 }
 """Family of every class that a converter may take."""
 
-THAWED = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
-"""The frozen classes whose gamma and beta are constants."""
-
 _RMS = "RMS normalization subtracts no mean, and the paper defines no counterpart for it"
 _FUSED = "a normalization fused with its activation, which leaves nothing between the two"
 _REPLACED = "its forward was replaced on the instance, so that it may compute something else"
+_COMPUTED = (
+    "its {names} is computed from other tensors, as pruning, parametrizations, weight and spectral normalization do; "
+    "make it permanent first: torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm or "
+    "parametrize.remove_parametrizations"
+)
 _LAZY = "not initialised yet; run one forward pass and convert again"
 
 UNSUPPORTED: dict[str, tuple[str | None, str]] = {
@@ -95,58 +101,79 @@ class NormLayer:
     Attributes:
         name: Dotted module name; empty for the root. A module with several names is found under each.
         module: The layer.
-        kind: Full name of its class.
+        kind: Full name of its class, or of the known class that it is proved to compute.
         family: Key of `FAMILIES`, or None.
         status: "known" (a converter may take it), "kept" or "unsupported" (none does, for `reason`).
         reason: Why none does.
+        formula: The proof that it computes what `kind` does; None where it is of that class.
     """
 
     name: str
     module: nn.Module
     kind: str
     family: str | None
-    status: str
+    status: Literal["known", "kept", "unsupported"]
     reason: str = ""
+    formula: Formula | None = None
 
     @property
     def label(self) -> str:
         """Class name for people."""
         return type(self.module).__name__
 
+    @property
+    def known_class(self) -> str:
+        """Class name of `kind`."""
+        return self.kind.rpartition(".")[2]
+
+    @cached_property
+    def layer(self) -> Any:
+        """What a converter looks at: the module, or one of the class `kind` around its tensors."""
+        return self.module if self.formula is None else self.formula.layer(self.module)
+
 
 def find_norms(model: nn.Module) -> Iterator[NormLayer]:
     """Yield every normalization layer of `model`, under every name it is registered by, in the model's order."""
     for name, module in model.named_modules(remove_duplicate=False):
-        found = classify(name, module)
-        if found is not None:
-            yield found
+        norm = classify(name, module)
+        if norm is not None:
+            yield norm
 
 
 def classify(name: str, module: nn.Module) -> NormLayer | None:
     """Return what kind of normalization layer `module` is, or None if it is none."""
-    cls = type(module)
-    kind = f"{cls.__module__}.{cls.__qualname__}"
-    if kind in KNOWN and "forward" in vars(module):
-        return NormLayer(name, module, kind, KNOWN[kind], "unsupported", _REPLACED)
-    if kind in KNOWN:
-        return NormLayer(name, module, kind, KNOWN[kind], "known")
-    if kind in UNSUPPORTED:
-        return NormLayer(name, module, kind, UNSUPPORTED[kind][0], "unsupported", UNSUPPORTED[kind][1])
+    kind = full_name(type(module))
     if isinstance(module, StrengthMixin):
         return NormLayer(name, module, kind, None, "kept", "already converted")
-    for base, family in _BASES:
-        if isinstance(module, base):
-            reason = f"an unknown subclass of {base.__name__.lstrip('_')}, which may compute something else"
-            return NormLayer(name, module, kind, family, "unsupported", reason)
-    if _NAMED_NORM.search(cls.__name__) and _holds_own_tensors(module):
-        return NormLayer(name, module, kind, None, "unsupported", f"no converter knows the class {kind}")
-    return None
+    if kind in UNSUPPORTED:
+        return NormLayer(name, module, kind, UNSUPPORTED[kind][0], "unsupported", UNSUPPORTED[kind][1])
+    base, family = next(((b.__name__.lstrip("_"), f) for b, f in _BASES if isinstance(module, b)), (None, None))
+    if kind not in KNOWN and base is None:
+        if not _NAMED_NORM.search(type(module).__name__) or not _holds_own_tensors(module):
+            return None
+        if "running_var" in module._buffers:
+            family = "bn" if any(True for _ in module.parameters(recurse=False)) else "frozen-bn"
+    family = KNOWN.get(kind, family)
+    if reason := _REPLACED if "forward" in vars(module) else computed_tensors(module):
+        return NormLayer(name, module, kind, family, "unsupported", reason)
+    if kind in KNOWN:
+        return NormLayer(name, module, kind, family, "known")
+    if formula := proved_formula(module, KNOWN):
+        return NormLayer(name, module, formula.kind, KNOWN[formula.kind], "known", formula=formula)
+    reason = f"derived from {base}, and another function on random inputs" if base else f"no converter knows {kind}"
+    return NormLayer(name, module, kind, family, "unsupported", reason)
+
+
+def computed_tensors(module: nn.Module) -> str:
+    """Return why a module's tensors cannot be taken over: others make them at each call; empty if they can."""
+    names = [
+        name for name in ("weight", "bias", "running_mean", "running_var") if isinstance(vars(module).get(name), Tensor)
+    ]
+    names += getattr(module, "parametrizations", {}).keys()
+    return _COMPUTED.format(names=" and ".join(names)) if names else ""
 
 
 def _holds_own_tensors(module: nn.Module) -> bool:
     """Whether the module itself holds parameters or buffers, and is not just a container named after its norm."""
-    own = (
-        next(module.parameters(recurse=False), None) is not None
-        or next(module.buffers(recurse=False), None) is not None
-    )
+    own = next(iter((*module._parameters.values(), *module._buffers.values())), None) is not None
     return own and not any(classify("", child) for child in module.modules() if child is not module)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.inverse_square_root import largest_divisor
 from retrofit.layers.migrated_group_norm import group_gain
+from retrofit.surgery.families import NormLayer
 from retrofit.utils.batches import images_of
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
@@ -45,7 +47,7 @@ def group_count(name: str, channels: int, options: ConversionOptions, default: i
     return groups, "" if groups == wanted else f"{groups} groups: {wanted} do not divide {channels} channels"
 
 
-def most_groups(model: nn.Module, norms: dict[str, nn.Module], batches: Iterable[Any]) -> dict[str, tuple[int, float]]:
+def most_groups(model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[Any]) -> dict[str, tuple[int, float]]:
     """Pick, for each BatchNorm, the most groups whose normalization keeps its output within `GROUP_TOLERANCE`.
 
     The change is that from the layer in evaluation to group normalization of the input as standardised by the running
@@ -54,7 +56,7 @@ def most_groups(model: nn.Module, norms: dict[str, nn.Module], batches: Iterable
 
     Args:
         model: The source network; its mode is restored.
-        norms: The BatchNorms by name, with running statistics.
+        norms: The BatchNorms, with running statistics.
         batches: Images, (N, C, H, W) each, preprocessed for the model; with labels, as a loader gives them, or without.
 
     Returns:
@@ -63,10 +65,9 @@ def most_groups(model: nn.Module, norms: dict[str, nn.Module], batches: Iterable
     Raises:
         RetrofitError: If there are no images, or a layer is never called.
     """
-    changes: dict[str, dict[int, list[float]]] = {name: {} for name in norms}
+    changes: dict[str, dict[int, list[float]]] = {norm.name: {} for norm in norms}
     watched = hooked(
-        module.register_forward_pre_hook(lambda module, args, name=name: _measure(module, args[0], changes[name]))
-        for name, module in norms.items()
+        norm.module.register_forward_pre_hook(partial(_measure, norm.layer, changes[norm.name])) for norm in norms
     )
     seen = 0
     with evaluating(model), watched:
@@ -85,8 +86,9 @@ def most_groups(model: nn.Module, norms: dict[str, nn.Module], batches: Iterable
     return picked
 
 
-def _measure(norm: Any, x: Tensor, changes: dict[int, list[float]]) -> None:
+def _measure(norm: Any, changes: dict[int, list[float]], _: nn.Module, args: tuple[Tensor, ...]) -> None:
     """Add to `changes[groups]` the squared change and the power of the output, for every number of groups."""
+    (x,) = args
     x = x.flatten(2).double() if x.ndim > 2 else x.unsqueeze(2).double()
     var, mean = torch.var_mean(x, 2, correction=0)
     rstd = torch.rsqrt(norm.running_var.double() + norm.eps)

@@ -1,31 +1,74 @@
-"""Code that computes what a normalization layer computes without calling it: once a layer is converted, it must not."""
+"""What a conversion must not overlook, whether or not the two networks are compared."""
 
 from __future__ import annotations
 
-import functools
-from typing import NoReturn
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import nn
+from torch.jit import ScriptModule
 
-from retrofit.errors import RetrofitError
-from retrofit.utils.text import plural
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.layers import FrozenBatchNorm, StrengthMixin
+from retrofit.record import unwrapped
+from retrofit.surgery.families import NormLayer
+from retrofit.surgery.plan_and_report import LayerRow
+from retrofit.surgery.same_formula import agrees
+from retrofit.utils.text import plural, shortlist, shown
+
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]
+"""By a layer's name, the shapes that it put out."""
 
 _FUSING_METHODS = ("fuse", "reparameterize", "switch_to_deploy", "fuse_model")
 
 
-def guard(model: nn.Module, converted: set[nn.Module]) -> tuple[str, ...]:
-    """Keep other code from computing the sources of converted layers; return notes for the report."""
-    holders = [module for module in model.modules() if any(child in converted for child in module.modules())]
-    return (*_refuse_fusing(holders), *_call_the_norms(holders))
+def network_in(model: nn.Module) -> nn.Module:
+    """Return the network inside wrappers of torch.compile and DataParallel, which call it as it is.
+
+    Raises:
+        UsageError: For what is no network.
+        RetrofitError: If it is, or holds, what keeps its parameters or its code elsewhere.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a torch.nn.Module is converted, not {shown(model)}; build the network first, as timm.create_model does"
+        )
+    for module in model.modules():
+        name = type(module).__name__
+        if name.startswith(("DistributedDataParallel", "FullyShardedDataParallel")):
+            raise RetrofitError(
+                f"{name} holds on to the parameters that it was built with; convert the network first, then wrap it"
+            )
+        if isinstance(module, ScriptModule):
+            raise RetrofitError("a TorchScript module cannot be changed; convert the network before it is scripted")
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        raise RetrofitError("the network's parameters are sharded; convert it first, then shard it")
+    return unwrapped(model)
 
 
-def _refuse_fusing(holders: list[nn.Module]) -> tuple[str, ...]:
+def refuse_calls(sources: Mapping[nn.Module, str]) -> None:
+    """Let converted layers' sources, given with their names, refuse to be called by other references to them."""
+    for source, name in sources.items():
+        vars(source)["forward"] = partial(_refuse_call, name)
+
+
+def _refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise RetrofitError(
+        f"the network calls the source of {name or 'the layer'}, which is converted, by a reference of its own (from a "
+        "list, or elsewhere besides its name); keep that layer with `skip`"
+    )
+
+
+def refuse_fusing(model: nn.Module, converted: set[nn.Module]) -> tuple[str, ...]:
+    """Let blocks refuse to fuse converted layers that are no affine maps; return a note for the report."""
     blocks = 0
-    for module in holders:
+    for module in _holders(model, {layer for layer in converted if not isinstance(layer, FrozenBatchNorm)}):
         methods = [name for name in _FUSING_METHODS if callable(getattr(type(module), name, None))]
         blocks += bool(methods)
         for name in methods:
-            vars(module)[name] = functools.partial(_refuse, type(module).__name__, name)
+            vars(module)[name] = partial(_refuse_to_fuse, type(module).__name__, name)
     if not blocks:
         return ()
     return (
@@ -34,14 +77,30 @@ def _refuse_fusing(holders: list[nn.Module]) -> tuple[str, ...]:
     )
 
 
-def _call_the_norms(holders: list[nn.Module]) -> tuple[str, ...]:
+def allow_fusing(model: nn.Module) -> None:
+    """Take back what `refuse_fusing` did to blocks that hold no layer with a strength any more."""
+    for module in model.modules():
+        if any(isinstance(layer, StrengthMixin) for layer in module.modules()):
+            continue
+        for name in _FUSING_METHODS:
+            if getattr(vars(module).get(name), "func", None) is _refuse_to_fuse:
+                del vars(module)[name]
+
+
+def _refuse_to_fuse(block: str, method: str, *_: Any, **__: Any) -> NoReturn:
+    raise RetrofitError(
+        f"{block}.{method}() would fuse a converted layer as if it were its source; re-parameterise before converting"
+    )
+
+
+def call_the_norms(model: nn.Module, converted: set[nn.Module]) -> tuple[str, ...]:
     """Turn off the fast path of torch's transformer, which in evaluation takes gamma and beta and calls no layer.
 
     There is no switch for it: a layer takes that path for the activations of this number alone, and an encoder that
     packs its tokens by their mask counts on its layers to take it.
     """
     packing = 0
-    for module in holders:
+    for module in _holders(model, converted):
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
@@ -55,7 +114,60 @@ def _call_the_norms(holders: list[nn.Module]) -> tuple[str, ...]:
     )
 
 
-def _refuse(block: str, method: str, *_: object, **__: object) -> NoReturn:
-    raise RetrofitError(
-        f"{block}.{method}() would fuse a converted layer as if it were its source; re-parameterise before converting"
+def refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes | None) -> None:
+    """Refuse to normalize sets of a single value each, of which a normalization makes a constant.
+
+    Args:
+        rows: The converted layers of a target whose layers normalize each sample by itself.
+        norms: The layers by name.
+        shapes: What a run of the network gave them; None if it was not run. Then BatchNorm1d counts as if its input had
+            one position a channel.
+
+    Raises:
+        RetrofitError: If there are such layers.
+    """
+    constant = []
+    for row in rows:
+        mean = getattr(norms[row.name].layer, "running_mean", None)
+        if mean is None:  # a GroupNorm, which stays
+            continue
+        channels = mean.numel()
+        groups = row.options.get("num_groups", row.options.get("groups", channels))
+        unknown = [(1, channels)] if norms[row.name].known_class == "BatchNorm1d" else []
+        if any(channels * math.prod(shape[2:]) == groups for shape in (shapes or {}).get(row.name, unknown)):
+            constant.append(row.name)
+    if constant:
+        unless = ", or show by example `inputs` that its maps have more positions" if shapes is None else ""
+        raise RetrofitError(
+            f"every group of {shortlist(constant)} would hold a single value, of which a normalization makes a "
+            f"constant; the model is left as it was: take fewer groups with `groups`, keep them with `skip`{unless}"
+        )
+
+
+def refuse_other_formulas(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes) -> None:
+    """Refuse layers that are proved to compute what a known class does, but not on the shapes that a run gave them.
+
+    Raises:
+        RetrofitError: If there are such layers.
+    """
+    for row in rows:
+        norm = norms[row.name]
+        if norm.formula is not None and not agrees(norm.module, norm.formula, list(dict.fromkeys(shapes[row.name]))):
+            raise RetrofitError(
+                f"{row.name} is {norm.known_class} on random inputs, but not on those of the shape that the network "
+                "gives it; keep it with `skip`"
+            )
+
+
+def uncalled_note(names: set[str]) -> tuple[str, ...]:
+    """Say which converted layers the network did not call when it was run."""
+    if not names:
+        return ()
+    return (
+        f"not called when the network was run: {plural(len(names), 'converted layer')} ({shortlist(sorted(names))}); "
+        "only training calls such layers, or code that reads their tensors, for which nothing changes",
     )
+
+
+def _holders(model: nn.Module, layers: set[nn.Module]) -> list[nn.Module]:
+    return [module for module in model.modules() if any(child in layers for child in module.modules())]

@@ -136,7 +136,11 @@ class Report:
         params_after: Number of parameters now.
         strength: Strength that the converted layers were seeded at; None on the meta device, and where they have none.
         notes: Further sentences for the user.
-        check: How the network compares with its source, where that was checked.
+        check: How the network compares with its source; None where nothing was compared.
+        classifies: Whether the network answers with scores of classes alone; None where it was not run.
+        change: How the network at its strength compares with its source, where that was checked.
+        agreement: {"images", "same"}: on how many of the given images the class with the highest score stays the same,
+            at strength 1 where there is a strength; None without images, or for a network that gives no scores.
     """
 
     plan: Plan
@@ -145,6 +149,9 @@ class Report:
     strength: float | None
     notes: tuple[str, ...] = ()
     check: Comparison | None = None
+    classifies: bool | None = None
+    change: Comparison | None = None
+    agreement: dict[str, int] | None = None
 
     def __repr__(self) -> str:
         """A summary for people; the record is in the attributes."""
@@ -163,6 +170,11 @@ class Report:
             ]
             for kind in dict.fromkeys(row.kind for row in self.plan.edits)
         }
+        check, change = self.check, self.change
+        measured: dict[str, Any] = {} if self.agreement is None else {"agreement": self.agreement}
+        if change is not None:
+            measured["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
+        names = ("max_abs_diff", "scale", "tolerance", "passed")
         return {
             "to": self.plan.to,
             "layers": [
@@ -173,9 +185,6 @@ class Report:
             "params": {"before": self.params_before, "after": self.params_after},
             "strength": self.strength,
             "notes": list(self.notes),
-            "check": None if self.check is None else _figures(self.check),
+            "check": None if check is None else {name: check.to_dict()[name] for name in names},
+            **measured,
         }
-
-
-def _figures(check: Comparison) -> dict[str, Any]:
-    return {name: check.to_dict()[name] for name in ("max_abs_diff", "scale", "tolerance", "passed")}

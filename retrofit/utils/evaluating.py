@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +43,16 @@ def restore_modes(modes: Modes) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate a network, and leave its modes, its buffers and the random state as they were."""
+    """Evaluate a network, and leave its modes, its buffers and the random state as they were.
+
+    What is compiled runs uncompiled: compiled code calls the hooks alone that were there when it was traced.
+    """
     device = device_of(model)
     kind, places = ("cuda", []) if device.type in ("cpu", "meta") else (device.type, [device])
     buffers = kept_values(model.buffers())
-    with evaluating(model), torch.random.fork_rng(places, device_type=kind):
+    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with evaluating(model), eager, torch.random.fork_rng(places, device_type=kind):
         try:
             yield
         finally:

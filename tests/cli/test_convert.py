@@ -179,10 +179,10 @@ def truncated() -> None:
 
 
 def test_options_of_whitening(run: Run, here: Path) -> None:
-    words = ["--group-size", "8", "--whitening", "newton-schulz", "--alpha", "0.5"]
+    words = ["--group-size", "8", "--alpha", "0.5"]
     done(run("convert", "test_resnet", "--to", "dbnn", *words))
     layer = retrofit.load("test_resnet-dbnn.safetensors").bn1
-    assert (layer.group_size, layer.whitening, layer.alpha) == (8, "newton-schulz", 0.5)
+    assert (layer.group_size, layer.alpha) == (8, 0.5)
 
 
 class NotWeights:
@@ -337,14 +337,14 @@ def test_ctrl_c_during_the_check(run: Run, here: Path, monkeypatch: pytest.Monke
 
 
 def test_a_failed_check_writes_nothing(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    apply = retrofit.surgery.apply
+    apply = retrofit.surgery.conversion.apply
 
     def spoiling(*args: Any) -> Any:
         model, report = apply(*args)
         model.bn1.eps = 10.0
         return model, report
 
-    monkeypatch.setattr("retrofit.surgery.apply", spoiling)
+    monkeypatch.setattr("retrofit.surgery.conversion.apply", spoiling)
     result = run("convert", "test_resnet", "--to", "bnn", "--json")
     assert result.exit_code == 1
     values = json.loads(result.stdout)
@@ -414,10 +414,10 @@ def test_outputs_that_are_not_finite_are_no_conversion(run: Run, here: Path, mon
 
 
 def test_ablation_flags_reach_the_layers(run: Run, here: Path) -> None:
-    flags = ("--noise-kind", "gaussian-dropout", "--alpha", "0.5", "--newton-steps", "2")
+    flags = ("--noise-kind", "gaussian-dropout", "--alpha", "0.5")
     done(run("convert", "test_resnet", "--to", "bnn", *flags))
     layer = retrofit.load("test_resnet-bnn.safetensors").bn1
-    assert (layer.noise_kind, layer.alpha, layer.steps) == ("gaussian-dropout", 0.5, 2)
+    assert (layer.noise_kind, layer.alpha) == ("gaussian-dropout", 0.5)
     assert run("convert", "test_resnet", "--to", "bnn", "--noise-kind", "none").exit_code == 2
     refused = run("convert", "test_resnet", "--to", "gn", "--alpha", "0.5")
     assert "--alpha means nothing to this target" in complaint(refused)

@@ -136,10 +136,10 @@ CASES: dict[str, tuple[Any, Callable[[], Any], tuple[str, ...], set[str], set[st
     ),
     "a number out of range": (
         retrofit.convert,
-        lambda: retrofit.convert(network(), "bnn", newton_steps=0),
-        ("inspect", NET, "--to", "bnn", "--newton-steps", "0"),
-        {"newton_steps"},
-        {"--newton-steps"},
+        lambda: retrofit.convert(network(), "bnn", alpha=2),
+        ("inspect", NET, "--to", "bnn", "--alpha", "2"),
+        {"alpha"},
+        {"--alpha"},
     ),
     "groups without images": (
         retrofit.convert,

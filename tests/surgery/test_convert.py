@@ -155,7 +155,7 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
             elif where == "finish":
                 patch.setattr(converter, "finish", fail)
             else:
-                patch.setattr(execute, "guard", fail)
+                patch.setattr(execute.guards, "refuse_fusing", fail)
             with pytest.raises(error, match="stop"):
                 apply(made, model)
         assert_same(state(model), before)

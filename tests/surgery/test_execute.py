@@ -61,8 +61,10 @@ def test_what_a_hint_says_works(to: str, family: str) -> None:
     hints = set(re.findall(r"name '(\S+)' in `source` too", said))
     assert hints or to != "normal"
     for other in hints:
-        made = statuses(plan(mixed(), to, source=[family, other]))
-        assert made[{"bn": "1", "gn": "3.0", "in": "3.1", "ln": "5"}[other]] == "converted"
+        row = {"bn": "1", "gn": "3.0", "in": "3.1", "ln": "5"}[other]
+        if to.endswith("-pn") and other == "gn":  # whose activations are converted, of which there is none here
+            continue
+        assert statuses(plan(mixed(), to, source=[family, other]))[row] == "converted"
 
 
 def test_source_that_has_no_path_is_unsupported_with_a_reason() -> None:
@@ -136,7 +138,7 @@ def test_unknown_classes_are_reported_not_treated_as_their_parent() -> None:
     rows = {row.name: row for row in plan(model).layers}
     assert rows["0"].status == rows["3.1"].status == "converted"
     assert rows["1"].status == rows["2"].status == "unsupported"
-    assert "unknown subclass of BatchNorm" in rows["1"].reason
+    assert "derived from BatchNorm, and another function" in rows["1"].reason
     assert "HomemadeNorm" in rows["2"].reason
     assert "3" not in rows
     retrofit.convert(model)

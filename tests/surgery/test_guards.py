@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import re
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import fuse_conv_bn_eval, parametrize, prune
 
 import retrofit
 from retrofit.errors import RetrofitError
+from retrofit.surgery.guards import allow_fusing
 
 SIZE = (3, 16, 16)
 
@@ -121,12 +127,210 @@ def test_a_compiled_call_of_the_source_is_not_taken_over() -> None:
     assert model.bn._compiled_call_impl is None
 
 
-@pytest.mark.parametrize(("groups", "passes"), [(8, False), (4, True)])
-def test_groups_of_a_single_value_are_refused(groups: int, passes: bool) -> None:
-    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Flatten()).eval()
-    if passes:
-        retrofit.convert(model, "gn", groups=groups, input_size=SIZE)
+class Pair(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.linear, self.bn, self.spare = nn.Linear(4, channels), nn.BatchNorm1d(channels), nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.bn(self.linear(x + y))
+
+
+def pooled() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Flatten()).eval()
+
+
+ROWS = torch.ones(2, 4), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("build", "arguments", "layer"),
+    [
+        (pooled, {"to": "gn", "input_size": SIZE}, "2"),
+        (pooled, {"to": "gn", "groups": 4, "input_size": SIZE}, None),
+        (pooled, {"to": "frn-tlu", "input_size": SIZE}, "2"),
+        (pooled, {"to": "evonorm-s0", "input_size": SIZE}, "2"),
+        (Pair, {"to": "gn"}, "bn"),
+        (Pair, {"to": "gn", "inputs": ROWS}, "bn"),
+        (Pair, {"to": "gn", "inputs": {"x": ROWS[0], "y": ROWS[1]}}, "bn"),
+        (Pair, {"to": "gn", "skip": "bn"}, None),
+        (Pair, {"to": "ln"}, None),
+        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"to": "gn", "inputs": torch.ones(2, 8, 4)}, None),
+        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"to": "gn", "inputs": torch.ones(2, 8)}, "0"),
+    ],
+)
+def test_sets_of_a_single_value_are_refused_whether_checked_or_not(
+    build: Callable[[], nn.Module], arguments: dict[str, Any], layer: str | None, check: bool
+) -> None:
+    model = build()
+    classes = [type(module) for module in model.modules()]
+    if layer is None:
+        retrofit.convert(model, **arguments, check=check)
         return
-    with pytest.raises(RetrofitError, match="every group of 2 would hold a single value"):
-        retrofit.convert(model, "gn", groups=groups, input_size=SIZE)
-    assert type(model[2]) is nn.BatchNorm2d
+    with pytest.raises(RetrofitError, match=rf"every group of {layer} would hold a single value.*`skip`") as caught:
+        retrofit.convert(model, **arguments, check=check)
+    assert ("`inputs`" in str(caught.value)) is not ("inputs" in arguments or "input_size" in arguments)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_what_is_never_called_is_noted_without_a_check() -> None:
+    _, report = retrofit.convert(Pair(), "bnn", inputs=ROWS, check=False)
+    assert report.check is None
+    assert any("not called when the network was run: 1 converted layer (spare)" in note for note in report.notes)
+    assert not any(note.startswith("not checked") for note in report.notes)
+
+
+def pruned(norm: nn.Module) -> nn.Module:
+    return prune.random_unstructured(norm, "weight", 0.5)
+
+
+def pruned_shift(norm: nn.Module) -> nn.Module:
+    return prune.identity(norm, "bias")
+
+
+def parametrized(norm: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    return norm
+
+
+def normalized(norm: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(norm, dim=None)
+
+
+@pytest.mark.parametrize("change", [pruned, pruned_shift, parametrized, normalized])
+@pytest.mark.parametrize(
+    ("build", "to"),
+    [
+        (lambda: nn.BatchNorm2d(8), "bnn"),
+        (lambda: nn.BatchNorm2d(8), "gn"),
+        (lambda: nn.GroupNorm(2, 8), "gnn"),
+        (lambda: BatchNormAct2d(8), "frozen"),
+    ],
+)
+def test_tensors_that_are_computed_are_named_with_what_makes_them_permanent(
+    build: Callable[[], nn.Module], to: str, change: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), change(build()), build())
+    row = retrofit.plan(model, to).layers[0]
+    assert row.status == "unsupported"
+    assert re.search(r"(weight|bias) is computed .*prune.remove.*remove_parametrizations", row.reason)
+    x = torch.randn(2, *SIZE)
+    expected = copy.deepcopy(model).eval()(x) if change is parametrized else model.eval()(x)
+    converted, _ = retrofit.convert(model, to, input_size=SIZE)
+    torch.testing.assert_close(converted.eval()(x), expected)
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("place", ["wrapper", "inside", "in place"])
+def test_compiled_networks_follow_the_conversion(place: str, ran: bool) -> None:
+    net: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    given = torch.compile(net, backend="eager") if place == "wrapper" else net
+    if place == "in place":
+        net.compile(backend="eager")
+    if place == "inside":
+        given = nn.Sequential(torch.compile(net, backend="eager"))
+    x = torch.randn(2, *SIZE)
+    if ran:
+        given(x)
+    model, report = retrofit.convert(given, "gn", input_size=SIZE, groups=4)
+    assert report.check is not None
+    assert report.check.passed
+    retrofit.set_strength(model, 1.0)
+    torch.testing.assert_close(model(x), nn.Sequential(*net)(x))
+    torch.compiler.reset()
+
+
+def distributed(net: nn.Module, folder: Path) -> nn.Module:
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return nn.parallel.DistributedDataParallel(net)
+
+
+def within(net: nn.Module, folder: Path) -> nn.Module:
+    return nn.Sequential(distributed(net, folder))
+
+
+def scripted(net: nn.Module, _: Path) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(net)
+
+
+@pytest.mark.parametrize("wrap", [distributed, within, scripted])
+def test_what_keeps_parameters_or_code_elsewhere_is_refused(
+    wrap: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
+) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    try:
+        wrapped = wrap(net, tmp_path)
+        for function in (retrofit.plan, retrofit.convert):
+            with pytest.raises(RetrofitError, match=r"convert the network (first|before)"):
+                function(wrapped, "ln-pn")
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert type(net[1]) is nn.BatchNorm2d
+
+
+class Fusing(nn.Module):
+    """A block that can fuse its norm, as ultralytics' and timm's can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)) if hasattr(self, "bn") else self.conv(x)
+
+    def fuse(self) -> None:
+        self.conv = fuse_conv_bn_eval(self.conv.eval(), self.bn.eval())
+        del self.bn
+
+
+@pytest.mark.parametrize("to", ["frozen", "bnn", "ln"])
+def test_only_what_is_no_affine_map_refuses_to_fuse(to: str) -> None:
+    model, report = retrofit.convert(nn.Sequential(Fusing()).eval(), to, input_size=SIZE)
+    x = torch.randn(2, *SIZE)
+    expected = model(x)
+    assert any("re-parameterise" in note for note in report.notes) is (to != "frozen")
+    if to != "frozen":
+        with pytest.raises(RetrofitError, match="re-parameterise before converting"):
+            model[0].fuse()
+        model[0].bn = model[0].bn.source_layer() if hasattr(model[0].bn, "source_layer") else nn.BatchNorm2d(8).eval()
+        expected = model(x)
+        allow_fusing(model)
+    model[0].fuse()
+    torch.testing.assert_close(model(x), expected)
+
+
+class Functional(nn.Module):
+    """Normalization without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+        self.layer_norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = functional.batch_norm(self.weight.view(1, 8, -1), None, None, training=True).view_as(self.weight)
+        x = functional.conv2d(x, weight)
+        return self.layer_norm(self.normalize(x).flatten(2).mT)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return sum((functional.instance_norm(x) for _ in range(2)), torch.nn.functional.group_norm(x, 2))
+
+
+def test_normalization_that_is_called_as_a_function_is_named() -> None:
+    _, report = retrofit.convert(nn.Sequential(Functional()), "lnn", input_size=SIZE)
+    said = [note for note in report.notes if "as a function" in note]
+    assert sorted(note.split()[0] for note in said) == ["group_norm", "instance_norm"]
+    assert all("in Functional (0)" in note for note in said)
+    model = Functional()
+    del model.layer_norm
+    with pytest.raises(RetrofitError, match="no normalization layer at all; group_norm is called as a function"):
+        retrofit.plan(model, "bnn")

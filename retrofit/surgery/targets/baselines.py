@@ -53,6 +53,7 @@ class BaselineConverter(Converter):
     sources = frozenset({"bn"})
     identity = False
     has_strength = False
+    changes_sets = True
     takes_activations = True
 
     def __init__(self, layer: str, grouped: bool) -> None:
@@ -115,8 +116,8 @@ class BaselineConverter(Converter):
             return Decision(
                 "unsupported", reason=f"{self.layer} takes BatchNorm's place, not {FAMILIES[str(found.family)]}'s"
             )
-        module: Any = found.module
-        own = [site for site in sites.sites if model.get_submodule(site.norm) is module]
+        module: Any = found.layer
+        own = [site for site in sites.sites if model.get_submodule(site.norm) is found.module]
         reason = self._hindrance(found, own, sites.uncovered, blocked)
         if reason:
             return Decision("unsupported", reason=reason)
@@ -141,8 +142,8 @@ class BaselineConverter(Converter):
         self, found: NormLayer, sites: list[Site], uncovered: dict[str, str], blocked: dict[str, str]
     ) -> str:
         """Why a layer cannot be converted; empty if it can."""
-        module: Any = found.module
-        if found.label not in _MAPS:
+        module: Any = found.layer
+        if found.known_class not in _MAPS:
             return f"{self.layer} normalizes maps, (N, C, H, W), alone"
         if getattr(module, "running_mean", None) is None:
             return "it tracks no running statistics, so there is nothing to migrate"

@@ -32,7 +32,6 @@ from retrofit.surgery.converter import (
     register,
     seed,
     sites_of,
-    thawed_note,
 )
 from retrofit.surgery.convolutions import STANDARDIZED, describe, plan_convolutions
 from retrofit.surgery.families import FAMILIES, NormLayer
@@ -54,6 +53,8 @@ class BatchIndependentConverter(Converter):
         proxy: Whether activations become proxy-normalized.
     """
 
+    changes_sets = True
+
     def __init__(self, groups: int, proxy: bool) -> None:
         self.groups = groups
         self.proxy = self.takes_activations = proxy
@@ -67,9 +68,8 @@ class BatchIndependentConverter(Converter):
         if options.groups == "auto":
             if options.calibrate is None:
                 raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
-            taken = [layer for layer in layers if layer.family in _BATCH and _migratable(layer.module)]
-            norms = {layer.name: layer.module for layer in taken}
-            picked = most_groups(model, norms, options.calibrate) if norms else {}
+            taken = [layer for layer in layers if layer.family in _BATCH and _migratable(layer.layer)]
+            picked = most_groups(model, taken, options.calibrate) if taken else {}
         sites = sites_of(model, self.sources) if self.proxy else Sites([], [], {})
         followed = {site.norm for site in sites.sites if site.activation and not _activation_problem(model, site)}
         decided = {
@@ -116,7 +116,7 @@ class BatchIndependentConverter(Converter):
             else:
                 proxied = _replace_activation(model, surveyed[row.norm, row.place], row)
                 added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
-        notes = (*thawed_note(plan), *describe(plan.edits))
+        notes = describe(plan.edits)
         if not added:
             return notes
         return (
@@ -127,7 +127,7 @@ class BatchIndependentConverter(Converter):
 
     def _keep_groups(self, found: NormLayer, followed: bool) -> Decision:
         """Decide a GroupNorm: it stays, and counts as converted where the activation behind it is."""
-        groups = getattr(found.module, "num_groups", 0)
+        groups = getattr(found.layer, "num_groups", 0)
         if self.groups == 1 and groups != 1:
             return Decision("unsupported", reason=f"its {groups} groups stay as they are; use `to='gn-pn'`")
         if not followed:
@@ -141,7 +141,7 @@ class BatchIndependentConverter(Converter):
         if found.family not in _BATCH:
             family = FAMILIES[str(found.family)]
             return Decision("unsupported", reason=f"{family} is batch-independent already: it has nothing to migrate")
-        module: Any = found.module
+        module: Any = found.layer
         if not _migratable(module):
             return Decision("unsupported", reason="it tracks no running statistics, so there is nothing to migrate")
         channels = module.running_mean.numel()
@@ -153,7 +153,7 @@ class BatchIndependentConverter(Converter):
         settled: dict[str, Any] = {"num_groups": groups, "eps": _group_eps(module, groups)}
         if self._drops_shift(found, options, sites):
             settled["bias"] = False
-        target = MigratedGroupNormAct if found.label in _FUSED else MigratedGroupNorm
+        target = MigratedGroupNormAct if found.known_class in _FUSED else MigratedGroupNorm
         return Decision("converted", target.__name__, reason, settled)
 
     def _edits(
@@ -176,7 +176,7 @@ class BatchIndependentConverter(Converter):
         """
         if not self.proxy or options.pn_params is False or options.pn_restore is not False:
             return False
-        bias = getattr(found.module, "bias", None)
+        bias = getattr(found.layer, "bias", None)
         if not isinstance(bias, torch.Tensor) or bias.is_meta or bool(bias.any()):
             return False
         return any(

@@ -69,15 +69,13 @@ class DecorrelatedConverter(Converter):
             return Decision(
                 "unsupported", reason=f"{family} has no function-preserving path to whitening over the batch"
             )
-        module: Any = found.module
-        target = (_NORMAL if self.normality else _PLAIN).get(found.kind.rpartition(".")[2])
+        module: Any = found.layer
+        target = (_NORMAL if self.normality else _PLAIN).get(found.known_class)
         if target is None:
             return Decision("unsupported", reason=_SYNCHRONIZED)
         if module.running_mean is None:
             return Decision("unsupported", reason=_UNTRACKED)
         settled = layer_options(options) if self.normality else {}
-        if options.whitening is not None:
-            settled["whitening"] = options.whitening
         wanted, channels = options.group_size or GROUP_SIZE, module.num_features
         settled["group_size"] = size = largest_divisor(channels, wanted)
         reason = (

@@ -22,10 +22,9 @@ from retrofit.surgery.converter import (
     adopt,
     count_batches,
     register,
-    thawed_note,
 )
 from retrofit.surgery.families import FAMILIES, NormLayer
-from retrofit.surgery.plan_and_report import LayerRow, Plan
+from retrofit.surgery.plan_and_report import LayerRow
 
 
 class FrozenConverter(Converter):
@@ -46,19 +45,15 @@ class FrozenConverter(Converter):
         count_batches(new, device)
         return new
 
-    def finish(self, model: nn.Module, plan: Plan, surveyed: Any) -> tuple[str, ...]:
-        """Say which constants are parameters now."""
-        return thawed_note(plan)
-
     def _decide(self, found: NormLayer) -> Decision:
         if found.family not in self.sources:
             family = FAMILIES[str(found.family)]
             return Decision("unsupported", reason=f"{family} is batch-independent already: it has nothing to freeze")
-        if isinstance(found.module, FrozenBatchNorm):
+        if isinstance(found.layer, FrozenBatchNorm):
             return Decision("kept", reason="already converted")
-        if getattr(found.module, "running_mean", None) is None:
+        if getattr(found.layer, "running_mean", None) is None:
             return Decision("unsupported", reason="it tracks no running statistics, so there is nothing to freeze")
-        target = FrozenBatchNormAct if hasattr(found.module, "act") else FrozenBatchNorm
+        target = FrozenBatchNormAct if hasattr(found.layer, "act") else FrozenBatchNorm
         return Decision("converted", target.__name__)
 
 

@@ -91,7 +91,6 @@ def layer_options(options: ConversionOptions) -> dict[str, Any]:
         "noise": None if noise == "paper" else float(noise),  # the layers' default is the paper's
         "noise_kind": options.noise_kind,
         "alpha": options.alpha,
-        "steps": options.newton_steps,
     }
     return {name: value for name, value in asked.items() if value is not None}
 

@@ -120,7 +120,7 @@ def test_networks(to: str, name: str, tmp_path: Path) -> None:
     side = 64  # in smaller pictures the last groups have hardly more values than channels
     model = NETWORKS[name]()
     check = IdentityCheck(model, (3, side, side))
-    model, report = retrofit.convert(model, to, whitening="newton-schulz" if to == "dbnn" else None)
+    model, report = retrofit.convert(model, to)
     assert report.plan.counts["unsupported"] == 0
     assert report.params_after == report.params_before
     assert check.compare(model).max_abs_diff == 0
@@ -138,7 +138,7 @@ def test_networks(to: str, name: str, tmp_path: Path) -> None:
 
 @TARGET
 def test_options_are_stored_and_replayed(to: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"group_size": 8, "whitening": "newton-schulz"}
+    options: dict[str, Any] = {"group_size": 8}
     options |= {"noise": 0.1, "alpha": 0.5} if to == "dbnn" else {}
     model, report = retrofit.convert(timm.create_model("test_resnet"), to, **options)
     path = tmp_path / "net.safetensors"
@@ -147,7 +147,7 @@ def test_options_are_stored_and_replayed(to: str, tmp_path: Path) -> None:
     assert {key: manifest["options"][key] for key in options} == options
     loaded = retrofit.load(path)
     for ours, theirs in zip(*(filter_decorrelated(net) for net in (model, loaded)), strict=True):
-        assert (theirs.group_size, theirs.whitening) == (8, "newton-schulz")
+        assert theirs.group_size == 8
         assert vars(theirs).get("alpha") == vars(ours).get("alpha") == options.get("alpha")
     replayed, _ = apply(Plan.from_dict(report.plan.to_dict()), timm.create_model("test_resnet"))
     assert list(replayed.state_dict()) == list(model.state_dict())
@@ -199,12 +199,10 @@ def test_layers_that_cannot_whiten_are_reported(to: str) -> None:
         ({"to": "dbn", "groups": 4}, "use `group_size`, "),
         ({"to": "dbnn", "groups": "auto"}, "use `group_size`, "),
         ({"to": "dbn", "group_size": 0}, "`group_size` must be at least 1"),
-        ({"to": "dbn", "whitening": "pca"}, "`whitening` must be one of eigen, newton-schulz"),
         ({"to": "dbn", "noise": 0.4}, "`noise` means nothing"),
         ({"to": "dbnn", "noise": -1.0}, "`noise` must be"),
         ({"to": "dbnn", "ws": True}, "`ws` means nothing"),
         ({"to": "bnn", "group_size": 4}, "`group_size` means nothing"),
-        ({"to": "gn", "whitening": "eigen"}, "`whitening` means nothing"),
     ],
 )
 def test_wrong_options(arguments: dict[str, Any], message: str) -> None:

@@ -1,0 +1,180 @@
+"""`retrofit.convert`: plan, apply, look at one run of the network, and compare it with its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.compare import Reference
+from retrofit.conversion_options import takes_options
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.inputs import Call, Inputs, example_calls
+from retrofit.layers import StrengthMixin
+from retrofit.surgery import guards
+from retrofit.surgery.converter import converter_for
+from retrofit.surgery.execute import apply, strength_layers
+from retrofit.surgery.families import find_norms
+from retrofit.surgery.functional_norms import functional_norms
+from retrofit.surgery.plan_and_report import Report
+from retrofit.surgery.planning import Patterns, plan
+from retrofit.surgery.restore import unchanged_on_failure
+from retrofit.utils.batches import images_of
+
+
+class CheckError(RetrofitError):
+    """The converted network is not the function of its source; `report` is that of the conversion, taken back."""
+
+    def __init__(self, problem: str, report: Report) -> None:
+        super().__init__(
+            f"{problem}; the model is left as it was: keep the layers concerned with `skip`, or pass `check=False` "
+            "where it is known to amplify rounding errors"
+        )
+        self.problem = problem
+        self.report = report
+
+
+@takes_options
+def convert(
+    model: nn.Module,
+    to: str = "bnn",
+    *,
+    only: Patterns = None,
+    skip: Patterns = None,
+    source: Patterns = None,
+    check: bool = True,
+    input_size: Sequence[int] | None = None,
+    inputs: Inputs | None = None,
+    strength: float | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Report]:
+    """Plan, apply, and check that the network is still its source's function in evaluation.
+
+    The network is run before, which shows what normalizes a single value and what is never called, and after, to
+    compare outputs and layers. Modes, buffers and random state are left as they were. Where it cannot be run, a note
+    of the report that begins `not checked:` says why.
+
+    Args:
+        model: Any network; converted in place.
+        to: Target, a key of `TARGETS`.
+        only: As for `plan`, as are the options.
+        skip: As for `plan`.
+        source: As for `plan`.
+        check: Whether to compare the two.
+        input_size: Shape of the random samples that the network is run on, (C, H, W); what the model says of itself if
+            None, or 3 x 224 x 224.
+        inputs: What it is run on instead: a tensor, a tuple of positional or a mapping of keyword arguments.
+        strength: Of the layers converted now; None for 0, where the network is its source.
+        **options: See below. On the images of `calibrate` the report counts how many predictions stay the same.
+
+    Returns:
+        The network to use, and the report.
+
+    Raises:
+        UsageError: As `plan`, or for a strength out of range.
+        RetrofitError: As `plan`, or if the check fails, or the network does not take the `inputs` or the `input_size`
+            that are given. The model is then unchanged.
+    """
+    converter = converter_for(to)
+    if strength is not None and not converter.has_strength:
+        raise UsageError(f"`strength` means nothing to {to}, whose layers have none; leave it out")
+    if not 0 <= (strength or 0) <= 1:
+        raise UsageError(f"`strength` must lie in [0, 1], not {strength}; 0 is the source network, 1 the target's")
+    given, model = model, guards.network_in(model)
+    inner = model
+    if options.get("calibrate") is not None:
+        options["calibrate"] = list(images_of(options["calibrate"]))
+    decided = plan(model, to, only=only, skip=skip, source=source, **options)
+    norms = {found.name: found for found in find_norms(model)}
+    earlier = strength_layers(model)
+    notes = [*functional_norms(model), *_kept_strength(earlier)]
+    with unchanged_on_failure(model):
+        reference, reason = reference_of(model, inputs, input_size, whole=check)
+        images = _images_reference(model, options.get("calibrate"))
+        converted = [row for row in decided.layers if row.status == "converted"]
+        if converter.changes_sets:
+            guards.refuse_constants(converted, norms, None if reference is None else reference.shapes)
+        if reference is not None:
+            guards.refuse_other_formulas(converted, norms, reference.shapes)
+            notes += guards.uncalled_note(reference.uncalled & {row.name for row in converted})
+        model, report = apply(decided, model)
+        new = [layer for layer in strength_layers(model) if layer not in earlier]
+        if check:
+            report = _checked(report, model, reference, reason, converter.identity)
+        if images is not None:
+            report = replace(report, agreement=_agreement(model, new, images))
+        for layer in new if strength or images is not None else ():
+            layer.set_strength(strength or 0.0)
+        if strength and reference is not None and check:
+            report = replace(report, change=reference.compare(model, layers=False))
+    strength = (strength or 0.0) if report.strength is not None else None
+    report = replace(report, strength=strength, notes=(*report.notes, *notes))
+    return given if model is inner else model, report
+
+
+def reference_of(
+    model: nn.Module, inputs: Inputs | None, input_size: Sequence[int] | None, whole: bool = True
+) -> tuple[Reference | None, str]:
+    """Run a network, to see what its layers get, and to compare with it what becomes of it; or say why that cannot be.
+
+    Args:
+        model: The network.
+        inputs: As for `convert`.
+        input_size: As for `convert`.
+        whole: Whether to make all calls; else only the first, for its shapes.
+
+    Raises:
+        RetrofitError: If it does not take the inputs, or samples of the size, that are given.
+    """
+    try:
+        calls = example_calls(model, inputs, input_size)
+        names = [found.name for found in find_norms(model)]
+        return Reference(model, calls if whole else calls[:1], layers=names), ""
+    except RetrofitError as error:
+        if inputs is not None or input_size is not None:
+            raise
+        return None, str(error)
+
+
+def _checked(report: Report, model: nn.Module, reference: Reference | None, reason: str, identity: bool) -> Report:
+    """Compare the converted network with its source; add the result, or why there is none."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+        reason = "in half precision rounding hides what the check looks for; convert in float32 to be sure"
+    elif reference is not None:
+        result = reference.compare(model, layers=identity)
+        report = replace(report, check=result, classifies=reference.classifies)
+        if identity and (problem := result.problem()):
+            raise CheckError(problem, report)
+        if not math.isfinite(result.max_abs_diff):
+            raise CheckError("the converted network's outputs are not finite, or of another shape", report)
+        reason = result.not_checked
+    if not reason:
+        return report
+    return replace(report, check=None, notes=(*report.notes, f"not checked: {reason}"))
+
+
+def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
+    """Say that layers which were converted before stay as they are."""
+    if not earlier:
+        return []
+    values = [layer.stored_strength for layer in earlier if not layer._code.is_meta]
+    span = f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
+    return [f"{len(values)} layers converted before keep their strength, {span}; `strength` sets the new ones alone"]
+
+
+def _images_reference(model: nn.Module, images: list[Tensor] | None) -> Reference | None:
+    return None if images is None else Reference(model, [Call((batch,)) for batch in images])
+
+
+def _agreement(model: nn.Module, converted: Sequence[StrengthMixin], images: Reference) -> dict[str, int] | None:
+    """Count the images whose predicted class is the source's, at strength 1 where there is a strength."""
+    for layer in converted:
+        layer.set_strength(1.0)
+    share = images.compare(model).top1_agreement
+    count = sum(images.batches)
+    return None if share is None else {"images": count, "same": round(share * count)}

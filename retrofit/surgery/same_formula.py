@@ -1,0 +1,238 @@
+"""Prove that a foreign normalization layer computes what a known one does, so that it can be converted as that.
+
+Libraries derive classes from torch's normalization layers, or write them anew, and change no arithmetic: LayerNorm over
+the channels of maps, a frozen BatchNorm, GroupNorm with an activation. The layer and its candidate hold the same
+attributes and tensors under two classes, and are run on the same seeded inputs in float64: in evaluation and in
+training, contiguous and not, with random parameters and with the layer's own. Outputs, gradients and running
+statistics have to agree.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+_EPSILONS = (1e-5, 1e-6, 1e-3, 1e-12)
+_PROCESSES = re.compile(r"^(dist|distributed)$|world_size|process_group|all_(reduce|gather)|sync")
+_MAPS = "torchvision.models.convnext.LayerNorm2d"
+_ROWS = "torch.nn.modules.normalization.LayerNorm"
+_FROZEN = "torchvision.ops.misc.FrozenBatchNorm2d"
+_FUSED = {
+    "torch.nn.modules.batchnorm.BatchNorm2d": "timm.layers.norm_act.BatchNormAct2d",
+    "torch.nn.modules.normalization.GroupNorm": "timm.layers.norm_act.GroupNormAct",
+    _ROWS: "timm.layers.norm_act.LayerNormAct",
+    _MAPS: "timm.layers.norm_act.LayerNormAct2d",
+}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A known class, and the attributes that it needs beside those of the layer."""
+
+    kind: str
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def layer(self, module: nn.Module) -> nn.Module:
+        """Return a layer of the known class around the tensors, hooks and attributes of `module`."""
+        path, _, name = self.kind.rpartition(".")
+        cls = getattr(import_module(path), name)
+        new: nn.Module = cls.__new__(cls)
+        vars(new).update(vars(module))
+        for store in ("_parameters", "_buffers", "_modules"):
+            vars(new)[store] = dict(vars(module)[store])
+        if "act" in self.attributes:
+            new._modules.clear()
+        for key, value in self.attributes.items():
+            setattr(new, key, value)
+        for name in {"weight", "bias"} - new._buffers.keys():
+            new._parameters.setdefault(name, None)
+        return new
+
+
+def full_name(cls: type) -> str:
+    """Return a class's module and name."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+_PROVED: WeakKeyDictionary[nn.Module, Formula | None] = WeakKeyDictionary()
+_NUMBERS: dict[str, int | None] = {}
+
+
+def proved_formula(module: nn.Module, known: Iterable[str]) -> Formula | None:
+    """Return the known class that a layer is one of in all but name; None if none is."""
+    if module not in _PROVED:
+        candidates = list(_candidates(module, set(known)))
+        if (alike := _alike(module)) not in _NUMBERS:
+            agreeing = (number for number, one in enumerate(candidates) if agrees(module, one))
+            _NUMBERS[alike] = next(agreeing, None)
+        number = _NUMBERS[alike]
+        formula = None if number is None else candidates[number]
+        _PROVED[module] = formula if formula is not None and agrees(module, formula, random=False) else None
+    return _PROVED[module]
+
+
+def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] = (), random: bool = True) -> bool:
+    """Whether a layer computes what a known class does.
+
+    Args:
+        module: The layer, which is not changed: what its code writes goes to a copy.
+        formula: The known class.
+        shapes: Of the inputs; all that fit the known class if none are given.
+        random: Whether parameters and statistics are random; else the layer's own, of which a meta layer has none.
+    """
+    if _PROCESSES.search(" ".join(_names(type(module), formula.kind))):
+        return False  # alone, it may be something else than among processes
+    if not random and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return True
+    try:
+        other = formula.layer(module)
+        for dtype in (torch.float64, torch.float32):  # in the latter where it takes no other
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                compared = {
+                    _same([_twin(layer, values) for layer in (module, other)], x, training)
+                    for values in (_values(module, random, dtype),)
+                    for shape in shapes or _shapes(other)[: None if random else 1]
+                    for x in _inputs(shape, dtype)
+                    for training in (False, True)
+                }
+            if compared != {None}:
+                return False not in compared
+    except Exception:  # anything may come out of a layer's own code
+        pass
+    return False
+
+
+def _alike(module: nn.Module) -> str:
+    """Return what modules of one class that compute the same have in common, but for their tensors' values."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    settings = {
+        name: value for name, value in vars(module).items() if not isinstance(value, dict) and name != "training"
+    }
+    return f"{id(type(module))} {shapes} {settings} {list(module.children())}"
+
+
+def _candidates(module: Any, known: set[str]) -> Iterator[Formula]:
+    """Yield the formulas that a layer may have, by the class it is derived from or by what it holds."""
+    parent = next((full_name(cls) for cls in type(module).__mro__ if full_name(cls) in known), None)
+    plain = [Formula(parent)] if parent else []
+    eps = [
+        getattr(module, name) for name in ("eps", "epsilon", "variance_epsilon") if hasattr(module, name)
+    ] or _EPSILONS
+    if isinstance(module, nn.LayerNorm):
+        plain.append(Formula(_MAPS))
+    if parent is None and {"weight", "bias", "running_mean", "running_var"} <= module._buffers.keys():
+        plain += [Formula(_FROZEN, {"eps": value}) for value in eps]
+    elif parent is None and getattr(module._parameters.get("weight"), "ndim", 0) == 1 and not module._buffers:
+        shape = tuple(module.weight.shape)
+        given = {"normalized_shape": shape, "elementwise_affine": True}
+        plain += [Formula(kind, {**given, "eps": value}) for value in eps for kind in (_ROWS, _MAPS)]
+    yield from plain
+    children = list(module.children())
+    if len(children) == 1 and not children[0].state_dict():
+        act = {"act": children[0], "drop": nn.Identity(), "_fast_norm": False}
+        yield from (Formula(_FUSED[one.kind], {**one.attributes, **act}) for one in plain if one.kind in _FUSED)
+
+
+def _names(cls: type, parent: str) -> Iterator[str]:
+    """Yield the global names and attributes that the code of a class uses, down to a class that it is derived from."""
+    for one in cls.__mro__:
+        if full_name(one) == parent or one is nn.Module:
+            return
+        for value in vars(one).values():
+            if isinstance(value, types.FunctionType):
+                yield from value.__code__.co_names
+
+
+def _shapes(layer: Any) -> list[tuple[int, ...]]:
+    """Return shapes that fit a layer of a known class."""
+    if isinstance(layer, nn.LayerNorm):
+        shape = tuple(layer.normalized_shape)
+        if "2d" in type(layer).__name__:
+            return [(2, *shape, 3, 4), (1, *shape, 1, 1)]
+        return [(*(2,) * dims, *shape) for dims in range(1, 5)]
+    mean = getattr(layer, "running_mean", None)
+    channels = len(mean) if mean is not None else getattr(layer, "num_channels", None) or layer.num_features
+    every = [(4, channels), (3, channels, 5), (3, channels, 4, 5), (2, channels, 3, 2, 2)]
+    if isinstance(layer, nn.GroupNorm):
+        return every
+    name = type(layer).__name__
+    return every[:2] if "1d" in name else every[3:] if "3d" in name else every[2:3]
+
+
+def _inputs(shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield random tensors of a shape, some samples so small that eps counts: in order, transposed, and with gaps."""
+    scale = 10 ** (4 * torch.rand(shape[0], *[1] * (len(shape) - 1), dtype=torch.float64) - 3)
+    x = scale * (torch.randn(*shape, dtype=torch.float64) + 0.5)
+    x = x.to(dtype)
+    yield x
+    yield x.transpose(0, -1).contiguous().transpose(0, -1)
+    yield x.repeat_interleave(2, -1)[..., ::2]
+
+
+def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return values for the tensors of a layer and of its candidate."""
+    values = {}
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if not tensor.is_floating_point():
+            values[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        elif not random:
+            values[name] = tensor.detach().cpu().to(dtype)
+        elif "var" in name:
+            values[name] = (10 ** (6 * torch.rand(tensor.shape, dtype=torch.float64) - 5)).to(dtype)
+        else:
+            values[name] = torch.randn(tensor.shape, dtype=dtype) + (1 if "weight" in name else 0.3)
+    return values
+
+
+def _twin(layer: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """Return a copy of a layer with other values, in which no hook is called."""
+    new: nn.Module = type(layer).__new__(type(layer))
+    vars(new).update({key: OrderedDict() if "_hooks" in key else value for key, value in vars(layer).items()})
+    vars(new)["_compiled_call_impl"] = None
+    vars(new)["_buffers"] = {name: values[name].clone() if name in values else None for name in layer._buffers}
+    vars(new)["_parameters"] = {
+        name: nn.Parameter(values[name].clone()) if name in values else None for name in layer._parameters
+    }
+    return new
+
+
+def _same(layers: Sequence[nn.Module], x: Tensor, training: bool) -> bool | None:
+    """Whether a layer and its candidate answer an input alike; None if the layer refuses it."""
+    answers: list[list[Tensor | None] | None] = []
+    for layer in layers:
+        vars(layer)["training"] = training
+        inputs = x.detach().requires_grad_()
+        try:
+            out = layer(inputs)
+        except Exception:  # anything may come out of a layer's own code
+            answers.append(None)
+            continue
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+        trained = [inputs, *(p for p in layer._parameters.values() if p is not None)]
+        grads = torch.autograd.grad((out * weights).sum(), trained, allow_unused=True)
+        answers.append([out, *grads, *layer._buffers.values()])
+    ours, known = answers
+    if ours is None:
+        return None  # a known class may take more
+    return known is not None and all(map(_close, ours, known))
+
+
+def _close(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    tolerance = 1e-4 if one.dtype == torch.float32 else 1e-5  # some classes compute in float32
+    one, other = one.detach(), other.detach()
+    gap = (one.double() - other.double()).abs()
+    return float(gap.max()) <= tolerance * max(float(other.abs().max()), 1e-30) if gap.numel() else True

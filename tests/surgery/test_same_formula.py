@@ -1,0 +1,263 @@
+"""Layers of foreign classes are taken for a known one where they compute the same, and only there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import retrofit
+from retrofit.errors import RetrofitError
+from retrofit.surgery.families import classify
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """As in DETR: buffers, and an eps that no attribute names."""
+
+    eps_inside = 1e-5
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(channels) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, mean, var = (value.reshape(1, -1, 1, 1) for value in self._buffers.values())
+        scale = weight * (var + self.eps_inside).rsqrt()
+        return x * scale + (bias - mean * scale)
+
+
+class OtherFrozenNorm(FrozenBatchNorm2d):
+    eps_inside = 0.7
+
+
+class ChannelsFirst(nn.LayerNorm):
+    """As in SAM, ConvNeXt V2, DINOv3 and Segformer decoders."""
+
+    def __init__(self, channels: int, data_format: str = "channels_first") -> None:
+        super().__init__(channels, eps=1e-6)
+        self.data_format = data_format
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.data_format == "channels_last":
+            return super().forward(x)
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Written(nn.Module):
+    """A LayerNorm that is derived from nothing, as in the first ConvNeXt."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(1, keepdim=True)
+        x = centred / (centred.square().mean(1, keepdim=True) + self.variance_epsilon).sqrt()
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+class WrittenNorm(Written):
+    """The same by a name of a normalization layer."""
+
+
+class InFloat32(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class OneGroup(nn.GroupNorm):
+    """As in PoolFormer."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(1, channels)
+
+
+class Activated(nn.GroupNorm):
+    """As in BiT."""
+
+    def __init__(self, channels: int, act: Callable[[], nn.Module] = nn.ReLU) -> None:
+        super().__init__(4, channels)
+        self.activation = act()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+class Renamed(nn.BatchNorm2d):
+    pass
+
+
+class Silu(nn.BatchNorm2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.gate = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(super().forward(x))
+
+
+SAME: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "frozen": (lambda: FrozenBatchNorm2d(8), "FrozenBatchNorm2d"),
+    "channels first": (lambda: ChannelsFirst(8), "LayerNorm2d"),
+    "channels last": (lambda: ChannelsFirst(8, "channels_last"), "LayerNorm"),
+    "written anew": (lambda: WrittenNorm(8), "LayerNorm2d"),
+    "in float32": (lambda: InFloat32(8), "LayerNorm"),
+    "one group": (lambda: OneGroup(8), "GroupNorm"),
+    "activated": (lambda: Activated(8), "GroupNormAct"),
+    "renamed": (lambda: Renamed(8), "BatchNorm2d"),
+    "untracked": (lambda: Renamed(8, affine=False, track_running_stats=False), "BatchNorm2d"),
+    "on meta": (lambda: Renamed(8).to("meta"), "BatchNorm2d"),
+    "half": (lambda: ChannelsFirst(8).half(), "LayerNorm2d"),
+    "activated BatchNorm": (lambda: Silu(8), "BatchNormAct2d"),
+}
+
+
+@pytest.mark.parametrize(("build", "known"), SAME.values(), ids=SAME)
+def test_the_same_formula_by_another_name(build: Callable[[], nn.Module], known: str) -> None:
+    module = build()
+    before = {name: (id(value), value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
+    norm = classify("", module)
+    assert norm is not None
+    assert (norm.status, norm.known_class, type(norm.layer).__name__) == ("known", known, known)
+    assert {name: id(value) for name, value in module.state_dict(keep_vars=True).items()} == {
+        name: place for name, (place, _) in before.items()
+    }
+    assert all(value.is_meta or torch.equal(value, before[name][1]) for name, value in module.state_dict().items())
+
+
+def derived(base: type[nn.Module], forward: Callable[[Any, Tensor], Tensor], *args: Any) -> nn.Module:
+    return type("Derived", (base,), {"forward": forward})(*args)
+
+
+def scaled() -> nn.Module:
+    module = derived(nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x) * self.scale, 8)
+    module.scale = nn.Parameter(torch.ones(()))
+    return module
+
+
+def distributed(self: Any, x: Tensor) -> Tensor:
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(x)
+    return nn.BatchNorm2d.forward(self, x)
+
+
+def of(norm: type[Any]) -> Callable[[Any, Tensor], Tensor]:
+    def momentum(self: Any, x: Tensor) -> Tensor:
+        given = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(x, *given, self.training, 2 * self.momentum, self.eps)
+
+    return momentum
+
+
+DIFFERENT: dict[str, Callable[[], nn.Module]] = {
+    "twice": lambda: derived(nn.BatchNorm2d, lambda self, x: 2 * nn.BatchNorm2d.forward(self, x), 8),
+    "other statistics in training": lambda: derived(nn.BatchNorm2d, of(nn.BatchNorm2d), 8),
+    "a parameter that starts as nothing": scaled,
+    "other gradient": lambda: derived(nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x.detach()), 8),
+    "other eps": lambda: derived(nn.LayerNorm, lambda self, x: F.layer_norm(x, (8,), self.weight, self.bias, 1e-2), 8),
+    "maps alone": lambda: derived(nn.LayerNorm, lambda self, x: x + 1 if x.ndim == 4 else F.layer_norm(x, (8,)), 8),
+    "statistics of all processes": lambda: derived(nn.BatchNorm2d, distributed, 8),
+    "an activation with weights": lambda: Activated(8, nn.PReLU),
+    "frozen with an eps that nobody has": lambda: OtherFrozenNorm(8),
+    "no batch": lambda: derived(nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x.transpose(0, 1)), 4, 8),
+    "fails": lambda: derived(nn.GroupNorm, lambda self, x: 1 / 0, 4, 8),
+}
+
+
+@pytest.mark.parametrize("build", DIFFERENT.values(), ids=DIFFERENT)
+def test_another_formula_stays_unsupported(build: Callable[[], nn.Module]) -> None:
+    norm = classify("", build())
+    assert norm is not None
+    assert norm.status == "unsupported"
+    assert "another function on random inputs" in norm.reason or "no converter knows" in norm.reason
+
+
+CONVERTED = [
+    ("frozen", "ln"),
+    ("frozen", "frozen"),
+    ("frozen", "gn-pn"),
+    ("channels first", "lnn"),
+    ("activated", "gnn"),
+]
+CONVERTED += [("one group", "gnn"), ("written anew", "lnn"), ("activated BatchNorm", "gn"), ("renamed", "dbn")]
+
+
+@pytest.mark.parametrize(("case", "to"), CONVERTED)
+def test_conversions_keep_the_function_the_keys_and_the_file(case: str, to: str, tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), SAME[case][0](), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+
+    source, x = net(), torch.randn(2, 3, 9, 9)
+    model, report = retrofit.convert(net(), to, input_size=(3, 9, 9))
+    assert report.check is not None
+    assert report.check.passed
+    assert report.plan.layers[0].source == type(source[1]).__name__
+    torch.testing.assert_close(model(x), source(x))
+    assert source.state_dict().keys() <= model.state_dict().keys()
+    retrofit.save(model, tmp_path / "a.safetensors")
+    torch.testing.assert_close(retrofit.load(tmp_path / "a.safetensors", into=net()).eval()(x), source(x))
+    model.train()(x).sum().backward()
+    if to not in ("frozen", "dbn"):
+        retrofit.set_strength(model, 1.0)
+        assert (model.eval()(x) - source(x)).abs().max() > 1e-3
+
+
+def test_the_shapes_that_the_network_gives_count(tmp_path: Path) -> None:
+    wide = derived(nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x) + (x.shape[-1] > 20), 4, 8)
+    for side, passes in ((9, True), (32, False)):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(wide))
+        if passes:
+            retrofit.convert(model, "gnn", input_size=(3, side, side), check=False)
+        else:
+            with pytest.raises(RetrofitError, match="1 is GroupNorm on random inputs, but not on those of the shape"):
+                retrofit.convert(model, "gnn", input_size=(3, side, side), check=False)
+
+
+@pytest.mark.parametrize("norm", [lambda: OtherFrozenNorm(8), DIFFERENT["twice"]])
+def test_a_network_with_norms_that_are_unsupported_is_advised_no_other_target(norm: Callable[[], nn.Module]) -> None:
+    with pytest.raises(RetrofitError, match="nothing to convert to ln") as caught:
+        retrofit.plan(nn.Sequential(norm(), nn.LayerNorm(4)), "ln")
+    assert "lnn" not in str(caught.value)
+
+
+def transformer(name: str) -> nn.Module:
+    """Build one of transformers' networks, small, from its configuration."""
+    import transformers as t
+    from transformers.models.detr.modeling_detr import DetrFrozenBatchNorm2d
+    from transformers.models.rt_detr.modeling_rt_detr import RTDetrFrozenBatchNorm2d
+    from transformers.models.sam.modeling_sam import SamVisionEncoder
+
+    stages = {"depths": [1] * 4, "hidden_sizes": [32] * 4}
+    sam = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "output_channels": 8}
+    builders: dict[str, Callable[[], nn.Module]] = {
+        "convnextv2": lambda: t.ConvNextV2Model(t.ConvNextV2Config(**stages)),
+        "dinov3": lambda: t.DINOv3ConvNextModel(t.DINOv3ConvNextConfig(**stages)),
+        "bit": lambda: t.BitModel(t.BitConfig(embedding_size=32, **stages)),
+        "poolformer": lambda: t.PoolFormerModel(t.PoolFormerConfig(**stages)),
+        "detr": lambda: nn.Sequential(nn.Conv2d(3, 8, 1), DetrFrozenBatchNorm2d(8)),
+        "rt-detr": lambda: nn.Sequential(nn.Conv2d(3, 8, 1), RTDetrFrozenBatchNorm2d(8)),
+        "sam": lambda: SamVisionEncoder(t.SamVisionConfig(**sam)),
+    }
+    return builders[name]()
+
+
+TRANSFORMERS = {"convnextv2": "lnn", "dinov3": "lnn", "bit": "gnn", "poolformer": "gnn", "sam": "lnn"}
+TRANSFORMERS |= {"detr": "ln", "rt-detr": "frozen"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "to"), TRANSFORMERS.items())
+def test_networks_of_transformers(name: str, to: str) -> None:
+    _, report = retrofit.convert(transformer(name), to, input_size=(3, 64, 64))
+    assert report.check is not None
+    assert report.check.passed
+    assert report.plan.counts["unsupported"] == 0
