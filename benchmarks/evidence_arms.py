@@ -143,9 +143,9 @@ def convert(model: nn.Module, arm: Arm) -> nn.Module:
         for module in model.modules():
             if isinstance(module, MigratedGroupNorm):
                 module.running_mean.zero_()
-                module.running_var.fill_(1 - module.source_eps)
+                module.running_var.fill_(1 - module.eps)
                 module.gain.fill_(1)
-                module.set_eps(1e-5, float(module.source_eps))
+                module.set_eps(float(module.eps), 1e-5)
         retrofit.set_strength(model, arm.end)
     if arm.trained == "head":
         model.requires_grad_(False)

@@ -35,7 +35,7 @@ def plain_swap(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, MigratedGroupNorm):
             module.running_mean.zero_()
-            module.running_var.fill_(1 - module.source_eps)
+            module.running_var.fill_(1 - module.eps)
             module.gain.fill_(1)
             module.eps.fill_(1e-5)
     return model

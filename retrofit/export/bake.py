@@ -340,11 +340,11 @@ def _settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
         return
     own_weight, own_bias, wanted, offset = (values.double() for values in (layer.weight, layer.bias, weight, bias))
     off = own_weight == 0
-    rstd = torch.rsqrt(layer.running_var.double() + layer.source_eps) * torch.where(off, 1.0, wanted / own_weight)
+    rstd = torch.rsqrt(layer.running_var.double() + layer.eps) * torch.where(off, 1.0, wanted / own_weight)
     shift = torch.where(off, 0.0, (offset - own_bias) / (own_weight * rstd))
     layer.running_mean.copy_(layer.running_mean.double() - shift)
     layer.running_var.copy_(rstd.square().reciprocal())
-    layer.source_eps.zero_()
+    layer.eps.zero_()
 
 
 def _per_channel(layer: nn.Module, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

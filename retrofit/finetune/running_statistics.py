@@ -123,7 +123,7 @@ def group_moments(
         scale, shift = (values.view(-1, *(1,) * (x.ndim - 2)) for values in layer.input_affine())
         grouped = (x.double() * scale + shift).reshape(len(x), layer.num_groups, -1)
         var, mean = torch.var_mean(grouped, 2, correction=0)
-        k = torch.rsqrt(var + layer.eps)
+        k = torch.rsqrt(var + layer.group_eps)
         found = [(mean * k).sum(0), k.sum(0), torch.full_like(k[0], len(x))]
         sums[name] = [a + b for a, b in zip(sums[name], found, strict=True)] if name in sums else found
 
@@ -146,10 +146,10 @@ def move_standardisation(layer: Any, mean: Tensor, scale: Tensor) -> None:
     each = layer.num_channels // layer.num_groups
     slope, _ = layer.input_affine()
     layer.running_mean.copy_(layer.running_mean.double() + mean.repeat_interleave(each) / slope)
-    var = (layer.running_var.double() + layer.source_eps) * scale.square().repeat_interleave(each)
+    var = (layer.running_var.double() + layer.eps) * scale.square().repeat_interleave(each)
     layer.running_var.copy_(var)
-    layer.source_eps.zero_()
-    layer.eps.div_(scale.square().mean())
+    layer.eps.zero_()
+    layer.group_eps.div_(scale.square().mean())
 
 
 def freeze_norms(model: nn.Module) -> int:

@@ -238,18 +238,19 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
 
     It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
     other; the buffers are constants, as are `gain`, (C,), which starts at ones (see `group_gain`), and `eps` and
-    `source_eps`, 0-dim tensors, which a conversion settles by the source's statistics. No sample sees another, in
+    `group_eps`, 0-dim tensors, which a conversion settles by the source's statistics. `eps` is the BatchNorm's own, as
+    code that reads the layer's tensors expects. No sample sees another, in
     training or evaluation, which are the same function.
 
     Args:
         num_groups: Groups G; 1 normalizes each whole sample.
         num_channels: Channels C, a multiple of G.
-        eps: Added to the group variance at t = 1.
+        eps: Added to the running variance: the BatchNorm's own eps, for its function at t = 0.
         affine: Learn `weight` and `bias`.
         device: Device of parameters and buffers.
         dtype: Type of parameters and running statistics.
         bias: With `affine`, learn `bias`.
-        source_eps: Added to the running variance: the BatchNorm's own eps, for its function at t = 0. `eps` if None.
+        group_eps: Added to the group variance at t = 1. `eps` if None.
         strength: Initial t, in [0, 1]: 0 is BatchNorm in evaluation, 1 is GroupNorm.
 
     Shape:
@@ -265,8 +266,8 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
     gain: Tensor
     num_batches_tracked: Tensor
     eps: Tensor  # type: ignore[assignment]
-    source_eps: Tensor
-    later_entries: ClassVar[tuple[str, ...]] = ("eps", "source_eps")
+    group_eps: Tensor
+    later_entries: ClassVar[tuple[str, ...]] = ("eps", "group_eps")
 
     def __init__(
         self,
@@ -278,7 +279,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
-        source_eps: float | None = None,
+        group_eps: float | None = None,
         strength: float = 1.0,
     ) -> None:
         if num_groups < 1:
@@ -287,7 +288,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         if not bias:
             self.register_parameter("bias", None)
         del self.eps
-        self.set_eps(eps, eps if source_eps is None else source_eps, device, dtype)
+        self.set_eps(eps, eps if group_eps is None else group_eps, device, dtype)
         self.register_buffer("running_mean", torch.zeros(num_channels, device=device, dtype=dtype))
         self.register_buffer("running_var", torch.ones(num_channels, device=device, dtype=dtype))
         self.register_buffer("gain", torch.ones(num_channels, device=device, dtype=dtype))
@@ -295,15 +296,15 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         self._register_strength(strength, device)
         hold_settings(self, {"num_groups": partial(check_groups, num_channels)}, device)
 
-    def set_eps(self, eps: float, source_eps: float, device: Any = None, dtype: Any = None) -> None:
-        """Make the 0-dim buffers `eps` and `source_eps`, in float32 at least."""
+    def set_eps(self, eps: float, group_eps: float, device: Any = None, dtype: Any = None) -> None:
+        """Make the 0-dim buffers `eps` and `group_eps`, in float32 at least."""
         exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        for name, value in (("eps", eps), ("source_eps", source_eps)):
+        for name, value in (("eps", eps), ("group_eps", group_eps)):
             self.register_buffer(name, torch.tensor(value, dtype=exact, device=device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> MigratedGroupNorm:
         """Move as any module does, but let no half type round `eps` to nothing."""
-        before = {name: self._buffers[name] for name in ("eps", "source_eps")}
+        before = {name: self._buffers[name] for name in ("eps", "group_eps")}
         super()._apply(fn, recurse)
         for name, value in before.items():
             now = self._buffers[name]
@@ -323,8 +324,8 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
             self.weight,
             self.bias,
             strength=self.strength,
-            eps=self.eps,
-            source_eps=self.source_eps,
+            eps=self.group_eps,
+            source_eps=self.eps,
             gain=self.gain,
         )
 
@@ -333,7 +334,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
 
         What follows it is group normalization with `weight / gain` and `bias`.
         """
-        scale = torch.rsqrt(self.running_var.double() + self.source_eps) * self.gain.double()
+        scale = torch.rsqrt(self.running_var.double() + self.eps) * self.gain.double()
         return scale, -self.running_mean.double() * scale
 
     def source_layer(self) -> nn.Module:
@@ -341,14 +342,14 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         return super().source_layer().eval()
 
     def _build_source(self, cls: Any) -> nn.Module:
-        new: nn.Module = cls(self.num_channels, float(self.source_eps), device="meta")
+        new: nn.Module = cls(self.num_channels, float(self.eps), device="meta")
         return new
 
     def channel_map(self) -> ChannelMap | None:
         """Return the map at strength 0."""
         if float(self.strength) != 0:
             return None
-        return ChannelMap.of(self.running_mean, self.running_var, self.source_eps, self.weight, self.bias)
+        return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
 
     def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """Return a view of `x` and the dimensions that span a set there; the layer standardises `x` before."""
@@ -359,7 +360,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
             return super()._form()
         scale, shift = self.input_affine()
         weight, bias = self._group_affine()
-        form = MigratedForm(self.num_groups, float(self.eps), float(self.strength), weight, bias)
+        form = MigratedForm(self.num_groups, float(self.group_eps), float(self.strength), weight, bias)
         return [ConstantNorm(self.running_mean, scale, torch.zeros_like(shift)), form]
 
     def _group_affine(self) -> tuple[Tensor, Tensor]:
@@ -386,14 +387,14 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
 
     def _group_norm(self, gamma: nn.Parameter) -> nn.Module:
         """Return torch's or timm's group normalization with the given gamma, dropout and activation behind it."""
-        new: Any = nn.GroupNorm(self.num_groups, self.num_channels, float(self.eps), device="meta")
+        new: Any = nn.GroupNorm(self.num_groups, self.num_channels, float(self.group_eps), device="meta")
         new.weight = gamma
         new.register_parameter("bias", self.bias)
         return named_sequence(OrderedDict(norm=new), self)
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
-        tensors = [shown(name, getattr(self, name)) for name in ("eps", "source_eps", "strength")]
+        tensors = [shown(name, getattr(self, name)) for name in ("eps", "group_eps", "strength")]
         parts = [f"{self.num_groups}, {self.num_channels}", *filter(None, tensors)]
         return ", ".join([*parts, f"affine={self.affine}, bias={self.bias is not None}"])
 
@@ -414,7 +415,7 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
             return super()._group_norm(gamma)
         from timm.layers import GroupNormAct
 
-        new = GroupNormAct(self.num_channels, self.num_groups, float(self.eps), device="meta")
+        new = GroupNormAct(self.num_channels, self.num_groups, float(self.group_eps), device="meta")
         new.weight, new.drop, new.act = gamma, self.drop, self.act
         new.register_parameter("bias", self.bias)
         return new

@@ -14,7 +14,7 @@ from retrofit.layers import MigratedGroupNorm
 def network(groups: int) -> nn.Module:
     """Two migrated norms whose moments are far from 0 and 1."""
     torch.manual_seed(0)
-    norms = [MigratedGroupNorm(groups, 8, source_eps=0.01, strength=1.0) for _ in range(2)]
+    norms = [MigratedGroupNorm(groups, 8, eps=0.01, group_eps=1e-5, strength=1.0) for _ in range(2)]
     for norm in norms:
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.2, 0.6)
@@ -50,7 +50,7 @@ def test_the_moments_are_those_of_torchs_own_group_norm() -> None:
     scale, shift = model[1].input_affine()
     standardised = model[0](torch.cat(batches())) * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
     grouped = standardised.reshape(12, 2, -1)
-    k = torch.rsqrt(grouped.var(2, correction=0) + model[1].eps)
+    k = torch.rsqrt(grouped.var(2, correction=0) + model[1].group_eps)
     torch.testing.assert_close(k.mean(0), torch.ones(2).double(), rtol=0, atol=1e-4)
     torch.testing.assert_close((grouped.mean(2) * k).mean(0), torch.zeros(2).double(), rtol=0, atol=1e-6)
 

@@ -38,7 +38,7 @@ def expected(norm: MigratedGroupNorm, x: Tensor) -> Tensor:
     stats = norm.running_mean, norm.running_var
     t = norm.strength.double().item()
     affine = norm.weight, norm.bias
-    return oracle.migrated_group_norm(x, norm.num_groups, *stats, *affine, t, norm.eps, norm.source_eps, norm.gain)
+    return oracle.migrated_group_norm(x, norm.num_groups, *stats, *affine, t, norm.group_eps, norm.eps, norm.gain)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.25, 1.0])
@@ -81,10 +81,10 @@ def test_at_strength_1_it_is_group_norm_of_the_standardised_input(
 
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
 def test_each_end_of_the_path_may_have_its_own_eps(strength: float) -> None:
-    norm, x = layer(2, strength, eps=0.2, source_eps=0.5), torch.randn(3, 6, 4, dtype=torch.float64)
+    norm, x = layer(2, strength, eps=0.5, group_eps=0.2), torch.randn(3, 6, 4, dtype=torch.float64)
     before = norm(x)
     torch.testing.assert_close(before, expected(norm, x))
-    assert "source_eps=0.5" in repr(norm)
+    assert "group_eps=0.2" in repr(norm)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
@@ -231,7 +231,7 @@ def test_checkpoints_of_batch_norm_load_and_back() -> None:
     norm.load_state_dict(source.state_dict())
     x = torch.randn(2, 6, 3, 3)
     torch.testing.assert_close(norm(x), source.eval()(x))
-    own = {"strength", "gain", "eps", "source_eps", "setting_num_groups"}
+    own = {"strength", "gain", "eps", "group_eps", "setting_num_groups"}
     assert set(norm.state_dict()) == {*source.state_dict(), *own}
     again = MigratedGroupNorm(2, 6)
     again.load_state_dict(norm.state_dict())

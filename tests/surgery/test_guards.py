@@ -93,6 +93,29 @@ def by_tensors(model: nn.Module, x: Tensor) -> Tensor:
     return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)  # type: ignore[arg-type,union-attr]
 
 
+def by_eps(model: nn.Module, x: Tensor) -> Tensor:
+    norm: Any = model.bn
+    return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+
+
+def by_formula(model: nn.Module, x: Tensor) -> Tensor:
+    norm: Any = model.bn
+    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+    return norm(x) + x * scale.view(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("to", ["ln", "gn", "ln-pn", "bnn", "frozen", "dbn"])
+@pytest.mark.parametrize("how", [by_eps, by_formula])
+def test_code_that_reads_a_layers_tensors_finds_its_sources_eps(how: Any, to: str, check: bool) -> None:
+    model = nn.Sequential(Small(how), nn.BatchNorm1d(5), nn.ReLU()).eval()
+    model[0].bn.running_var.fill_(1e-3)
+    x = torch.randn(2, *SIZE)
+    expected = model(x)
+    converted, _ = retrofit.convert(model, to, input_size=SIZE, check=check, groups=1 if to == "gn" else None)
+    torch.testing.assert_close(converted(x), expected)
+
+
 def own_forward(self: nn.Module, x: Tensor) -> Tensor:
     return type(self).forward(self, x.float())
 

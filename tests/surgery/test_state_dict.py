@@ -113,9 +113,9 @@ def test_a_checkpoint_of_the_source_loads(to: str) -> None:
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
 def test_casting_rounds_no_setting(kind: torch.dtype) -> None:
     model, _ = retrofit.convert(trained(), "gn", check=False)
-    eps = [model.bn1.eps.item(), model.bn1.source_eps.item()]
+    eps = [model.bn1.eps.item(), model.bn1.group_eps.item()]
     model.to(kind)
-    assert [model.bn1.eps.item(), model.bn1.source_eps.item()] == eps
+    assert [model.bn1.eps.item(), model.bn1.group_eps.item()] == eps
     other, _ = retrofit.convert(Net(), "bnn", alpha=0.3, check=False)
     fresh, _ = retrofit.convert(Net(), "bnn", check=False)
     fresh.load_state_dict(other.to(kind).state_dict())

@@ -90,7 +90,7 @@ class BatchIndependentConverter(Converter):
         groups, eps = row.options["num_groups"], row.options["eps"]
         new = cls(groups, module.running_mean.numel(), eps, affine, "meta", strength=0.0)
         adopt(new, module)
-        new.set_eps(eps, module.eps, device, new.running_mean.dtype)
+        new.set_eps(module.eps, eps, device, new.running_mean.dtype)
         count_batches(new, device)
         gain = group_gain(module.weight, groups)
         new.register_buffer("gain", torch.ones_like(new.running_mean) if gain is None else gain)

@@ -46,7 +46,7 @@ def proxy(activation: Callable[[Tensor], Tensor], channels: int, channel_dim: in
 
 
 def migrated(channels: int, groups: int = 1) -> nn.Module:
-    layer = MigratedGroupNorm(groups, channels, strength=0.7, source_eps=1e-3)
+    layer = MigratedGroupNorm(groups, channels, strength=0.7, eps=1e-3, group_eps=1e-5)
     layer.running_mean.normal_(1.0)
     layer.running_var.uniform_(0.5, 2.0)
     layer.gain.uniform_(0.5, 2.0)
