@@ -19,7 +19,7 @@ _SHAPE = {
     "view", "reshape", "reshape_as", "view_as", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze",
     "unsqueeze",
 }  # fmt: skip
-_SAME = {"contiguous", "clone"}
+_SAME = {"contiguous", "clone", "to", "type", "type_as", "half", "bfloat16", "float", "double"}
 _SPREAD = {"getitem", "chunk", "split", "unbind", "expand", "expand_as", "sum", "softmax", "interpolate"}
 _CONVS = (nn.modules.conv._ConvNd, nn.Linear)
 _POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
@@ -47,14 +47,22 @@ class Flow:
     Args:
         scope: A traced module.
         is_norm: What counts as a norm.
+        activations: The modules that are activations.
         names: The model's name for each of its modules.
     """
 
-    def __init__(self, scope: Scope, is_norm: Callable[[nn.Module], bool], names: dict[nn.Module, str]) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        is_norm: Callable[[nn.Module], bool],
+        activations: Collection[nn.Module],
+        names: dict[nn.Module, str],
+    ) -> None:
         self.scope = scope
         self.names = names
         self.modules = scope.modules
         self._is_norm = is_norm
+        self._activations = activations
         self.steps = {node: self._step(node) for node in scope.graph.nodes}
 
     def consumers(self, node: fx.Node) -> list[fx.Node]:
@@ -93,12 +101,10 @@ class Flow:
             return None, f"{self.describe(found)} feeds other layers too"
         return self._plain_affine(found, "fed by")
 
-    def consumer(self, node: fx.Node) -> tuple[nn.Module | None, str]:
-        """The convolution or linear layer that alone takes `node`'s value, in eval mode, or why there is none."""
+    def consumer(self, node: fx.Node) -> nn.Module | None:
+        """The convolution or linear layer that alone takes `node`'s value; None if there is none."""
         users = self.after(node)
-        if len(users) != 1:
-            return None, "consumed by several layers" if users else "consumed by nothing that the trace shows"
-        return self._plain_affine(users[0], "consumed by")
+        return self._plain_affine(users[0], "")[0] if len(users) == 1 else None
 
     def _plain_affine(self, node: fx.Node, how: str) -> tuple[nn.Module | None, str]:
         """The layer that a node calls if affine maps fold into it, or why they do not."""
@@ -180,7 +186,7 @@ class Flow:
             return "norm"
         if kinds.is_altered(module):
             return "module"
-        if kinds.is_activation(module):
+        if module in self._activations:
             return "activation"
         if isinstance(module, nn.Identity) or kinds.is_drop(module):
             return "same"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -14,18 +16,11 @@ from torch import fx, nn
 
 _OURS = "retrofit.layers"
 
-# RReLU is left out: it draws random numbers, so a proxy's moments would not be those of the activation.
-_TORCH_ACTIVATIONS: tuple[type[nn.Module], ...] = (
-    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
-    nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign,
-    nn.Tanh, nn.Tanhshrink, nn.Threshold,
-)  # fmt: skip
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUT_FUNCTIONS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout}
 _AFFINE: tuple[type[nn.Module], ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
 )  # fmt: skip
-_GATES = (nn.Sigmoid, nn.Hardsigmoid)
 
 # Call -> the module that does the same, and the names of the constants it takes after its input.
 _FUNCTIONS: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = {
@@ -80,39 +75,16 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
 
 
 @cache
-def activation_classes() -> frozenset[type[nn.Module]]:
-    """The elementwise activation classes of torch and timm (so neither Softmax nor GLU)."""
-    from timm.layers import activations, activations_me
-    from timm.models import metaformer
-
-    return (
-        frozenset(_TORCH_ACTIVATIONS)
-        | _classes_of(activations, activations_me)
-        | {metaformer.StarReLU, metaformer.SquaredReLU}
-    )
-
-
-@cache
 def _timm_functions() -> dict[Any, tuple[type[nn.Module], tuple[str, ...]]]:
-    """Timm's functional activations, which fx would otherwise enter, and their modules."""
-    from timm.layers import activations as act
-    from timm.layers import activations_me as me
+    """Timm's functional activations, which fx would otherwise enter, and the modules that are named as they are."""
+    from timm.layers import activations, activations_me
 
+    own: dict[str, Any] = {**vars(activations), **vars(activations_me)}
+    classes: dict[str, Any] = {name.lower(): value for name, value in own.items() if inspect.isclass(value)}
     return {
-        function: (module, ())
-        for module, functions in {
-            nn.SiLU: (act.swish, me.swish_me),
-            nn.Mish: (act.mish, me.mish_me),
-            nn.Sigmoid: (act.sigmoid,),
-            nn.Tanh: (act.tanh,),
-            nn.Hardswish: (act.hard_swish, me.hard_swish_me),
-            nn.Hardsigmoid: (act.hard_sigmoid, me.hard_sigmoid_me),
-            nn.GELU: (act.gelu,),
-            act.HardMish: (act.hard_mish, me.hard_mish_me),
-            act.GELUTanh: (act.gelu_tanh,),
-            act.QuickGELU: (act.quick_gelu,),
-        }.items()
-        for function in functions
+        function: (classes[name.replace("_", "")], ())
+        for name, function in own.items()
+        if inspect.isfunction(function) and name.replace("_", "") in classes
     }
 
 
@@ -150,9 +122,60 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, norm_classes())
 
 
+def activations_of(model: nn.Module) -> frozenset[nn.Module]:
+    """The modules of `model` that are activations; of modules that are set alike, one is tried."""
+    tried: dict[Any, bool] = {}
+    found = set()
+    for module in model.modules():
+        own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        alone = not (module._parameters or module._buffers or module._modules or is_altered(module))
+        key: Any = (type(module), repr(own)) if alone else module
+        if key not in tried:
+            tried[key] = is_activation(module)
+        if tried[key]:
+            found.add(module)
+    return frozenset(found)
+
+
 def is_activation(module: nn.Module) -> bool:
-    """Whether `module` is exactly one of the known elementwise activations; a subclass may do more than its parent."""
-    return type(module) in activation_classes()
+    """Whether `module` is an activation: nonlinear, and of each value by itself, in both modes and on every call.
+
+    Whatever its class, it is tried, on a copy, so that a module that keeps something of its calls is told by it. PReLU
+    alone may have a parameter per channel.
+    """
+    from timm.layers.activations import PReLU
+
+    if type(module) in (nn.PReLU, PReLU):
+        return True
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.numel() != 1 for tensor in tensors) or is_altered(module):
+        return False
+    if isinstance(module, nn.Sequential) or is_norm(module):
+        return False
+    if type(module).__module__.startswith(_OURS) or not all(is_activation(child) for child in module.children()):
+        return False
+    random = torch.Generator("cpu").manual_seed(0)
+    x = 3 * torch.randn(2, 3, 4, 5, generator=random, dtype=torch.float64, device="cpu")
+    order = torch.randperm(x.numel(), generator=random, device="cpu")[:30]
+    try:
+        probe = copy.deepcopy(module)
+        if any(tensor.is_meta for tensor in tensors):
+            for tensor in probe.to_empty(device="cpu").state_dict().values():
+                tensor.fill_(0.5)
+        probe = probe.to("cpu", torch.float64)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            for mode in (True, False):
+                state = dict(vars(probe.train(mode)))
+                y, some = probe(x.clone()), probe(x.flatten()[order].view(5, 2, 3))
+                zero, back, twice = probe(0 * x), probe(-x), probe(2 * x)
+                changed = any(vars(probe)[name] is not value for name, value in state.items())
+                apart = torch.allclose(some.flatten(), y.flatten()[order], rtol=1e-9, atol=1e-12)
+                affine = torch.allclose(y + back, 2 * zero) and torch.allclose(twice - zero, 2 * (y - zero))
+                if y.shape != x.shape or changed or affine or not apart:
+                    return False
+    except Exception:  # anything may come out of a module that takes something else
+        return False
+    return True
 
 
 def is_drop(module: nn.Module) -> bool:
@@ -186,7 +209,7 @@ def is_plain_affine(module: nn.Module) -> bool:
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for torch's modules."""
-    if type(module).__module__.startswith(_OURS) or is_activation(module) or is_norm(module) or is_drop(module):
+    if type(module).__module__.startswith(_OURS) or is_norm(module) or is_drop(module):
         return True
     if is_altered(module):  # its hooks see, and may change, what goes in and out
         return True
@@ -202,11 +225,16 @@ def is_drop_call(node: fx.Node) -> bool:
 
 
 def is_gate(module: nn.Module) -> bool:
-    """Whether `module` is of the sigmoid kind, which gates where its output multiplies other features."""
-    from timm.layers import activations as act
-    from timm.layers import activations_me as me
+    """Whether an activation is of the sigmoid kind, which gates where its output multiplies other features."""
+    if any(True for _ in module.parameters()):
+        return False
+    values = module(torch.linspace(-20, 20, 101, device="cpu"))
+    return bool(values.min() >= 0 and values.max() <= 1)
 
-    return isinstance(module, (*_GATES, act.Sigmoid, act.HardSigmoid, me.HardSigmoidMe))
+
+def takes_constants(target: Any) -> bool:
+    """Whether a function or method that `function_module` knows takes constants that shape the activation."""
+    return target in _CLAMPS or bool((_FUNCTIONS.get(target) or _timm_functions().get(target) or (None, ()))[1])
 
 
 def _clamp_module(low: Any, high: Any) -> nn.Module | None:

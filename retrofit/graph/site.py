@@ -1,11 +1,14 @@
-"""What the search for norm and activation sites hands back."""
+"""The records that the search for norm and activation sites hands back."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
+
+from retrofit.graph.trace import Place
 
 
 @dataclass(frozen=True)
@@ -14,22 +17,14 @@ class Call:
 
     Attributes:
         owner: Dotted name of the block, empty for the model itself.
-        method: The block's method that makes the call; "forward" unless it has a method of its own that runs once.
-        op: fx's word for the call: "call_module", "call_function" or "call_method".
-        target: The called child's name within the block, the function, or the tensor method's name.
-        given: The optional arguments that the model passes to the method.
-        eval: Which of the method's calls of `target` this is, and how many there are, in eval mode; None if there the
-            call is not made.
-        train: The same in train mode.
+        place: Where it stands.
+        norm: For one of several norms that the call follows, as in a loop: the expression that is the norm there, and
+            the norm's name in the block.
     """
 
     owner: str
-    method: str
-    op: str
-    target: Any
-    given: tuple[str, ...] = ()
-    eval: tuple[int, int] | None = None
-    train: tuple[int, int] | None = None
+    place: Place = field(repr=False)
+    norm: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class Activation:
             be rewritten.
         name: Dotted name of the module; for calls followed by `()` and the number of the call.
         type: Class name of `module`.
-        owner: Dotted name of the module whose forward makes the call.
+        owner: Dotted name of the module whose code makes the call.
         call: What `replace_call` needs, for kind "call".
         module: The activation itself; for functional calls a fresh module that does the same, not in place.
     """
@@ -61,25 +56,18 @@ class Site:
 
     Attributes:
         norm: Dotted name of the norm.
-        owner: Dotted name of the module whose forward makes the call.
+        owner: Dotted name of the module whose code makes the call.
         owner_type: Its class name.
         place: Which of the places that call the norm this is.
         places: How many places call the norm.
-        feeder: Dotted name of the convolution or linear layer whose output goes to this norm only, so that an affine
-            map of the norm's input folds into it; None if there is no such layer.
+        feeder: Dotted name of the convolution or linear layer whose output goes to this norm only, on every traced
+            path; None if there is no such layer.
         feeder_reason: Why there is none.
         activation: The activation that directly follows, at most with dropouts in between, and is all that uses the
             norm's output; None if there is none.
         reason: Why there is none.
-        norm_consumer: Dotted name of the convolution or linear layer that alone takes what the norm puts out, at most
-            with dropouts in between, so that an affine map of it folds into that layer as far as padding allows; None
-            if there is no such layer: where an activation follows, there never is.
-        norm_consumer_reason: Why there is none.
-        activation_consumer: The same for what the activation puts out.
-        activation_consumer_reason: Why there is none.
         last_before_pool: Whether the activation (the norm, if none) is the last before the final mean pooling.
         in_squeeze_excite: Whether the norm works on pooled values that go on to multiply other features.
-        modes: "both", or the only mode in which the call is made.
     """
 
     norm: str
@@ -92,16 +80,13 @@ class Site:
     activation: Activation | None
     reason: str
     norm_consumer: str | None = None
-    norm_consumer_reason: str = ""
     activation_consumer: str | None = None
-    activation_consumer_reason: str = ""
     last_before_pool: bool = False
     in_squeeze_excite: bool = False
-    modes: Literal["both", "eval", "train"] = "both"
 
 
 @dataclass(frozen=True)
-class Left:
+class UnmatchedActivation:
     """An activation that follows none of the norms asked for directly.
 
     Attributes:
@@ -121,12 +106,21 @@ class Sites:
 
     Attributes:
         sites: One entry for each place that calls one of the norms asked for.
-        left: The activations that follow none of them, with the reason.
+        unmatched: The activations that follow none of them, with the reason.
         uncovered: Names of the norms asked for that no trace shows, with the reason.
         read: Names of the modules whose parameters or buffers other code reads, so that it would miss them.
+        model: The model that was searched.
     """
 
     sites: list[Site]
-    left: list[Left]
+    unmatched: list[UnmatchedActivation]
     uncovered: dict[str, str]
     read: frozenset[str] = frozenset()
+    model: weakref.ref[nn.Module] | None = field(default=None, compare=False, repr=False)
+
+    def describe(self, model: nn.Module) -> bool:
+        """Whether `model` is the one that was searched, with the activations that it had."""
+        if self.model is None or self.model() is not model:
+            return False
+        acts = (site.activation for site in self.sites)
+        return all(act is None or act.kind == "call" or model.get_submodule(act.name) is act.module for act in acts)

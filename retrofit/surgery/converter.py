@@ -12,10 +12,10 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
-from retrofit.graph.codegen import RewriteError
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.rewrite import check_call
 from retrofit.graph.site import Activation, Site, Sites
+from retrofit.graph.source import RewriteError
 from retrofit.layers.base import StrengthMixin
 from retrofit.layers.settings import move_settings
 from retrofit.surgery.families import NormLayer, classify
@@ -39,10 +39,12 @@ class Decisions:
     Attributes:
         layers: By name, what becomes of each layer that it was asked about.
         edits: What becomes of the activations and convolutions around them.
+        sites: Where those are, for `Plan.sites`.
     """
 
     layers: Mapping[str, Decision]
     edits: tuple[EditRow, ...] = ()
+    sites: Sites | None = None
 
 
 class Converter(ABC):
@@ -153,8 +155,14 @@ def sites_of(model: nn.Module, families: frozenset[str]) -> Sites:
     return find_sites(model, lambda module: getattr(classify("", module), "family", None) in families)
 
 
-def by_place(sites: Sites) -> dict[tuple[str, int], Site]:
-    """Return the sites by what an `EditRow` says of its own: the norm, and which of the places that call it."""
+def planned_sites(model: nn.Module, plan: Plan, families: frozenset[str]) -> dict[tuple[str, int], Site]:
+    """Return the sites that a plan is about, by what an `EditRow` says of its own: the norm, and the place of its call.
+
+    They are the plan's own, or found again in another model than it was made for.
+    """
+    sites = plan.sites
+    if sites is None or not sites.describe(model):
+        sites = sites_of(model, families)
     return {(site.norm, site.place): site for site in sites.sites}
 
 
@@ -169,11 +177,15 @@ def call_problem(model: nn.Module, activation: Activation) -> str:
 
 
 def left_activations(sites: Sites, converted: set[str]) -> list[EditRow]:
-    """Return the rows of the activations that stay: those behind no norm, and what follows norms unseen by a trace."""
-    rows = [EditRow(left.name, left.type, "activation", "left", left.reason) for left in sites.left]
+    """Return the rows of the activations that stay: those behind no norm, and what follows norms unseen by a trace.
+
+    The latter stand for functional calls: where the part that cannot be traced holds activations, those are its rows.
+    """
+    rows = [EditRow(act.name, act.type, "activation", "left", act.reason) for act in sites.unmatched]
+    counted = {act.reason for act in sites.unmatched}
     rows += [
         EditRow(f"after {name}", "unknown", "activation", "left", f"what follows its norm is unknown: {why}", name)
         for name, why in sites.uncovered.items()
-        if name in converted
+        if name in converted and why not in counted
     ]
     return rows

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from retrofit.graph import kinds
 from retrofit.graph.flow import Flow
 from retrofit.graph.trace import trace
 from retrofit.layers import weight_standardization
@@ -79,7 +80,7 @@ def describe(rows: Collection[EditRow]) -> tuple[str, ...]:
 
 
 def _calls(model: nn.Module) -> tuple[dict[nn.Module, list[tuple[Flow, fx.Node]]], set[nn.Module]]:
-    """Return the calls of each module in evaluation, and the modules whose parameters other code reads."""
+    """Return the calls of each module, on every path, and the modules whose parameters other code reads."""
 
     def is_norm(module: nn.Module) -> bool:
         return classify("", module) is not None
@@ -87,8 +88,9 @@ def _calls(model: nn.Module) -> tuple[dict[nn.Module, list[tuple[Flow, fx.Node]]
     names = {module: name for name, module in model.named_modules()}
     calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
     read: set[nn.Module] = set()
-    for scope in trace(model, is_norm).scopes["eval"]:
-        flow = Flow(scope, is_norm, names)
+    activations = kinds.activations_of(model)
+    for scope in trace(model, is_norm, activations).scopes:
+        flow = Flow(scope, is_norm, activations, names)
         for node, module in flow.modules.items():
             calls[module].append((flow, node))
         attributes = (str(node.target) for node in scope.graph.nodes if node.op == "get_attr" and node.users)
@@ -131,10 +133,10 @@ def _around(name: str, place: int, norms: Sequence[str]) -> Collection[str]:
 def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
     """Whether a convolution is the last of a residual branch and no norm follows it; None if that is unknown."""
     users = flow.after(conv)
-    kinds = {flow.steps[user] for user in users}
-    if len(users) == 1 and kinds <= {"output", "call", "module"}:
+    steps = {flow.steps[user] for user in users}
+    if len(users) == 1 and steps <= {"output", "call", "module"}:
         return None
-    if len(users) != 1 or kinds != {"addition"}:
+    if len(users) != 1 or steps != {"addition"}:
         return False
     own, *others = sorted((_ahead(operand) for operand in users[0].all_input_nodes), key=lambda seen: conv not in seen)
     longest = max((_convolutions(flow, other - own) for other in others), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -68,7 +69,7 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
         notes += guards.refuse_fusing(model, set(changed.values()))
         notes += guards.call_the_norms(model, set(changed.values()))
         guards.refuse_calls({norm.module: norm.name for norm in norms.values() if norm.module in changed})
-        set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
+        set_record(model, **{**vars(record), "plans": (*record.plans, replace(plan, sites=None))})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, before, _parameters(model), strength, tuple(notes))
 

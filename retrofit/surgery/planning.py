@@ -68,7 +68,7 @@ def plan(
     rows = [_row(norm, rules[norm.name] or decisions.layers[norm.name]) for norm in norms]
     patterns = {"only": [pattern.pattern for pattern in included], "skip": [pattern.pattern for pattern in excluded]}
     record = {**patterns, "source": sorted(families), **settled.record()}
-    result = Plan(to, tuple(rows), record, decisions.edits)
+    result = Plan(to, tuple(rows), record, decisions.edits, decisions.sites)
     if not result.counts["converted"]:
         raise RetrofitError(_nothing_to_convert(model, families, norms, result))
     edited = any(row.kind == "activation" and row.status == "converted" for row in result.edits)

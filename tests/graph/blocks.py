@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 
@@ -174,8 +173,50 @@ class Remembers(Block):
         return self.last
 
 
+class Rate(Block):
+    """A condition on an optional number, as EfficientNets have it for their drop connection."""
+
+    def forward(self, x: Tensor, rate: float | None = None) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        if rate:
+            out = out * (1 - rate)
+        return self.relu(self.bn2(self.conv2(out))) + x
+
+
+class Rates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Rate() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, rate=0.1 * index)
+        return x
+
+
+class SamePad(Block):
+    """Padding from the input's size, with conditions on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        pad_height = max(3 - (height % 2), 0) if height % 2 else 1
+        pad_width = 2 if int(width) % 2 else 1
+        x = self.conv1(F.pad(x, (0, pad_width, 0, pad_height)))
+        return self.relu(self.bn1(x))
+
+
+class Refuses(Block):
+    """A condition on the input that ends in an error."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != 4:
+            raise ValueError("4 channels")
+        assert x.ndim == 4
+        return F.relu(self.bn1(self.conv1(x)))
+
+
 class Branching(nn.Module):
-    """Control flow that depends on the data, around a block that can be traced."""
+    """Control flow that depends on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +224,112 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.bn(x)) if x.mean() > 0 else self.block(x)
+
+
+class Iterating(nn.Module):
+    """A loop over the data, which no trace can follow, around a block that can be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.bn, self.act = Shared(), nn.BatchNorm2d(4), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([sample * 2 for sample in self.act(self.bn(self.block(x)))])
+
+
+class SwishFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x.sigmoid() * (1 + x * (1 - x.sigmoid())))
+
+
+class Swish(nn.Module):
+    """An activation of one's own, which fx cannot enter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SwishFunction.apply(x)
+
+
+class HardSwish(nn.Module):
+    """An activation of one's own that holds another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU6(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.relu(x + 3) / 6
+
+
+class Custom(Block):
+    """One activation of one's own at two places."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.relu = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
+
+
+class Indexed(Block):
+    """A loop that finds its norms by number; the last step has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs, self.norms = nn.ModuleList([self.conv1, self.conv2]), nn.ModuleList([self.bn1, self.bn2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(len(self.norms)):
+            x = self.norms[index](self.convs[index](x))
+            x = F.leaky_relu(x, 0.2, inplace=True)
+        return x
+
+
+class Sequences(nn.Module):
+    """One activation at several entries of two sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        relu = nn.ReLU(inplace=True)
+        conv, norm = (lambda: nn.Conv2d(4, 4, 1)), (lambda: nn.BatchNorm2d(4))
+        self.first = nn.Sequential(conv(), norm(), relu, conv(), norm(), relu)
+        self.second = nn.Sequential(norm(), nn.Sequential(relu, conv()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Held(Block):
+    """A function that the block holds in an attribute, and a constant that is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.slope = F.relu, 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(self.bn2(self.conv2(self.act(self.bn1(self.conv1(x))))), self.slope)
+
+
+class Elsewhere(Block):
+    """An activation in a function that is no method of the block, and one in a decorated method."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decorated(activated(self.bn1(self.conv1(x))))
+
+    @torch.enable_grad()
+    def decorated(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn2(self.conv2(x)))
+
+
+def activated(x: Tensor) -> Tensor:
+    return F.relu(x)
 
 
 class Gate(nn.Module):
@@ -219,26 +366,6 @@ class Feeders(nn.Module):
         x = self.bn_twice(self.twice(self.twice(x)))
         x = self.tied2(self.bn_tied(self.tied1(x)))
         return self.bn_pool(F.max_pool2d(x, 2))
-
-
-class Consumers(nn.Module):
-    """Norms whose output goes to a convolution, with and without an activation on the way, and to several layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.after_norm, self.after_activation, self.after_fused, self.twice = (nn.Conv2d(4, 4, 1) for _ in range(4))
-        self.bn_plain, self.bn_relu, self.bn_call, self.bn_two, self.bn_odd = (nn.BatchNorm2d(4) for _ in range(5))
-        self.bn_fused, self.bn_unknown = BatchNormAct2d(4), BatchNormAct2d(4, act_layer=nn.Softmax2d, inplace=None)
-        self.relu, self.drop = nn.ReLU(), nn.Dropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.after_norm(self.drop(self.bn_plain(x)))
-        x = self.after_activation(self.drop(self.relu(self.bn_relu(x))))
-        x = self.after_fused(self.bn_fused(x))
-        x = self.twice(self.twice(F.silu(self.bn_call(x))))
-        x = self.bn_two(x)
-        x = self.bn_odd(x).softmax(1) + F.relu(x)
-        return self.bn_unknown(x)
 
 
 class Wrapped(nn.Module):

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers.activations import hard_mish, quick_gelu
-from timm.layers.activations_me import swish_me
+from timm.layers.activations_me import HardSwishMe, swish_me
 from timm.layers.std_conv import StdConv2d
+from timm.models.metaformer import SquaredReLU, StarReLU
 from torch import Tensor, fx, nn
 
 from retrofit.graph import kinds
+from tests.graph import blocks
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "F.relu": F.relu,
@@ -92,18 +94,71 @@ def test_other_calls_are_no_activations(name: str) -> None:
     assert all(kinds.function_module(node) is None for node in nodes(NOT_ACTIVATIONS[name]))
 
 
-@pytest.mark.parametrize("module", [nn.Softmax(-1), nn.GLU(), nn.Identity(), nn.RReLU(), nn.ReLU], ids=str)
-def test_other_modules_are_no_activations(module: Any) -> None:
+class Pooled(nn.ReLU):
+    """A subclass that does more than its parent."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).mean((2, 3), keepdim=True)
+
+
+class Named(nn.ReLU):
+    """A subclass that does what its parent does."""
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() + torch.rand_like(x)
+
+
+class Counts(nn.Module):
+    """Keeps something of its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.relu()
+
+
+class InTraining(nn.Module):
+    """Elementwise in one mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() - x.relu().mean() if self.training else x.relu()
+
+
+class Scale(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x + 1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.ReLU(inplace=True), nn.PReLU(3), nn.Softplus(), nn.Hardtanh(), SquaredReLU(), StarReLU(), HardSwishMe(),
+        blocks.Swish(), blocks.HardSwish(), Named(),
+    ],
+    ids=lambda module: type(module).__name__,
+)  # fmt: skip
+def test_activations_of_whatever_class(module: nn.Module) -> None:
+    state, seed = dict(vars(module)), torch.get_rng_state()
+    assert kinds.is_activation(module)
+    assert kinds.is_activation(module.to("meta"))
+    assert vars(module).keys() == state.keys()
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Softmax(-1), nn.Softmax2d(), nn.GLU(), nn.Identity(), nn.RReLU(), nn.Dropout(), nn.LocalResponseNorm(2),
+        nn.InstanceNorm2d(3), nn.Sequential(nn.ReLU()), nn.AdaptiveAvgPool2d(1), Pooled(), Noisy(), Counts(),
+        InTraining(), Scale(),
+    ],
+    ids=lambda module: type(module).__name__,
+)  # fmt: skip
+def test_other_modules_are_no_activations(module: nn.Module) -> None:
     assert not kinds.is_activation(module)
-
-
-def test_a_subclass_of_an_activation_may_do_more() -> None:
-    class Pooled(nn.ReLU):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input).mean((2, 3))
-
-    assert kinds.is_activation(nn.ReLU())
-    assert not kinds.is_activation(Pooled())
 
 
 class Conv3DSimple(nn.Conv3d):

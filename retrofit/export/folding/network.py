@@ -32,11 +32,11 @@ from retrofit.export.forms.operations import (
     estimated,
     in_sequence,
 )
-from retrofit.graph.codegen import RewriteError
 from retrofit.graph.find_sites import find_sites
 from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.site import Site
+from retrofit.graph.source import RewriteError
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.forms import SMALL_POWER

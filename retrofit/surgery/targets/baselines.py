@@ -27,9 +27,9 @@ from retrofit.surgery.converter import (
     Decision,
     Decisions,
     adopt,
-    by_place,
     call_problem,
     left_activations,
+    planned_sites,
     register,
     sites_of,
 )
@@ -72,11 +72,11 @@ class BaselineConverter(Converter):
         }
         decided = {layer.name: self._decide(model, layer, options, sites, blocked) for layer in layers}
         converted = {name for name, decision in decided.items() if decision.status == "converted"}
-        return Decisions(decided, self._edits(sites, converted))
+        return Decisions(decided, self._edits(sites, converted), sites)
 
     def survey(self, model: nn.Module, plan: Plan) -> dict[tuple[str, int], Site]:
-        """Find again, before the layers change, the activations that the plan is about."""
-        return by_place(sites_of(model, self.sources))
+        """Look up, before the layers change, the activations that the plan is about."""
+        return planned_sites(model, plan, self.sources)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         """Build timm's layer around the source's affine parameters, with the values that come closest."""

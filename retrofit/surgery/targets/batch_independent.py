@@ -25,10 +25,10 @@ from retrofit.surgery.converter import (
     Decision,
     Decisions,
     adopt,
-    by_place,
     call_problem,
     count_batches,
     left_activations,
+    planned_sites,
     register,
     seed,
     sites_of,
@@ -79,7 +79,7 @@ class BatchIndependentConverter(Converter):
             for layer in layers
         }
         converted = {name for name, decision in decided.items() if decision.status == "converted"}
-        return Decisions(decided, self._edits(model, converted, options, sites))
+        return Decisions(decided, self._edits(model, converted, options, sites), sites)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         """Build the migrated layer around the source's tensors; a GroupNorm is its own counterpart."""
@@ -100,10 +100,10 @@ class BatchIndependentConverter(Converter):
         return new
 
     def survey(self, model: nn.Module, plan: Plan) -> dict[tuple[str, int], Site]:
-        """Find again, before the layers change, the places that the plan is about."""
+        """Look up, before the layers change, the places that the plan is about."""
         if not any(row.status == "converted" for row in plan.edits):
             return {}
-        return by_place(sites_of(model, self.sources))
+        return planned_sites(model, plan, self.sources)
 
     def finish(self, model: nn.Module, plan: Plan, surveyed: dict[tuple[str, int], Site]) -> tuple[str, ...]:
         """Replace the planned activations and convolutions."""

@@ -1,0 +1,75 @@
+"""The source of a function that runs, as a syntax tree, and the calls in it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from types import CodeType
+
+from retrofit.errors import RetrofitError
+
+_PARTS = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars")
+
+
+class RewriteError(RetrofitError):
+    """A block's code cannot be rewritten; the message is the reason."""
+
+
+def file_tree(code: CodeType) -> ast.Module:
+    """Parse the file that holds a function, on whose imports, classes and closures the function's code depends.
+
+    Raises:
+        RewriteError: If there is no source, or compiling it does not give the very code that runs.
+    """
+    try:
+        source = "".join(inspect.findsource(code)[0])
+        compiled = _compiled(source, code.co_filename)
+    except (OSError, TypeError, SyntaxError):
+        raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
+    if not _same(code_in(compiled, code), code):
+        raise RewriteError(f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed")
+    return ast.parse(source)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str, filename: str) -> CodeType:
+    return compile(source, filename, "exec", dont_inherit=True)
+
+
+def code_in(outer: CodeType, code: CodeType) -> CodeType | None:
+    """The code in `outer`, a file's or a function's, of the function that begins where `code` does."""
+    for const in outer.co_consts:
+        if isinstance(const, CodeType):
+            if (const.co_name, const.co_firstlineno) == (code.co_name, code.co_firstlineno):
+                return const
+            if (found := code_in(const, code)) is not None:
+                return found
+    return None
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two constants, or the code of two functions, are the same, the position of every expression included."""
+    if not isinstance(one, CodeType) or not isinstance(other, CodeType):
+        return type(one) is type(other) and repr(one) == repr(other)
+    return (
+        all(
+            getattr(one, name) == getattr(other, name) for name in ("co_code", "co_names", "co_varnames", "co_freevars")
+        )
+        and list(one.co_positions()) == list(other.co_positions())
+        and len(one.co_consts) == len(other.co_consts)
+        and all(map(_same, one.co_consts, other.co_consts))
+    )
+
+
+def callee(code: CodeType, end: tuple[int, int]) -> str:
+    """The expression that is called where a call in a function ends; empty if it has effects, or there is no source."""
+    try:
+        tree = file_tree(code)
+    except RewriteError:
+        return ""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    function = next((call.func for call in calls if (call.end_lineno, call.end_col_offset) == end), None)
+    harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
+    pure = function is not None and all(isinstance(node, harmless) for node in ast.walk(function))
+    return ast.unparse(function) if function is not None and pure else ""
