@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnxruntime
@@ -18,10 +19,11 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import own
+from retrofit.networks import artifact, own
 from retrofit.networks.artifact import read_manifest
 from retrofit.networks.library import ModelSource, build, parse
 from retrofit.networks.models import open_model
+from retrofit.record import record_of
 from tests.networks import mynet
 
 NAME = "py:tests.networks.mynet:build"
@@ -305,3 +307,79 @@ def test_a_parameter_of_ones_own_called_strength(tmp_path: Path) -> None:
     model, _ = retrofit.convert(make(), "bnn")
     retrofit.save(model, tmp_path / "a.safetensors")
     assert retrofit.load(tmp_path / "a.safetensors", into=make()).strength.item() == 0.25
+
+
+class Activated(nn.Module):
+    """Its activation has parameters; its state dict may give them other names, as ProxyNorm's does."""
+
+    pretrained_cfg: ClassVar = {"input_size": (3, 16, 16)}
+
+    def __init__(self, renamed: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.PReLU(4)
+        if renamed:
+            self.register_state_dict_post_hook(_rename("act.weight", "slopes"))
+            self.register_load_state_dict_pre_hook(lambda _, state, *__: _rename("slopes", "act.weight")(_, state))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+def _rename(old: str, new: str) -> Callable[..., None]:
+    def rename(_: nn.Module, state: dict[str, Tensor], *__: Any) -> None:
+        if old in state:
+            state[new] = state.pop(old)
+
+    return rename
+
+
+@pytest.mark.parametrize(("to", "renamed"), [("ln-pn", False), ("gn-pn", False), ("bnn", True), (None, True)])
+def test_parameters_that_the_state_dict_names_otherwise(tmp_path: Path, to: str | None, renamed: bool) -> None:
+    model: nn.Module = Activated(renamed)
+    if to:
+        model, _ = retrofit.convert(model, to)
+    model.half()
+    names = {name for name, _ in model.named_parameters()}
+    assert not names <= model.state_dict().keys()
+    retrofit.save(model, tmp_path / "a.safetensors")
+    again = retrofit.load(tmp_path / "a.safetensors", into=Activated(renamed))
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    assert {p.dtype for p in again.parameters()} == {torch.float16}
+
+
+class SelfHooked(mynet.Classifier):
+    """Installs hooks at its first run, as networks of transformers do to capture hidden states."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.features._forward_hooks:
+            self.features.register_forward_hook(lambda *_: None)
+        return super().forward(x)
+
+
+def test_a_network_that_ran_before_it_was_saved_loads_into_one_that_did_not(tmp_path: Path) -> None:
+    model, _ = retrofit.convert(SelfHooked(), "bnn")
+    assert model.features._forward_hooks
+    retrofit.save(model, tmp_path / "a.safetensors")
+    retrofit.load(tmp_path / "a.safetensors", into=SelfHooked())
+
+
+@pytest.mark.parametrize("stage", ["fill", "set_training_settings", "_difference", "checksum"])
+def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(
+    saved: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    into = mynet.build().half()
+    before, pointers = copy.deepcopy(into), [tensor.data_ptr() for tensor in into.parameters()]
+    original = getattr(artifact, stage)
+    monkeypatch.setattr(artifact, stage, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        retrofit.load(saved, into=into)
+    assert [type(module) for module in into.modules()] == [type(module) for module in before.modules()]
+    assert [tensor.data_ptr() for tensor in into.parameters()] == pointers
+    ours, theirs = into.state_dict(), before.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+    assert record_of(into) == record_of(before)
