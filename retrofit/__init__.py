@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from retrofit.version import __version__
+
 if TYPE_CHECKING:
     from retrofit import callbacks, layers
     from retrofit.errors import RetrofitError, UsageError
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from retrofit.networks.artifact import load, save
     from retrofit.networks.hub import push_to_hub, save_for_hub
     from retrofit.surgery import convert, plan, set_strength, strength_of
-
-__version__ = "0.1.0"
 
 _HOME = {
     "convert": "retrofit.surgery",

@@ -136,10 +136,7 @@ def record_of(model: nn.Module) -> Record:
 
 def set_record(model: nn.Module, **changes: Any) -> None:
     """Change fields of a network's record; the others stay as they are."""
-    record = replace(record_of(model), **changes)
-    vars(unwrapped(model))[_ATTRIBUTE] = record
-    # Until the last reader of the former attributes has moved.
-    vars(unwrapped(model)).update({f"_retrofit_{name}": value for name, value in vars(record).items()})
+    vars(unwrapped(model))[_ATTRIBUTE] = replace(record_of(model), **changes)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

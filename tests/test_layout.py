@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each room may import those before it.
 ROOMS = [
-    {"errors"},
+    {"errors", "version"},
     {"utils"},
     {"record"},
     {"inputs"},

@@ -24,7 +24,7 @@ from retrofit.utils.text import plural
 if TYPE_CHECKING:
     from torch import nn
 
-    from retrofit.networks.library import Preprocess
+    from retrofit.record import Preprocess
 
 HELP = """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
 

@@ -20,7 +20,7 @@ from retrofit.utils.text import shortlist
 
 if TYPE_CHECKING:
     from retrofit.images.dataset import ImageData
-    from retrofit.networks.library import Preprocess
+    from retrofit.record import Preprocess
 
 Progress = Callable[[int, "int | None"], None]
 

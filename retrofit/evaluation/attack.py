@@ -12,7 +12,7 @@ from torch.nn import functional
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
-    from retrofit.networks.library import Preprocess
+    from retrofit.record import Preprocess
 
 Kind = Literal["fgsm", "pgd"]
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.worker_signals import heed_no_signals
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess
 from retrofit.utils.text import shortlist
 
 Key = tuple[int, int]  # epoch, number of the image

@@ -24,7 +24,7 @@ from torch import Tensor
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.digits import Digits
 from retrofit.images.files import find_images
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess
 from retrofit.utils.text import one_line, shortlist, shown
 
 Matched = Literal["class map", "labels", "order"]

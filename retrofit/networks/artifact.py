@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import retrofit
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own
@@ -44,6 +43,7 @@ from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwr
 from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable
+from retrofit.version import __version__
 
 __all__ = ["SCHEMA", "is_artifact", "load", "read_manifest", "save"]
 
@@ -291,7 +291,7 @@ def _strength(model: nn.Module) -> float | None:
 
 
 def _versions() -> dict[str, str]:
-    return {"retrofit": retrofit.__version__} | {name: version(name) for name in ("torch", "timm", "torchvision")}
+    return {"retrofit": __version__} | {name: version(name) for name in ("torch", "timm", "torchvision")}
 
 
 def _library(manifest: Manifest) -> str:

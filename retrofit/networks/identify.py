@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.errors import RetrofitError
 from retrofit.networks.budget import Shapes, TooLargeError
-from retrofit.networks.library import ModelSource, build, parse, timm_source
+from retrofit.networks.library import build, parse, timm_source
 from retrofit.networks.tensors import shapes_of
 from retrofit.networks.training_settings import SETTINGS
-from retrofit.record import record_of
+from retrofit.record import ModelSource, record_of
 from retrofit.utils.text import printable, shortlist
 
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a layer works out when it

@@ -20,10 +20,8 @@ from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own
-from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, Preprocess, set_record
+from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, set_record
 from retrofit.utils.text import one_line
-
-__all__ = ["ModelSource", "Preprocess", "build", "parse", "with_options"]
 
 
 def parse(text: str) -> ModelSource:

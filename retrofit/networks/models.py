@@ -21,8 +21,6 @@ from retrofit.record import ModelSource, Preprocess, Record, record_of, set_reco
 from retrofit.surgery import plans_of, strength_layers
 from retrofit.utils.text import plural, printable, shortlist
 
-__all__ = ["ModelSource", "Network", "Preprocess", "open_model", "strength_sentence", "strengths", "weights_sentence"]
-
 _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from retrofit.networks.library import ModelSource, Preprocess
+from retrofit.record import ModelSource, Preprocess
 
 
 def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:

@@ -12,7 +12,7 @@ import timm
 import torch
 
 import retrofit
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess
 from tests.cli.conftest import Run, complaint, done
 from tests.half_resnet import HALF
 from tests.pictures import write_folder

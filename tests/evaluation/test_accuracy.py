@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import evaluate, predictions
 from retrofit.images.dataset import open_images
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess
 from tests.pictures import Colours, write_folder, write_tar
 
 PLAIN = Preprocess((3, 16, 16), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0)

@@ -12,7 +12,7 @@ from retrofit.errors import UsageError
 from retrofit.evaluation.accuracy import evaluate
 from retrofit.evaluation.attack import Attack, Kind, attack_on
 from retrofit.images.dataset import open_images
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess
 from tests.pictures import write_folder
 
 MEAN, STD = (0.2, 0.5, 0.6), (0.1, 0.3, 0.25)

@@ -10,9 +10,9 @@ from torchvision.models import get_model_weights
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune.classifier import outputs_of, with_classes, with_images
-from retrofit.networks.library import ModelSource, build
+from retrofit.networks.library import build
 from retrofit.networks.models import Network, open_model
-from retrofit.record import record_of, set_record
+from retrofit.record import ModelSource, record_of, set_record
 
 
 def converted(name: str, to: str = "bnn", **options: object) -> Network:

@@ -20,7 +20,7 @@ from retrofit.finetune.data import open_data
 from retrofit.finetune.loaders import Batches, Order, Part, Relabelled, training_transform
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import open_images
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess
 
 PREPROCESS = Preprocess((3, 16, 16), (0.5,) * 3, (0.5,) * 3)
 

@@ -13,7 +13,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.evaluation.accuracy import predictions
 from retrofit.images import dataset as module
 from retrofit.images.dataset import open_images, sample_batches
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess
 from tests.pictures import Colours, write_folder, write_tar
 
 PLAIN = Preprocess((3, 16, 16), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0)

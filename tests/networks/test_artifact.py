@@ -25,10 +25,10 @@ from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.artifact import is_artifact, load, read_manifest, save
-from retrofit.networks.library import ModelSource, Preprocess, build
+from retrofit.networks.library import build
 from retrofit.networks.models import open_model
 from retrofit.networks.tensors import checksum
-from retrofit.record import Record, record_of
+from retrofit.record import ModelSource, Preprocess, Record, record_of
 
 WEIGHTS = {"kind": "checkpoint", "from": "x.pth"}
 

@@ -17,7 +17,8 @@ import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.networks.artifact import load, read_manifest
 from retrofit.networks.budget import TooLargeError, bounded_by, check_numbers
-from retrofit.networks.library import ModelSource, build
+from retrofit.networks.library import build
+from retrofit.record import ModelSource
 
 SECONDS = 5  # of this process's own time: the machine may be busy
 

@@ -13,8 +13,9 @@ from torch import nn
 from retrofit import surgery
 from retrofit.errors import RetrofitError
 from retrofit.networks.identify import identify, skeleton
-from retrofit.networks.library import ModelSource, build
+from retrofit.networks.library import build
 from retrofit.networks.tensors import tensors_of
+from retrofit.record import ModelSource
 
 RESNET = ModelSource("timm", "resnet18.a1_in1k")
 

@@ -20,8 +20,8 @@ from torch import nn
 from torchvision.models import WeightsEnum
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.library import ModelSource, Preprocess, build, parse, with_options
-from retrofit.record import record_of
+from retrofit.networks.library import build, parse, with_options
+from retrofit.record import ModelSource, Preprocess, record_of
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from torchvision.models import WeightsEnum
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact, models
-from retrofit.networks.library import ModelSource, Preprocess
 from retrofit.networks.models import open_model, weights_sentence
+from retrofit.record import ModelSource, Preprocess
 
 
 @pytest.mark.parametrize(

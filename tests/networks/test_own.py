@@ -21,9 +21,9 @@ import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact, own
 from retrofit.networks.artifact import read_manifest
-from retrofit.networks.library import ModelSource, build, parse
+from retrofit.networks.library import build, parse
 from retrofit.networks.models import open_model
-from retrofit.record import record_of
+from retrofit.record import ModelSource, record_of
 from tests.networks import mynet
 
 NAME = "py:tests.networks.mynet:build"

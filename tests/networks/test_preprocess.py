@@ -12,8 +12,9 @@ from PIL import Image
 from timm.data import create_transform
 from torchvision.models import get_model_weights, list_models
 
-from retrofit.networks.library import ModelSource, build
+from retrofit.networks.library import build
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
+from retrofit.record import ModelSource
 
 _SMALL = ["resnet18", "mobilenet_v3_small", "resnet50", "inception_v3", "efficientnet_b3", "regnet_y_400mf", "swin_t"]
 

@@ -27,7 +27,8 @@ import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import sampled_outputs
 from retrofit.networks.artifact import read_manifest
-from retrofit.networks.library import ModelSource, Preprocess, build
+from retrofit.networks.library import build
+from retrofit.record import ModelSource, Preprocess
 
 Change = Callable[[nn.Module], object]
 

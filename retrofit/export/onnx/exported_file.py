@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.networks.library import Preprocess
+from retrofit.record import Preprocess
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
 
 
