@@ -30,6 +30,7 @@ import timm
 import torch
 from evidence_data import cifar, digits, still
 from layers import contenders, machine, measure, ratio, step, synchronize
+from reproduce import full
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -320,9 +321,12 @@ def main() -> None:
     parser.add_argument("--train", metavar="TAR", help="CIFAR-10 with one folder a class, for training from scratch")
     parser.add_argument("--test", metavar="TAR")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.md")
+    parser.add_argument("--reproduce", action="store_true", help="go on with the papers' runs (reproduce.py) instead")
     args = parser.parse_args()
     if not args.dry and not torch.cuda.is_available():
         parser.error("there is no GPU; --dry shows that the script runs")
+    if args.reproduce:
+        return full(args.train, args.test, args.minutes)
     day = Day(args)
     for work in (day.tests, day.agreement, day.layers, day.steps, day.scratch):
         with day.part(work.__name__, 0.0):

@@ -206,6 +206,8 @@ def run(key: Key, data: Data, state: Path, until: float) -> dict[str, Any]:
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         torch.set_rng_state(kept["random"].cpu())
+        if data.device != "cpu":
+            torch.cuda.set_rng_state(kept["random_cuda"].cpu())
         begin, seconds, curve = kept["epoch"], kept["seconds"], kept["curve"]
     measured: dict[str, Any] = {}
     for epoch in range(begin, key["epochs"]):
@@ -227,6 +229,8 @@ def run(key: Key, data: Data, state: Path, until: float) -> dict[str, Any]:
         curve.append(round(measured["top1"], 2))
         print(f"epoch {epoch + 1}: loss {torch.stack(losses).mean():.3f}, top-1 {curve[-1]}", flush=True)
         kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+        if data.device != "cpu":
+            kept["random_cuda"] = torch.cuda.get_rng_state()
         torch.save({**kept, "epoch": epoch + 1, "seconds": seconds, "curve": curve}, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
     measured = measured or measure(model, data.test, data.answers)
@@ -287,13 +291,23 @@ def reproduce(args: argparse.Namespace, parts: Sequence[str]) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     data = Data(read_tar(args.train), read_tar(args.test), args.device)
     for key in wanted(parts, args.seeds):
-        if any(all(line[name] == value for name, value in key.items()) for line in finished(args.out)):
+        own = {**key, "images": len(data.train)}
+        if any(all(line[name] == value for name, value in own.items()) for line in finished(args.out)):
             continue
         print(key, flush=True)
         line = run(key, data, args.state, args.until)
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         (args.state / f"{file_name(key)}.pt").unlink(missing_ok=True)
+
+
+def full(train: str, test: str, minutes: float, device: str = "cuda") -> None:
+    """Make, or go on with, the runs of tables 1 and 2 at the authors' size, for some minutes."""
+    state, until = Path("reproduce-state"), time.time() + 60 * minutes
+    seeds = list(range(6))  # as many as the paper's
+    args = argparse.Namespace(train=train, test=test, device=device, seeds=seeds, state=state, until=until)
+    args.out = RESULTS / "reproduce.jsonl"
+    reproduce(args, ["full"])
 
 
 def main() -> None:

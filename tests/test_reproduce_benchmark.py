@@ -1,0 +1,72 @@
+"""The script that repeats the papers' tables: its order, its schedules, its pictures, and a run that was stopped."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms.functional import crop, hflip
+from torchvision.transforms.functional import pad as pad_image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import reproduce
+
+
+def test_a_seed_of_every_arm_comes_before_the_next() -> None:
+    runs = list(reproduce.wanted(["tables"], [0, 1, 2]))
+    assert [run["seed"] for run in runs] == sorted(run["seed"] for run in runs)
+    counted = Counter((run["arm"], run["augment"]) for run in runs)
+    assert set(counted.values()) == {3}
+    assert len(counted) == 14
+
+
+def test_the_full_schedules_are_the_authors() -> None:
+    resnet, vit = reproduce.FULL_RESNET, reproduce.FULL_VIT
+    steps = [reproduce.rate(resnet, epoch) for epoch in (0, 59, 60, 119, 120, 179, 180, 199)]
+    assert steps == pytest.approx([0.1, 0.1, 1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-4])
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), vit["lr"])
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=50, T_mult=2, eta_min=1e-6)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, restarts], [10])
+    for epoch in range(vit["epochs"]):
+        assert reproduce.rate(vit, epoch) == pytest.approx(optimizer.param_groups[0]["lr"]), epoch
+        optimizer.step()
+        schedule.step()
+
+
+def test_pictures_are_moved_and_mirrored_as_torchvision_does() -> None:
+    images = torch.rand(12, 3, 32, 32)
+    found = reproduce.crop_and_flip(images, torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    offsets = torch.randint(9, (2, 12, 1), generator=generator)
+    mirrored = torch.rand(12, 1, generator=generator) < 0.5
+    for number, image in enumerate(images):
+        top, left = offsets[:, number, 0].tolist()
+        expected = crop(pad_image(image, 4), top, left, 32, 32)
+        torch.testing.assert_close(found[number], hflip(expected) if mirrored[number] else expected)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pixels = (255 * torch.rand(16, 32, 32, 3, generator=generator)).byte().numpy()
+    pictures = [(Image.fromarray(one), number % 3) for number, one in enumerate(pixels)]
+    data = reproduce.Data(pictures, pictures, "cpu")
+    key: dict[str, Any] = {"network": "resnet", "width": 4, "depth": 8, "batch": 8, "lr": 0.1, "epochs": 3}
+    key |= {"augment": True, "arm": "bnn", "seed": 0}
+    whole = reproduce.run(key, data, tmp_path, float("inf"))
+    (tmp_path / f"{reproduce.file_name(key)}.pt").unlink()
+    clock = iter([0, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(reproduce.time, "time", lambda: next(clock))
+        with pytest.raises(SystemExit, match="the time is over"):
+            reproduce.run(key, data, tmp_path, 1)
+    parts = reproduce.run(key, data, tmp_path, float("inf"))
+    same = ("test", "curve", "test_loss", "correct")
+    assert {name: parts[name] for name in same} == {name: whole[name] for name in same}
