@@ -83,14 +83,14 @@ def main() -> None:
         data = Path(folder) / "data"
         write_images(data, args.images, args.size + args.size // 4)
         for number in range(args.rounds):
-            for name in rates:
+            for name, found in rates.items():
                 short, long = (
                     seconds(commands(args, data, Path(folder) / f"{number}-{epochs}", epochs)[name])
                     for epochs in EPOCHS
                 )
                 seen = args.images * (EPOCHS[1] - EPOCHS[0])
-                rates[name].append((seen / (long[0] - short[0]), seen / (long[1] - short[1])))
-                print(f"{name}: {rates[name][-1][0]:.1f} images a CPU second, {rates[name][-1][1]:.1f} a second")
+                found.append((seen / (long[0] - short[0]), seen / (long[1] - short[1])))
+                print(f"{name}: {found[-1][0]:.1f} images a CPU second, {found[-1][1]:.1f} a second")
     for kind, which in (("CPU second", 0), ("second", 1)):
         ratios = [ours[which] / theirs[which] for ours, theirs in zip(*rates.values(), strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"

@@ -106,24 +106,21 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[..., 
             preprocess.input_size,
             is_training=True,
             no_aug=recipe.no_aug,
-            train_crop_mode=recipe.train_crop_mode,
             scale=recipe.scale,
             ratio=recipe.ratio,
             hflip=recipe.hflip,
-            vflip=recipe.vflip,
             color_jitter=recipe.color_jitter,
             auto_augment=recipe.aa,
             interpolation=recipe.train_interpolation,
             mean=preprocess.mean,
             std=preprocess.std,
             re_prob=recipe.reprob,
-            re_mode=recipe.remode,
-            re_count=recipe.recount,
+            re_mode="pixel",
         )
     except Exception as error:  # timm asserts, and raises KeyError and ValueError
         raise UsageError(
             f"timm cannot build the augmentation ({error or type(error).__name__}); check `aa`, "
-            "`remode`, `train_interpolation` and `scale`"
+            "`train_interpolation` and `scale`"
         ) from error
     return transform
 

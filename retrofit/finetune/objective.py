@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from timm.data import Mixup
-from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
 from retrofit.errors import UsageError
@@ -29,9 +29,8 @@ class Objective:
         self._task, self._teach = recipe.task_loss_weight, recipe.distill_loss_weight
         self._distillation = distillation
         self._mixup: Any = None
-        self._off = recipe.mixup_off_epoch
-        mixing = recipe.mixup > 0 or recipe.cutmix > 0
-        if mixing:
+        self._loss: nn.Module = LabelSmoothingCrossEntropy(recipe.smoothing)
+        if recipe.mixup or recipe.cutmix:
             if classes is None:
                 raise UsageError(
                     "`mixup` and `cutmix` need to know how many outputs the network has; set `num_classes`"
@@ -39,24 +38,10 @@ class Objective:
             self._mixup = Mixup(
                 mixup_alpha=recipe.mixup,
                 cutmix_alpha=recipe.cutmix,
-                prob=recipe.mixup_prob,
-                switch_prob=recipe.mixup_switch_prob,
-                mode=recipe.mixup_mode,
                 label_smoothing=recipe.smoothing,
                 num_classes=classes,
             )
-        self._loss: nn.Module
-        if recipe.bce_loss:
-            self._loss = BinaryCrossEntropy(smoothing=0.0 if mixing else recipe.smoothing)
-        elif mixing:
             self._loss = SoftTargetCrossEntropy()
-        else:
-            self._loss = LabelSmoothingCrossEntropy(recipe.smoothing)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Stop mixing where the recipe says so; from then on only targets are smoothed."""
-        if self._mixup is not None and self._off:
-            self._mixup.mixup_enabled = epoch < self._off
 
     def mix(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Mix a batch, (N, C, H, W) and (N,), with itself, if the recipe says so; the targets become (N, classes)."""

@@ -146,27 +146,17 @@ class Recipe(BaseModel):
     no_aug: bool = Field(False, description="No augmentation at all.")
     scale: Pair = Field((0.08, 1.0), description="Area of random crops.")
     ratio: Pair = Field((0.75, 4 / 3), description="Aspect ratio of random crops.")
-    train_crop_mode: Literal["rrc", "rkrc", "rkrr"] | None = Field(None, description="Kind of random crops.")
     train_interpolation: str = Field("random", description="Of random crops.")
     hflip: Fraction = Field(0.5, description="Probability of a horizontal flip.")
-    vflip: Fraction = Field(0.0, description="Probability of a vertical flip.")
     color_jitter: NotNegative = Field(0.4, description="Strength of colour jitter.")
     aa: str | None = Field(None, description="AutoAugment policy (rand-m9-mstd0.5-inc1, ...).")
     reprob: Fraction = Field(0.0, description="Probability of random erasing.")
-    remode: str = Field("pixel", description="What erasing leaves: const, rand or pixel.")
-    recount: Count = Field(1, description="Places to erase.")
     smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="Label smoothing.")
-    bce_loss: bool = Field(False, description="Binary cross-entropy.")
     mixup: NotNegative = Field(0.0, description="Mixup alpha.")
     cutmix: NotNegative = Field(0.0, description="CutMix alpha.")
-    mixup_prob: Fraction = Field(1.0, description="Probability of either.")
-    mixup_switch_prob: Fraction = Field(0.5, description="Probability of CutMix where both are on.")
-    mixup_mode: Literal["batch", "pair", "elem"] = Field("batch", description="What shares its mixing.")
-    mixup_off_epoch: Annotated[int, Field(ge=0)] = Field(0, description="Epoch at which mixing stops; 0: never.")
 
     model_ema: bool = Field(False, description="Keep an average of the weights; it is validated, and saved as best.")
     model_ema_decay: Fraction = Field(0.9998, description="Of that average.")
-    model_ema_warmup: bool = Field(False, description="Let its decay grow.")
 
     workers: Annotated[int, Field(ge=0, le=1024)] = Field(2, description="Processes that decode images.")
     device: str | None = Field(None, description="cpu, or an accelerator if there is one.")
@@ -199,8 +189,8 @@ class Recipe(BaseModel):
             wrong.append("task_loss_weight 0 needs teacher: source")
         if self.teacher == "source" and self.task_loss_weight == self.distill_loss_weight == 0:
             wrong.append("one of distill_loss_weight and task_loss_weight must be above 0")
-        if self.teacher == "source" and self.task_loss_weight == 0 and (self.mixup or self.cutmix or self.bce_loss):
-            wrong.append("mixup, cutmix and bce_loss act on labels; set task_loss_weight above 0 or drop them")
+        if self.teacher == "source" and self.task_loss_weight == 0 and (self.mixup or self.cutmix):
+            wrong.append("mixup and cutmix act on labels; set task_loss_weight above 0 or drop them")
         if self.strength_sched == "there-and-back" and self.strength_end == 1:
             wrong.append("there-and-back returns to a strength below 1; set strength_end, 0 for the source's cost")
         dropped = [name for name in ("warmup_epochs", "layer_decay") if getattr(self, name)]

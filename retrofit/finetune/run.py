@@ -184,7 +184,6 @@ class Run:
         position, recipe = self.position, self.recipe
         epoch, done = divmod(position.step, self.epoch_steps)
         batches = self.batches.epoch(epoch, done * recipe.grad_accum_steps)
-        self.objective.start_epoch(epoch)
         self.gate.start(position.loss_sum)
         self.model.train()
         for layer in self.held:  # their statistics are as frozen as their weights
@@ -382,4 +381,5 @@ class Run:
                 weights=weights or trained,
                 preprocess=network.preprocess,
                 force=True,
+                proved=weights is None,  # by the artifact that the run began with
             )

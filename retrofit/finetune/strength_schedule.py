@@ -127,7 +127,7 @@ class StrengthSchedule:
             UsageError: If this is not the state of a schedule of such a network; nothing is changed then.
         """
         try:
-            steps, starts = int(state["steps"]), [float(start) for start in state.get("starts", self._starts)]
+            steps, starts = int(state["steps"]), [float(start) for start in state["starts"]]
         except (KeyError, TypeError, ValueError, AttributeError):
             starts = []
         if len(starts) != len(self._layers):

@@ -60,6 +60,7 @@ def save(
     weights: Mapping[str, Any] | None = None,
     preprocess: Preprocess | None = None,
     force: bool = False,
+    proved: bool = False,
 ) -> None:
     """Write a network, converted or not, as an artifact.
 
@@ -80,6 +81,8 @@ def save(
         weights: Whose weights it had before: {"kind": "random" | "pretrained" | "checkpoint", "from": str | None}.
         preprocess: What it expects of its images; the library's prescription if not known.
         force: Whether to replace an existing file.
+        proved: Whether this network, with other tensors, was saved or loaded before as the `source` that is given: it
+            is not built again.
 
     Raises:
         RetrofitError: If its library does not build the network, with the first difference, or the file cannot be
@@ -88,7 +91,10 @@ def save(
     ensure_writable(path, force)
     model = unwrapped(model)
     record = record_of(model)
-    origin, built = _identified(model, source, model_kwargs)
+    if proved and isinstance(source, ModelSource):
+        origin, built = source, model
+    else:
+        origin, built = _identified(model, source, model_kwargs)
     tensors = to_write(model, built)
     preprocess = preprocess or record.preprocess or preprocess_of(model, origin)
     outputs: SampledOutputs | str

@@ -31,6 +31,7 @@ from retrofit.finetune.run_state import load_state
 from retrofit.finetune.validation import Validation
 from retrofit.layers import NormalityMixin
 from retrofit.layers.base import strength_code
+from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import record_of
 from retrofit.surgery import strength_of
@@ -72,6 +73,19 @@ def test_the_best_is_of_the_strength_at_the_end(
     assert [row["strength"] for row in result.rows] == [0.5, end, end, end]
     assert torch.equal(weights(tmp_path / "run", "best")["bn1.strength"], strength_code(end))
     assert result.best == 70
+
+
+def test_the_network_is_built_again_for_its_first_file_alone(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[None] = []
+    identified = artifact._identified
+    monkeypatch.setattr(artifact, "_identified", lambda *args: (built.append(None), identified(*args))[1])
+    rising = iter([10.0, 20.0, 30.0])
+    monkeypatch.setattr(run, "validate", lambda *_: Validation(next(rising), 90.0))
+    result = train("run", epochs=3)
+    assert (len(built), result.best) == (1, 30)
+    assert_same(weights(tmp_path / "run", "best"), weights(tmp_path / "run"))  # both come back, by `retrofit.load`
 
 
 def test_a_network_that_was_raised_is_not_taken_back(train: Train, tmp_path: Path) -> None:
