@@ -17,6 +17,6 @@ def test_a_dry_run_reaches_its_end() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     titles = [line for line in done.stdout.splitlines() if line.startswith("## ")]
-    assert [title.split()[1] for title in titles] == ["Largest", "Forward", "A", "ResNet-18"]
+    assert [title.split()[1] for title in titles] == ["Self-test,", "Largest", "Forward", "A", "Images"]
     assert "failed: " not in done.stdout
     assert "not reached: " not in done.stdout

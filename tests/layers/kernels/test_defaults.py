@@ -19,7 +19,10 @@ def _whitened(x: Tensor, **options: object) -> nn.Module:
 
 
 LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
-    **{name: (lambda x, case=case, **options: case.ours(**options), case.shape) for name, case in CASES.items()},
+    **{
+        name: (lambda x, case=CASES[name], **options: case.ours(**options), CASES[name].shape)
+        for name in ("batch2d", "layer", "layer channels first", "group", "instance tracked")
+    },
     "batch, cumulative": (
         lambda x, **options: layers.BatchNormalNorm2d(x.shape[1], momentum=None, **options),
         (4, 6, 5, 3),
@@ -37,16 +40,15 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
         (4, 6, 5, 3),
     ),
 }
-DEFAULTS = [(torch.float32, "meta"), *((dtype, "cpu") for dtype in (torch.float16, torch.bfloat16, torch.float64))]
-DEFAULTS.append((torch.bfloat16, "meta"))
 
 
 @contextmanager
-def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+def other_defaults() -> Iterator[None]:
+    """A type that rounds whatever follows it, and a device that has no values."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device(device):
+        with torch.device("meta"):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -74,14 +76,11 @@ def run(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kernels", ["eager", pytest.param("cpp", marks=pytest.mark.compiler)])
-@pytest.mark.parametrize(("dtype", "device"), DEFAULTS, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_do_not_follow_torchs_defaults(
-    name: str, dtype: torch.dtype, device: str, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_do_not_follow_torchs_defaults(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, kernels)
     wanted = run(name)
-    with defaults(dtype, device):
+    with other_defaults():
         got = run(name)
     assert got.keys() == wanted.keys()
     for key, value in wanted.items():
