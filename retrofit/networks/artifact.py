@@ -27,16 +27,18 @@ from retrofit.networks import own
 from retrofit.networks.budget import bounded_by
 from retrofit.networks.identify import candidates, identify, rebuilt, skeleton
 from retrofit.networks.library import parse, with_options
-from retrofit.networks.locate import artifact_behind
-from retrofit.networks.manifest import KEY, SCHEMA, Manifest, damaged, is_artifact, read_header, read_manifest
-from retrofit.networks.preprocess import preprocess_of
-from retrofit.networks.sampled_outputs import (
-    NotRunError,
-    SampledOutputs,
-    check_cost,
-    sample_outputs,
-    sample_outputs_at,
+from retrofit.networks.manifest import (
+    KEY,
+    SCHEMA,
+    Manifest,
+    artifact_behind,
+    damaged,
+    is_artifact,
+    read_header,
+    read_manifest,
 )
+from retrofit.networks.preprocess import preprocess_of
+from retrofit.networks.sampled_outputs import NotRunError, SampledOutputs, is_small, sample_outputs, sample_outputs_at
 from retrofit.networks.tensors import Header, checksum, fill, misfit, tensors_of, to_write
 from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
@@ -180,9 +182,7 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
         with _explained(path, manifest):
             fill(model, tensors)
             set_training_settings(model, manifest.training)
-        if isinstance(manifest.outputs, SampledOutputs) and (
-            problem := _difference(manifest.outputs, model, check=True)
-        ):
+        if problem := _not_as_saved(manifest, model):
             raise RetrofitError(f"{path} does not come back as it was saved with {_library(manifest)}: {problem}")
     source = manifest.source
     if into is not None and source.library == "own":
@@ -237,17 +237,18 @@ def _explained(path: str | Path, manifest: Manifest) -> Iterator[None]:
         raise RetrofitError(f"{path} cannot be rebuilt with {_library(manifest)}: {one_line(error)}") from error
 
 
-def _difference(outputs: SampledOutputs, model: nn.Module, check: bool = False) -> str | None:
-    """Say how a network's outputs differ from those that are known; None if they do not.
+def _not_as_saved(manifest: Manifest, model: nn.Module) -> str | None:
+    """Say how a loaded network differs from the one that was saved; None if it does not, or that one was not run."""
+    if not isinstance(manifest.outputs, SampledOutputs):
+        return None
+    if not is_small(model, manifest.outputs.size):
+        return f"its manifest asks for a run of a large network on images of {printable(manifest.outputs.size, 80)}"
+    return _difference(manifest.outputs, model)
 
-    Args:
-        outputs: Those that are known.
-        model: The network.
-        check: Whether to check first that it can be run at little cost.
-    """
+
+def _difference(outputs: SampledOutputs, model: nn.Module) -> str | None:
+    """Say how a network's outputs differ from those that are known; None if they do not."""
     try:
-        if check:
-            check_cost(model, outputs.size)
         return outputs.difference(sample_outputs_at(model, outputs.size, outputs.values))
     except NotRunError as error:
         return str(error)

@@ -23,6 +23,7 @@ from retrofit.utils.text import printable, shortlist
 
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a layer works out when it
 # is called first.
+_SIZES = 4  # a detector's head has one for the classes and one for their boxes
 _NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "scales", "map_levels", *SETTINGS}
 
 
@@ -45,27 +46,24 @@ def identify(
         RetrofitError: If it cannot be told, or what the library builds differs.
     """
     shapes = shapes_of(model)
-    problems: dict[str, int] = {}
+    problems: dict[str, int] = {}  # with the number of tensors that differ
     for candidate in candidates(model, hint):
         left = [candidate]
         while left:
-            source = left.pop()
+            source = left.pop(0)
             try:
                 built = skeleton(source, convert)
             except RetrofitError as error:
                 problems[str(error)] = len(shapes)
                 continue
             found = shapes_of(built)
-            if found == shapes:
-                different = first_difference(model, built, str(source))
-                if different is None:
-                    return source, built
-                problems[different] = 0
-                continue
-            unlike = sum(shapes.get(name) != found.get(name) for name in {**shapes, **found})
-            problems[f"{source} has {_difference(shapes, found)}"] = unlike
-            if source is candidate:
-                left += _other_classes(source, model, shapes, found)
+            unlike = [name for name in {**shapes, **found} if shapes.get(name) != found.get(name)]
+            problem = f"{source} has {_difference(shapes, found)}" if unlike else first_difference(model, built, source)
+            if problem is None:
+                return source, built
+            problems[problem] = len(unlike)
+            if unlike and source is candidate:
+                left += _other_classes(source, model, [shapes[name] for name in unlike if name in shapes])
     if not problems:
         kind = type(model).__name__
         raise RetrofitError(
@@ -79,7 +77,7 @@ def identify(
     )
 
 
-def first_difference(model: nn.Module, built: nn.Module, source: str) -> str | None:
+def first_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str | None:
     """Name the first thing in which a network differs from what its library builds; None if there is none.
 
     Compared are the modules' names, their classes, and those of their attributes that are numbers, words or lists of
@@ -186,36 +184,15 @@ def _torchvision_structures(builder: Callable[..., nn.Module]) -> Iterator[dict[
         yield {names.get(n, n): known[n] for n, is_chosen in zip(present, chosen, strict=True) if is_chosen}
 
 
-def _other_classes(source: ModelSource, model: nn.Module, shapes: Shapes, found: Shapes) -> list[ModelSource]:
-    """Return a source with the number of classes that the network may have instead of those that were `found`."""
-    said = getattr(model, "num_classes", None)
-    numbers: list[int | None] = [said] if isinstance(said, int) else []
-    if shapes.keys() == found.keys():
-        numbers += [_classes(source, shapes)]
+def _other_classes(source: ModelSource, model: nn.Module, unlike: list[tuple[int, ...]]) -> list[ModelSource]:
+    """Return a source with the numbers of classes that the network may have: what it says, or a size that differs."""
+    sizes = sorted({shape[0] for shape in unlike if shape})
+    numbers = [getattr(model, "num_classes", None), *(sizes if len(sizes) <= _SIZES else ())]
     return [
         replace(source, kwargs={**source.kwargs, "num_classes": number})
         for number in dict.fromkeys(numbers)
-        if number is not None and number != source.kwargs.get("num_classes")
+        if isinstance(number, int) and number != source.kwargs.get("num_classes")
     ]
-
-
-def _classes(source: ModelSource, shapes: Shapes) -> int | None:
-    """Work out the number of classes from how two such numbers change the shapes of a source's tensors."""
-    few, more = 7, 8
-    try:
-        one, two = (
-            shapes_of(skeleton(replace(source, kwargs={**source.kwargs, "num_classes": classes})))
-            for classes in (few, more)
-        )
-    except RetrofitError:  # it takes no number of classes
-        return None
-    found = set()
-    for name in one.keys() & two.keys() & shapes.keys():
-        for a, b, ours in zip(one[name], two[name], shapes[name], strict=False):
-            if a != b:
-                found.add(few + (ours - a) / (b - a))
-    classes = found.pop() if len(found) == 1 else -1
-    return int(classes) if classes >= 0 and classes == int(classes) else None
 
 
 def _difference(ours: Shapes, theirs: Shapes) -> str:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from retrofit.errors import RetrofitError
 from retrofit.networks.budget import Shapes, check_numbers
+from retrofit.networks.library import no_waiting_for_the_hub
 from retrofit.networks.sampled_outputs import SampledOutputs
 from retrofit.networks.tensors import Header
 from retrofit.record import ModelSource, Preprocess
@@ -21,6 +22,7 @@ from retrofit.utils.text import one_line, printable
 
 SCHEMA = 1
 KEY = "retrofit"
+WEIGHTS, CONFIG, LIBRARY = "model.safetensors", "config.json", "retrofit"  # in a repository of the hub
 _LARGEST_SIDE = 16_384
 
 
@@ -152,6 +154,39 @@ def is_artifact(path: str | Path) -> bool:
             return KEY in (opened.metadata() or {})
     except (SafetensorError, OSError):
         return False
+
+
+def artifact_behind(text: str) -> Path | None:
+    """Return the artifact that `hf-hub:OWNER/NAME[@REVISION]` or `local-dir:FOLDER` holds, fetched if need be.
+
+    Returns:
+        None if the text is of another form, the hub gives no answer, or what lies there is not ours.
+
+    Raises:
+        RetrofitError: If the artifact is there and cannot be fetched.
+    """
+    prefix, colon, rest = text.partition(":")
+    prefix = prefix.replace("_", "-").lower()
+    if prefix == "local-dir" and colon:
+        file = Path(rest) / WEIGHTS
+        return file if is_artifact(file) else None
+    if prefix != "hf-hub" or not rest:
+        return None
+    from huggingface_hub import hf_hub_download
+
+    repo_id, _, revision = rest.partition("@")
+    try:
+        with no_waiting_for_the_hub():
+            config = json.loads(Path(hf_hub_download(repo_id, CONFIG, revision=revision or None)).read_text("utf-8"))
+    except (OSError, ValueError):  # what opens a network of timm's there says why it cannot
+        return None
+    if not isinstance(config, dict) or config.get("library_name") != LIBRARY:
+        return None
+    try:
+        with no_waiting_for_the_hub():
+            return Path(hf_hub_download(repo_id, WEIGHTS, revision=revision or None))
+    except (OSError, ValueError) as error:
+        raise RetrofitError(f"{text} cannot be fetched: {one_line(error)}; check the connection") from error
 
 
 def damaged(path: str | Path, why: str) -> RetrofitError:

@@ -14,8 +14,7 @@ from retrofit.networks import artifact, own
 from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
 from retrofit.networks.library import build, parse, with_options
 from retrofit.networks.load_weights import load_into
-from retrofit.networks.locate import artifact_behind
-from retrofit.networks.manifest import Manifest, PlainCheckpointError
+from retrofit.networks.manifest import Manifest, PlainCheckpointError, artifact_behind
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
 from retrofit.record import ModelSource, Preprocess, Record, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from retrofit.compare import tensors_of
 from retrofit.inputs import Call, input_shapes, is_detector
@@ -30,19 +27,12 @@ from retrofit.utils.text import with_class
 TOLERANCE = 1e-3
 """Of the largest value: AVX2 and AVX-512 differ by some 1e-6 of it an operation."""
 
-_FLOPS, _ELEMENTS, _PARAMETERS = 50e9, 500e6, 150e6  # a second or so on two cores
-_INPUTS = 4e6
-_PRODUCTS = 5e12  # of parameters and pixels; ViT-B has 4.3e12 of them
-_LAYERS, _SAMPLES = 12, 6
-_SIDE = 32
+_INPUTS, _PRODUCTS = 4e6, 5e12  # numbers of an image; parameters times pixels, 4.3e12 for ViT-B
+_LAYERS, _SAMPLES, _SIDE = 12, 6, 32
 
 
 class NotRunError(Exception):
     """The network is not run; the message says why."""
-
-
-class TooCostlyError(NotRunError):
-    """It would take long."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +92,10 @@ def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
         NotRunError: If it is too large, or takes no such images.
     """
     size = tuple(own_size)
-    while True:
-        try:
-            check_cost(model, size)
-        except TooCostlyError:
-            if min(size[1:]) < 2 * _SIDE:
-                raise
-            size = _halved(size)
-        else:
-            break
+    while not is_small(model, size):
+        if _halved(size) == size:
+            raise NotRunError("it is large")
+        size = _halved(size)
     try:
         return sample_outputs_at(model, _halved(size))
     except NotRunError:
@@ -157,65 +142,16 @@ def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[
     return SampledOutputs(tuple(size), answer.shape[1] if scores else None, values)
 
 
-def emptied(model: nn.Module, device: str) -> nn.Module:
-    """Return a copy of a network whose tensors have no values: on the meta device no memory either."""
-    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    memo: dict[int, object] = {}
-    for tensor in chain(model.parameters(), model.buffers(), held):
-        empty = torch.empty_like(tensor, device=device, requires_grad=False)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
-
-
 def _halved(size: tuple[int, ...]) -> tuple[int, ...]:
     channels, *sides = size
     return (channels, *(max(side // 2 // _SIDE, 1) * _SIDE if side >= 2 * _SIDE else side for side in sides))
 
 
-def _is_small(model: nn.Module, size: Sequence[int]) -> bool:
-    """Whether a library's network surely costs little: no parameter is used more than once a pixel."""
+def is_small(model: nn.Module, size: Sequence[int]) -> bool:
+    """Whether a network costs little on an image: a second or so, if no parameter is used more than once a pixel."""
     if math.prod(size) > _INPUTS:
         return False
     return sum(parameter.numel() for parameter in model.parameters()) * math.prod(size[1:]) < _PRODUCTS
-
-
-def check_cost(model: nn.Module, size: Sequence[int]) -> None:
-    """Find out, on the meta device where that is not plain, whether a network can be run on an image at little cost.
-
-    Raises:
-        NotRunError: If it cannot, or does not run on the meta device.
-    """
-    if _is_small(model, size):
-        return
-    if sum(parameter.numel() for parameter in model.parameters()) > _PARAMETERS:
-        raise NotRunError("it has many parameters")
-    if math.prod(size) > _ELEMENTS:
-        raise TooCostlyError("its images are large")
-    try:
-        skeleton = emptied(model, "meta")
-        with undisturbed(skeleton), _Cost():
-            _call(skeleton, size, "meta").on(skeleton)
-    except NotRunError:
-        raise
-    except Exception as error:  # anything may come out of a network's own code
-        raise NotRunError(f"it does not run without its tensors' values ({with_class(error, 100)})") from error
-
-
-class _Cost(TorchDispatchMode):
-    """Adds up what operations would cost, on the meta device where nothing is done; stops where it is too much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops, self.elements = 0.0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = func(*args, **(kwargs or {}))
-        self.elements += sum(leaf.numel() for leaf in tree_leaves(answer) if isinstance(leaf, Tensor))
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=answer)
-        if self.flops > _FLOPS or self.elements > _ELEMENTS:
-            raise TooCostlyError("it takes long to run")
-        return answer
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
@@ -232,13 +168,9 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     return model.to("cpu", wide)
 
 
-def _call(model: nn.Module, size: Sequence[int], device: str = "cpu") -> Call:
+def _call(model: nn.Module, size: Sequence[int]) -> Call:
     _, dtype = placement_of(model)
-    shapes = input_shapes(model, tuple(size), 1)
-    if device == "meta":
-        images = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
-    else:
-        images = [_images(shape).to(dtype) for shape in shapes]
+    images = [_images(shape).to(dtype) for shape in input_shapes(model, tuple(size), 1)]
     return Call(tuple(images), stage="backbone" if is_detector(model) else "")
 
 
