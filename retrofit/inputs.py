@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -88,6 +91,24 @@ def example_calls(
         f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(errors[0])}); "
         "give example tensors with `inputs`, or another `input_size`"
     ) from errors[0]
+
+
+def read_inputs(path: Path) -> dict[str, Tensor]:
+    """Read example inputs from a safetensors file, whose tensors are named as the network's arguments.
+
+    Raises:
+        RetrofitError: If the file cannot be read or holds no tensor.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RetrofitError(
+            f"{path} holds no example inputs ({with_class(error)}); write them with safetensors, named as the "
+            "arguments of the network's `forward`"
+        ) from error
+    if not tensors:
+        raise RetrofitError(f"{path} holds no tensor; write the arguments of the network's `forward` into it")
+    return tensors
 
 
 def own_input_size(model: nn.Module) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import click
 from retrofit.cli.console import emit, say, waiting
 from retrofit.cli.options import (
     architecture_options,
+    inputs_option,
     json_option,
     model_argument,
     plan_options,
@@ -80,28 +81,36 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
     help="Of the layers converted now: from 0, the source's function, to 1, the target's (default: 0).",
 )
 @architecture_options
+@inputs_option
 @click.option("--force", is_flag=True, help="Replace an existing output file.")
 @json_option
 def command(
-    model: str, to: str, output: Path | None, strength: float | None, force: bool, as_json: bool, **options: Any
+    model: str,
+    to: str,
+    output: Path | None,
+    strength: float | None,
+    inputs: Path | None,
+    force: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Run `retrofit convert`."""
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.images.dataset import sample_batches
+    from retrofit.inputs import read_inputs
     from retrofit.surgery import CheckError, converter_for
 
     identity = converter_for(to).identity
     output = output_file(output, f"{file_stem(model)}-{to}.safetensors", force)
     choices = take_plan_options(options)
+    tensors = None if inputs is None else read_inputs(inputs)
     network = open_network(model, **options)
     if choices["calibrate"] is not None:
         choices["calibrate"] = sample_batches(choices["calibrate"], network.preprocess)
     try:
         with waiting("converting, and running the network before and after"):
-            network.model, report = retrofit.convert(
-                network.model, to, strength=strength, input_size=network.preprocess.input_size, **choices
-            )
+            network.model, report = retrofit.convert(network.model, to, strength=strength, inputs=tensors, **choices)
     except CheckError as error:
         _show(error.report, identity)
         if as_json:

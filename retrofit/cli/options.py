@@ -180,6 +180,13 @@ attack_options = _stacked(
     click.option("--eps", type=Share(), help="Largest change of a pixel, of an image from 0 to 1 (default: 4/255)."),
 )
 
+inputs_option = click.option(
+    "--inputs",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Example inputs of a network that takes no single image: a .safetensors file, its tensors named by argument.",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
 
 

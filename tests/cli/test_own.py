@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import retrofit
 from tests.cli.conftest import Run, complaint, done
@@ -75,3 +76,32 @@ def test_a_recipe_imports_nothing(run: Run, here: Path, converted: str) -> None:
     result = run("finetune", "--recipe", "mine.yaml")
     assert result.exit_code == 2
     assert "no recipe may have py:userfile:small imported; give it as MODEL yourself" in complaint(result)
+
+
+TWO = """
+from torch import nn
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8)
+
+    def forward(self, x, mask):
+        return self.norm(self.conv(x) * mask)
+"""
+
+
+def test_a_network_of_two_inputs_is_compared_on_those_of_a_file(run: Run, here: Path) -> None:
+    Path("two.py").write_text(TWO)
+    save_file({"mask": torch.ones(2, 1, 6), "x": torch.randn(2, 4, 6)}, "inputs.safetensors")
+    words = ("convert", "py:two:Two", "--to", "ln", "--json")
+    unchecked = run(*words)
+    assert "\nnot checked: " in unchecked.stderr
+    assert "--inputs" in unchecked.stderr
+    checked = done(run(*words, "--inputs", "inputs.safetensors", "--force"))
+    assert json.loads(checked.stdout)["check"]["passed"]
+    assert "check passed" in checked.stderr
+    Path("none.safetensors").write_bytes(b"")
+    assert "none.safetensors holds no example inputs" in complaint(
+        run(*words, "--inputs", "none.safetensors", "--force")
+    )
