@@ -1,4 +1,4 @@
-"""What every normality converter owes the layer it replaces, whatever its class."""
+"""What every converter owes the layer it replaces, whatever its class."""
 
 import copy
 from collections.abc import Callable
@@ -21,10 +21,11 @@ from timm.layers import (
     SyncBatchNormAct,
 )
 from timm.layers.norm import LayerNormExp2d
-from timm.layers.norm_act import LayerNormAct2dFp32, LayerNormActFp32
+from timm.layers.norm_act import FrozenBatchNormAct2d, LayerNormAct2dFp32, LayerNormActFp32
 from timm.models.metaformer import GroupNorm1NoBias, LayerNorm2dNoBias, LayerNormNoBias
 from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
+from torchvision.ops import FrozenBatchNorm2d
 
 import retrofit
 from retrofit.surgery.families import KNOWN
@@ -83,7 +84,35 @@ SOURCES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "InstanceNorm2d tracked": (lambda: nn.InstanceNorm2d(8, track_running_stats=True), MAPS, "InstanceNormalNorm2d"),
     "InstanceNorm3d": (lambda: nn.InstanceNorm3d(8, affine=True), VOLUMES, "InstanceNormalNorm3d"),
 }
-EVERY = pytest.mark.parametrize(("build", "shape", "target"), SOURCES.values(), ids=SOURCES.keys())
+FROZEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "torchvision frozen": (lambda: FrozenBatchNorm2d(8, eps=1e-3), MAPS, ""),
+    "timm frozen": (lambda: norm_act(FrozenBatchNormAct2d, 8), MAPS, "Act"),
+}
+_SUFFIX = {"BatchNorm1d": "1d", "BatchNorm3d": "3d", "BatchNormAct2d": "Act2d", "BatchNormAct2d no act": "Act2d"}
+
+
+def cases() -> dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...], str]]:
+    """Return, by a name, the target, how to build a source, the shape of its input, and the class that it becomes."""
+    found = {f"{name} to normal": ("normal", *source) for name, source in SOURCES.items()}
+    batch = {name: source for name, source in SOURCES.items() if "BatchNorm" in name and "untracked" not in name}
+    for name, (build, shape, _) in {**batch, **FROZEN}.items():
+        fused = "Act" if "Act" in name or name == "timm frozen" else ""
+        found[f"{name} to frozen"] = "frozen", build, shape, f"FrozenBatchNorm{fused}"
+        for to in ("ln",) if name == "BatchNorm1d" else ("gn", "ln"):  # whose 8 groups may hold a single value
+            found[f"{name} to {to}"] = to, build, shape, f"MigratedGroupNorm{fused}"
+    for name, (build, shape, _) in batch.items():
+        if not name.startswith("Sync"):
+            suffix = _SUFFIX.get(name, "2d")
+            found[f"{name} to dbn"] = "dbn", build, shape, f"DecorrelatedBatchNorm{suffix}"
+            found[f"{name} to dbnn"] = "dbnn", build, shape, f"DecorrelatedBatchNormalNorm{suffix}"
+    return found
+
+
+EVERY = pytest.mark.parametrize(("to", "build", "shape", "target"), cases().values(), ids=cases().keys())
+CONSTANT = ("frozen", "gn", "ln")
+"""Targets whose layers are the source in evaluation, in training too."""
+ADDED = {"strength", "gain", "eps", "group_eps", "num_batches_tracked", "running_lambda"}
+ADDED |= {"running_covariance", "running_whitening"}
 
 
 def trained(build: Callable[[], nn.Module]) -> nn.Module:
@@ -117,17 +146,18 @@ def test_every_known_class_is_tried() -> None:
 
 @EVERY
 def test_same_function_in_eval_and_training(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
+    to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
 ) -> None:
     source = trained(build)
     expected = reference(source)
-    model = nn.Sequential(source)
-    model, report = retrofit.convert(model, "normal", noise=0.0)
+    model, report = retrofit.convert(nn.Sequential(source), to)
     assert type(model[0]).__name__ == target
     assert report.plan.counts == {"converted": 1, "kept": 0, "unsupported": 0}
     for training in (False, True):
         model.train(training)
-        expected.train(training)
+        expected.train(training and to not in CONSTANT)
+        for child in model[0].children() if to in CONSTANT else ():
+            child.eval()  # the dropout
         x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
         torch.manual_seed(2)
         out = model(x)
@@ -135,45 +165,39 @@ def test_same_function_in_eval_and_training(
         reference_out = expected(y)
         torch.testing.assert_close(out, reference_out, rtol=1e-5, atol=5e-6)
         assert_same_gradient(out, x, reference_out, y, 1e-4, 1e-5)
-    ours, theirs = (
-        model[0].state_dict(),
-        (expected[0] if isinstance(expected, nn.Sequential) else expected).state_dict(),
-    )
+    ours, theirs = model[0].state_dict(), expected.state_dict()
     for key, value in theirs.items():
-        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours[key.removeprefix("0.")], value, rtol=1e-5, atol=1e-5)
 
 
 @EVERY
 def test_tensors_are_moved_and_settings_carried(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
+    to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
 ) -> None:
     source = trained(build).eval()
     for parameter in source.parameters():
         parameter.requires_grad_(False)
-    held = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    held = {name: tensor.data_ptr() for name, tensor in (*source.named_parameters(), *source.named_buffers())}
+    trained_before = {id(parameter) for parameter in source.parameters()}
     calls: list[str] = []
     source.register_forward_hook(lambda *_: calls.append("hook"))
     source.mark = "kept"  # type: ignore[assignment]
     model = nn.Sequential(source)
-    optimizer = torch.optim.SGD([*source.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
-    new = retrofit.convert(model, "normal", check=False)[0][0]
-    for name, tensor in held.items():
-        assert dict((*new.named_parameters(), *new.named_buffers()))[name] is tensor
-    assert {id(p) for p in new.parameters()} <= {id(p) for g in optimizer.param_groups for p in g["params"]}
-    assert not any(p.requires_grad for p in new.parameters())
+    new = retrofit.convert(model, to, check=False)[0][0]
+    now = dict((*new.named_parameters(), *new.named_buffers()))
+    assert {name: now[name].data_ptr() for name in held} == held
+    assert trained_before <= {id(parameter) for parameter in new.parameters()}
+    assert not any(p.requires_grad for p in new.parameters() if id(p) in trained_before)
     assert not new.training
-    assert new.eps == source.eps
+    assert float(new.eps) == pytest.approx(source.eps)
     assert new.mark == "kept"
     assert set(source.state_dict()) <= set(new.state_dict())
-    assert set(new.state_dict()) - set(source.state_dict()) <= {
-        "strength",
-        "running_lambda",
-        "setting_alpha",
-        "setting_steps",
-    }
-    for attribute in ("momentum", "affine", "track_running_stats", "num_groups", "normalized_shape", "act", "drop"):
+    added = set(new.state_dict()) - set(source.state_dict())
+    assert {name for name in added if not name.startswith("setting_")} <= ADDED
+    for attribute in ("momentum", "track_running_stats", "normalized_shape", "act", "drop"):
         if hasattr(source, attribute):
             assert getattr(new, attribute) == getattr(source, attribute), attribute
+    calls.clear()  # the conversion may run the network
     model(torch.randn(shape))
     assert calls == ["hook"]
 
@@ -181,29 +205,28 @@ def test_tensors_are_moved_and_settings_carried(
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtype_is_carried(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], target: str, dtype: torch.dtype
+    to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str, dtype: torch.dtype
 ) -> None:
-    model = nn.Sequential(trained(build).to(dtype))
-    model = retrofit.convert(model, "normal")[0].eval()
+    model = retrofit.convert(nn.Sequential(trained(build).to(dtype)), to)[0].eval()
     assert all(p.dtype == dtype for p in model.parameters())
-    assert model[0].strength.dtype == torch.float32
+    assert to == "frozen" or model[0].strength.dtype == torch.float32
     assert model(torch.randn(shape, dtype=dtype)).dtype == dtype
 
 
 @EVERY
 def test_aliases_root_deepcopy_state_dict_and_meta(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
+    to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
 ) -> None:
     shared = trained(build)
     model = nn.ModuleDict({"first": shared, "second": nn.Sequential(shared)})
-    model, report = retrofit.convert(model, "normal")
+    model, report = retrofit.convert(model, to)
     assert model["first"] is model["second"][0]
     assert [row.name for row in report.plan.layers] == ["first", "second.0"]
 
-    root, _ = retrofit.convert(trained(build), "normal")
+    root, _ = retrofit.convert(trained(build), to)
     assert type(root).__name__ == target
     clone = copy.deepcopy(root)
-    fresh = retrofit.convert(build(), "normal")[0]
+    fresh = retrofit.convert(build(), to)[0]
     fresh.load_state_dict(root.state_dict())
     x = torch.randn(shape)
     for other in (clone, fresh):
@@ -211,15 +234,16 @@ def test_aliases_root_deepcopy_state_dict_and_meta(
 
     with torch.device("meta"):
         meta = build()
-    meta = retrofit.convert(nn.Sequential(meta), "normal")[0]
+    meta = retrofit.convert(nn.Sequential(meta), to)[0]
     if build().state_dict():  # a layer without tensors does not say where it lives
         assert all(t.is_meta for t in (*meta.parameters(), *meta.buffers()))
 
 
 @EVERY
-def test_full_strength_trains(build: Callable[[], nn.Module], shape: tuple[int, ...], target: str) -> None:
-    model = retrofit.convert(nn.Sequential(trained(build)), "normal")[0].train()
-    assert retrofit.set_strength(model, 1.0) == 1
+def test_full_strength_trains(to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str) -> None:
+    model = retrofit.convert(nn.Sequential(trained(build)), to)[0].train()
+    if to != "frozen":
+        assert retrofit.set_strength(model, 1.0) == 1
     x: Tensor = torch.randn(shape).exp().requires_grad_()
     model(x).square().mean().backward()
     assert x.grad is not None

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torchvision
 from torch import nn
 
 import retrofit
 from retrofit import RetrofitError, UsageError
 from retrofit.record import record_of
 from retrofit.surgery import TARGETS, Plan, apply, plan, set_strength, strength_of
-from retrofit.surgery.families import find_norms
 
 
 def mixed() -> nn.Module:
@@ -44,11 +42,6 @@ def test_each_target_converts_its_own_family(to: str, converted: set[str]) -> No
     assert {name for name, status in statuses(made).items() if status == "converted"} == converted
     assert all(row.reason for row in made.layers if row.status != "converted")
     assert str(model.state_dict().keys()) == str(before.keys()), "planning must change nothing"
-
-
-def test_source_narrows_normal() -> None:
-    made = plan(mixed(), "normal", source=["ln", "gn"])
-    assert {n for n, s in statuses(made).items() if s == "converted"} == {"3.0", "5"}
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -145,21 +138,6 @@ def test_unknown_classes_are_reported_not_treated_as_their_parent() -> None:
     assert type(model[1]) is LoudNorm
 
 
-def test_parametrized_and_lazy_layers_are_reported() -> None:
-    parametrized = nn.BatchNorm2d(8)
-    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
-    model = nn.Sequential(nn.BatchNorm2d(8), parametrized, nn.LazyBatchNorm2d())
-    rows = {row.name: row for row in plan(model).layers}
-    assert rows["1"].status == rows["2"].status == "unsupported"
-    assert "forward pass" in rows["2"].reason
-
-
-def test_frozen_batchnorm_is_kept() -> None:
-    model = torchvision.models.resnet18(norm_layer=torchvision.ops.FrozenBatchNorm2d)
-    with pytest.raises(RetrofitError, match="frozen"):
-        plan(model)
-
-
 def test_fused_children_and_a_module_called_twice_survive() -> None:
     model = timm.create_model("test_efficientnet").eval()
     x = torch.randn(2, 3, 64, 64)
@@ -188,12 +166,6 @@ def test_blocks_that_fuse_refuse_instead_of_dropping_the_transform(name: str) ->
         timm.utils.reparameterize_model(copy.deepcopy(model), inplace=True)
 
 
-def test_reparameterised_first_it_converts_what_is_left() -> None:
-    model = timm.utils.reparameterize_model(timm.create_model("repvit_m0_9").eval())
-    with pytest.raises(RetrofitError, match="no normalization layer at all"):
-        plan(model)
-
-
 def test_what_a_model_can_still_do(tmp_path: Any) -> None:
     model = timm.create_model("test_resnet", num_classes=7)
     retrofit.convert(model)
@@ -216,13 +188,6 @@ def test_an_optimizer_built_before_conversion_keeps_working() -> None:
     model(torch.randn(4, 3, 64, 64)).square().sum().backward()
     optimizer.step()
     assert not torch.equal(weight, before)
-
-
-def test_weights_are_not_copied() -> None:
-    model = timm.create_model("vit_tiny_patch16_224")
-    held = {name: p.data_ptr() for name, p in model.named_parameters()}
-    retrofit.convert(model, "lnn")
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == held
 
 
 def test_strength() -> None:
@@ -270,26 +235,9 @@ def test_conversions_follow_one_another() -> None:
         retrofit.convert(model, "normal")
 
 
-def test_every_norm_is_found_under_its_name() -> None:
-    assert [norm.name for norm in find_norms(mixed())] == ["1", "3.0", "3.1", "5"]
-
-
 def test_report_json_has_the_settled_fields() -> None:
     _, report = retrofit.convert(timm.create_model("test_resnet"))
     values = json.loads(json.dumps(report.to_dict()))
     assert {"to", "layers", "counts", "params", "strength"} <= set(values)
     assert set(values["layers"][0]) == {"name", "source", "target", "status", "reason"}
     assert values["params"]["before"] == values["params"]["after"]
-
-
-def test_every_target_is_described() -> None:
-    assert {"bnn", "lnn", "gnn", "inn", "normal"} <= set(TARGETS)
-    assert all(re.fullmatch(r"[^\n.]+", target.description) for target in TARGETS.values())
-
-
-def test_a_network_at_full_strength_can_be_converted_further() -> None:
-    model, _ = retrofit.convert(mixed(), "bnn")
-    set_strength(model, 1.0)
-    model, report = retrofit.convert(model, "lnn")
-    assert report.strength == 0.0
-    assert (model[1].strength.item(), model[5].strength.item()) == (1.0, 0.0)

@@ -241,7 +241,7 @@ def transformer(name: str) -> nn.Module:
     builders: dict[str, Callable[[], nn.Module]] = {
         "convnextv2": lambda: t.ConvNextV2Model(t.ConvNextV2Config(**stages)),
         "dinov3": lambda: t.DINOv3ConvNextModel(t.DINOv3ConvNextConfig(**stages)),
-        "bit": lambda: t.BitModel(t.BitConfig(embedding_size=32, **stages)),
+        "bit": lambda: t.BitModel(t.BitConfig(embedding_size=32, num_groups=2, **stages)),
         "poolformer": lambda: t.PoolFormerModel(t.PoolFormerConfig(**stages)),
         "detr": lambda: nn.Sequential(nn.Conv2d(3, 8, 1), DetrFrozenBatchNorm2d(8)),
         "rt-detr": lambda: nn.Sequential(nn.Conv2d(3, 8, 1), RTDetrFrozenBatchNorm2d(8)),
@@ -255,6 +255,7 @@ TRANSFORMERS |= {"detr": "ln", "rt-detr": "frozen"}
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "to"), TRANSFORMERS.items())
 def test_networks_of_transformers(name: str, to: str) -> None:
     _, report = retrofit.convert(transformer(name), to, input_size=(3, 64, 64))

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit import RetrofitError, UsageError
-from retrofit.layers import MigratedGroupNorm, ProxyNorm
+from retrofit.layers import ProxyNorm
 from retrofit.surgery import Plan, apply, plan
 
 TV = torchvision.models
@@ -89,21 +88,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, int | None]] = {
     # name: how to build it, image side, activations that must be proxied (None: as many as there are direct sites)
     "resnet18": (lambda: timm.create_model("resnet18"), 64, 9),
     "resnet50": (lambda: timm.create_model("resnet50"), 64, 33),
-    "tv:resnet18": (TV.resnet18, 64, 9),
-    "tv:resnet50": (TV.resnet50, 64, 33),
     "tv:vgg11_bn": (TV.vgg11_bn, 64, 8),
     "densenet121": (lambda: timm.create_model("densenet121"), 64, 121),
-    "tv:mobilenet_v3_small": (TV.mobilenet_v3_small, 64, None),
-    "mobilenetv3_small_050": (lambda: timm.create_model("mobilenetv3_small_050"), 64, None),
     "efficientnet_lite0": (lambda: timm.create_model("efficientnet_lite0"), 64, 33),
-    "efficientnet_b0": (lambda: timm.create_model("efficientnet_b0"), 64, 33),
-    "regnetx_002": (lambda: timm.create_model("regnetx_002"), 64, None),
     "resnetv2_50 with BatchNorm": (
         lambda: timm.models.resnetv2.ResNetV2([1, 1, 1, 1], norm_layer=timm.layers.BatchNormAct2d),
         64,
         None,
     ),
-    "tv:googlenet": (lambda: TV.googlenet(init_weights=False, aux_logits=True), 64, 59),
     "tv:inception_v3": (lambda: TV.inception_v3(init_weights=False, aux_logits=False), 96, 94),
     "functional": (Functional, 16, 1),
     "shared": (Shared, 16, 2),
@@ -114,7 +106,7 @@ def proxied(made: Plan) -> list[str]:
     return [row.name for row in made.edits if row.kind == "activation" and row.status == "converted"]
 
 
-LARGE = ("resnet50", "tv:resnet50", "tv:vgg11_bn", "densenet121", "tv:googlenet", "tv:inception_v3")
+LARGE = ("resnet50", "tv:vgg11_bn", "densenet121", "tv:inception_v3")
 
 
 @pytest.mark.parametrize(
@@ -149,18 +141,6 @@ def test_identical_at_zero_and_trains(name: str) -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_detection_backbone() -> None:
-    model = trained(TV.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None))
-    frozen = [m for m in model.modules() if type(m).__name__ == "FrozenBatchNorm2d"]
-    assert not frozen
-    x = torch.randn(1, 3, 96, 96)
-    expected = [v.detach() for v in model.backbone(x).values()]
-    model, report = retrofit.convert(model, "gn-pn")
-    assert proxied(report.plan)
-    for got, wanted in zip(model.backbone(x).values(), expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
-
-
 def test_which_activations_of_a_torchvision_resnet() -> None:
     model = TV.ResNet(TV.resnet.Bottleneck, [1, 1, 1, 1])
     names = {name for name, _ in model.named_modules() if name.endswith(("bn1", "bn2"))}
@@ -169,12 +149,6 @@ def test_which_activations_of_a_torchvision_resnet() -> None:
     assert len(left) == 4
     assert {row.reason for row in left} == {"after a residual addition"}
     assert {row.norm for row in report.plan.edits if row.status == "converted"} == names
-
-
-def test_squeeze_excite_is_left() -> None:
-    made = plan(timm.create_model("efficientnet_b0"), "gn-pn")
-    reasons = Counter(row.reason for row in made.edits if row.status == "left")
-    assert reasons["inside a squeeze-excite"] == 32
 
 
 def test_only_the_last_activation_before_pooling_keeps_its_scale() -> None:
@@ -256,25 +230,6 @@ def test_auto_groups_follow_the_data() -> None:
     settled = plan(model, "gn", groups="auto", calibrate=[rough]).layers[0]
     assert settled.options["num_groups"] < 16
     assert re.fullmatch(r"with 1 group its output changes by \d+%", settled.reason)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"to": "gn", "groups": 0}, UsageError, "at least 1"),
-        ({"to": "gn", "groups": "auto"}, UsageError, "calibrate"),
-        ({"to": "gn", "groups": "auto", "calibrate": []}, RetrofitError, "no images"),
-        ({"to": "ln", "groups": 4}, UsageError, "groups"),
-        ({"to": "gn", "noise": 0.4}, UsageError, "noise"),
-        ({"to": "gn", "pn_params": True}, UsageError, "pn_params"),
-        ({"to": "bnn", "ws": True}, UsageError, "ws"),
-    ],
-)
-def test_wrong_options(arguments: dict[str, Any], error: type[RetrofitError], message: str) -> None:
-    model = timm.create_model("test_resnet")
-    with pytest.raises(error, match=message):
-        retrofit.convert(model, **arguments)
-    assert not any(isinstance(m, MigratedGroupNorm) for m in model.modules())
 
 
 def test_layers_that_cannot_migrate_are_reported() -> None:
@@ -376,22 +331,6 @@ def test_plans_replay_on_a_fresh_model() -> None:
     model, _ = apply(Plan.from_dict(made.to_dict()), TV.resnet18())
     reference, _ = retrofit.convert(TV.resnet18(), "gn-pn", ws=True)
     assert list(model.state_dict()) == list(reference.state_dict())
-
-
-@pytest.mark.slow
-def test_compiles_whole() -> None:
-    model = retrofit.convert(trained(TV.resnet18()), "gn-pn")[0]
-    retrofit.set_strength(model, 1.0)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="eager")
-    x = torch.randn(2, 3, 64, 64)
-    torch.testing.assert_close(compiled(x), model(x))
-
-
-def test_reset_classifier_and_forward_features_survive() -> None:
-    model = retrofit.convert(timm.create_model("resnet18"), "gn-pn")[0]
-    model.reset_classifier(5)
-    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
-    assert model.forward_features(torch.randn(1, 3, 64, 64)).shape == (1, 512, 2, 2)
 
 
 class DataDependent(nn.Module):
