@@ -21,7 +21,7 @@ IMPORTS = """
 from torch.nn import functional as F
 from retrofit.layers import FrozenBatchNorm, StrengthMixin
 from retrofit.layers.norm_act import _ThenActivate
-from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, seed
+from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, materialize_at_zero
 """
 
 

@@ -64,6 +64,7 @@ def command(model: str, to: str | None, full: bool, as_json: bool, **options: An
     from retrofit.images.dataset import sample_batches
     from retrofit.networks import models
     from retrofit.surgery.families import find_norms
+    from retrofit.surgery.functional_norms import functional_norms
 
     choices = take_plan_options(options)
     given = [name for name, value in choices.items() if value is not None]
@@ -78,6 +79,7 @@ def command(model: str, to: str | None, full: bool, as_json: bool, **options: An
         "library": network.source.library,
         "layers": [_row(layer) for layer in found],
         "counts": dict(Counter(layer.label for layer in found)),
+        "functional": functional_norms(network.model),
     }
     if to is None:
         if full:
@@ -92,6 +94,8 @@ def command(model: str, to: str | None, full: bool, as_json: bool, **options: An
         (list_plan if full else show_plan)(plan)
         say(", ".join(f"{count} {status}" for status, count in plan.counts.items()))
         answer["plan"] = {**plan.to_dict(), "counts": plan.counts}
+    for sentence in answer["functional"]:
+        say(f"note: {sentence}")
     if as_json:
         emit(answer)
 

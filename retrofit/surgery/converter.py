@@ -135,7 +135,7 @@ def adopt(new: nn.Module, old: nn.Module) -> nn.Module:
     return new
 
 
-def seed(new: nn.Module, device: torch.device) -> nn.Module:
+def materialize_at_zero(new: nn.Module, device: torch.device) -> nn.Module:
     """Put the strength of a layer that was built on the meta device at 0, and its settings on `device`."""
     if isinstance(new, StrengthMixin):
         new._register_strength(0.0, device)

@@ -66,23 +66,13 @@ _COMPUTED = (
 )
 _LAZY = "not initialised yet; run one forward pass and convert again"
 
-UNSUPPORTED: dict[str, tuple[str | None, str]] = {
-    f"{_TORCH}.normalization.RMSNorm": (None, _RMS),
-    **{f"{_TIMM}.norm.{name}": (None, _RMS) for name in ("RmsNorm", "RmsNormFp32", "RmsNorm2d", "RmsNorm2dFp32")},
-    **{f"{_TIMM}.norm.{name}": (None, _RMS) for name in ("SimpleNorm", "SimpleNormFp32", "SimpleNorm2d")},
-    f"{_TIMM}.norm.SimpleNorm2dFp32": (None, _RMS),
-    **{f"{_TIMM}.norm_act.{name}": (None, _RMS) for name in ("RmsNormAct", "RmsNormActFp32", "RmsNormAct2d")},
-    f"{_TIMM}.norm_act.RmsNormAct2dFp32": (None, _RMS),
-    f"{_TIMM}.grn.GlobalResponseNorm": (None, "a response normalization inside an MLP, which standardises nothing"),
-    f"{_TORCH}.normalization.LocalResponseNorm": (None, "a response normalization, which standardises nothing"),
-    f"{_TORCH}.normalization.CrossMapLRN2d": (None, "a response normalization, which standardises nothing"),
-    **{f"{_TORCH}.batchnorm.LazyBatchNorm{n}d": ("bn", _LAZY) for n in (1, 2, 3)},
-    **{f"{_TORCH}.instancenorm.LazyInstanceNorm{n}d": ("in", _LAZY) for n in (1, 2, 3)},
-    f"{_TIMM}.inplace_abn.InplaceAbn": ("bn", _FUSED),
-    f"{_TIMM}.filter_response_norm.FilterResponseNormTlu2d": (None, _FUSED),
-    f"{_TIMM}.filter_response_norm.FilterResponseNormAct2d": (None, _FUSED),
-}
-"""Family of, and reason for, the classes that no conversion takes."""
+UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    (r"^Lazy(Batch|Instance)Norm", _LAZY),
+    (r"(Rms|RMS|Simple)Norm", _RMS),
+    (r"^(InplaceAbn|FilterResponseNorm)", _FUSED),
+    (r"ResponseNorm$|^CrossMapLRN", "a response normalization, which standardises nothing"),
+)
+"""Names of classes that no conversion takes, and why."""
 
 _BASES: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.modules.batchnorm._BatchNorm, "bn"),
@@ -145,15 +135,16 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     kind = full_name(type(module))
     if isinstance(module, StrengthMixin):
         return NormLayer(name, module, kind, None, "kept", "already converted")
-    if kind in UNSUPPORTED:
-        return NormLayer(name, module, kind, UNSUPPORTED[kind][0], "unsupported", UNSUPPORTED[kind][1])
     base, family = next(((b.__name__.lstrip("_"), f) for b, f in _BASES if isinstance(module, b)), (None, None))
-    if kind not in KNOWN and base is None:
+    reason = next((why for pattern, why in UNSUPPORTED if re.search(pattern, type(module).__name__)), "")
+    if kind not in KNOWN and base is None and not (reason and kind.startswith((_TORCH, _TIMM))):
         if not _NAMED_NORM.search(type(module).__name__) or not _holds_own_tensors(module):
             return None
         if "running_var" in module._buffers:
             family = "bn" if any(True for _ in module.parameters(recurse=False)) else "frozen-bn"
     family = KNOWN.get(kind, family)
+    if reason:
+        return NormLayer(name, module, kind, family, "unsupported", reason)
     if reason := _REPLACED if "forward" in vars(module) else computed_tensors(module):
         return NormLayer(name, module, kind, family, "unsupported", reason)
     if kind in KNOWN:

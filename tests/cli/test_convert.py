@@ -21,7 +21,9 @@ from retrofit import surgery
 from retrofit.cli.convert import command
 from retrofit.cli.network import file_stem
 from retrofit.compare import Reference
+from retrofit.images.dataset import sample_batches
 from retrofit.layers.normality_norm import NoiseKind
+from retrofit.networks.models import open_model
 from tests.cli.conftest import Run, complaint, done
 from tests.pictures import write_folder
 
@@ -84,6 +86,24 @@ def test_an_artifact_is_a_model_too(run: Run, here: Path, target: str) -> None:
     result = done(run("convert", "a.safetensors", "--to", "bnn", "--json"))
     assert json.loads(result.stdout)["output"] == "a-bnn.safetensors"
     assert (here / "a-bnn.safetensors").is_file()
+
+
+def test_the_command_gives_what_the_function_gives(run: Run, here: Path, tmp_path: Path) -> None:
+    pictures = write_folder(tmp_path / "pictures", each=1)
+    done(run("convert", "test_resnet", "--to", "bnn", "--only", "^bn1$", "-o", "a.safetensors"))
+    words = ["--to", "gn", "--groups", "4", "--skip", "layer1", "--strength", "0.5", "--calibrate", pictures]
+    result = json.loads(done(run("convert", "a.safetensors", *words, "--json")).stdout)
+    network = open_model("a.safetensors")
+    images = sample_batches(pictures, network.preprocess)
+    options: dict[str, Any] = {"groups": 4, "skip": ["layer1"], "strength": 0.5, "calibrate": images}
+    model, report = retrofit.convert(network.model, "gn", input_size=network.preprocess.input_size, **options)
+    expected = json.loads(json.dumps(report.to_dict()))
+    assert result["check"].pop("identity") is True
+    assert {name: result[name] for name in expected} == expected
+    assert {"change", "agreement"} <= expected.keys()
+    written = retrofit.load(result["output"]).state_dict()
+    assert written.keys() == model.state_dict().keys()
+    assert all(torch.equal(written[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("strength", [(), ("--strength", "0.5")])

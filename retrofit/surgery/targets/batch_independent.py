@@ -28,9 +28,9 @@ from retrofit.surgery.converter import (
     call_problem,
     count_batches,
     left_activations,
+    materialize_at_zero,
     planned_sites,
     register,
-    seed,
     sites_of,
 )
 from retrofit.surgery.convolutions import STANDARDIZED, describe, plan_convolutions
@@ -96,7 +96,7 @@ class BatchIndependentConverter(Converter):
         new.register_buffer("gain", torch.ones_like(new.running_mean) if gain is None else gain)
         if row.options.get("bias") is False:
             new.register_parameter("bias", None)
-        seed(new, device)
+        materialize_at_zero(new, device)
         return new
 
     def survey(self, model: nn.Module, plan: Plan) -> dict[tuple[str, int], Site]:

@@ -15,7 +15,7 @@ from retrofit import layers
 from retrofit.conversion_options import ConversionOptions
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.layers.inverse_square_root import GROUP_SIZE, largest_divisor
-from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, seed
+from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, materialize_at_zero, register
 from retrofit.surgery.families import FAMILIES, NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
 from retrofit.surgery.targets.normality import affine_arguments, arguments, layer_options
@@ -57,7 +57,7 @@ class DecorrelatedConverter(Converter):
         cls: Any = next(cls for cls in (*_PLAIN.values(), *_NORMAL.values()) if cls.__name__ == row.target)
         new = cls(*arguments(module), **affine_arguments(module), **row.options, device="meta", strength=0.0)
         adopt(new, module)
-        seed(new, device)
+        materialize_at_zero(new, device)
         new.reset_running_whitening()
         if self.normality:
             new.register_buffer("running_lambda", torch.ones_like(module.running_mean))

@@ -14,7 +14,7 @@ from torch import nn
 
 from retrofit import layers
 from retrofit.conversion_options import ConversionOptions
-from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, seed
+from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, materialize_at_zero, register
 from retrofit.surgery.families import FAMILIES, KNOWN, NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
 
@@ -69,7 +69,7 @@ class NormalityConverter(Converter):
         cls = _BY_NAME[str(row.target)]
         new = cls(*arguments(module), **affine_arguments(module), **row.options, device="meta", strength=0.0)
         adopt(new, module)
-        seed(new, device)
+        materialize_at_zero(new, device)
         mean = getattr(module, "running_mean", None)
         if mean is not None:
             new.register_buffer("running_lambda", torch.ones_like(mean))
