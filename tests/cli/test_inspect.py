@@ -23,7 +23,7 @@ def test_the_census(run: Run, here: Path) -> None:
 
 def test_json_lists_every_layer(run: Run, here: Path) -> None:
     values = json.loads(run("inspect", "tv:resnet18", "--json").stdout)
-    assert set(values) == {"schema", "model", "library", "layers", "counts"}
+    assert set(values) == {"schema", "model", "library", "layers", "counts", "functional"}
     assert (values["schema"], values["model"], values["library"]) == (1, "resnet18", "torchvision")
     assert values["counts"] == {"BatchNorm2d": 20}
     first = {"name": "bn1", "source": "BatchNorm2d", "family": "bn", "channels": 64, "status": "known", "reason": ""}
@@ -90,7 +90,7 @@ def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: st
 
 
 @pytest.mark.parametrize(
-    "words", [["--to", "gn-pn"], ["--to", "gn-pn", "--from", "gn"], ["--to", "bnn", "--from", "gn"], ["--to", "gn"]]
+    "words", [["--to", "ln-pn"], ["--to", "ln-pn", "--from", "gn"], ["--to", "bnn", "--from", "gn"], ["--to", "gn"]]
 )
 def test_a_hint_never_names_the_command_that_gave_it(run: Run, words: list[str]) -> None:
     result = run("inspect", "test_efficientnet_gn", *words)
