@@ -220,6 +220,7 @@ class Tracer(fx.Tracer):
         if isinstance(owner, fx.GraphModule):
             after = (step for step in dis.get_instructions(code) if step.offset > caller.f_lasti)
             self.places[node] = Place(owner, target, None, next(s.argval for s in after if s.opname == "STORE_FAST"))
+            self.assumed.add(node)
             return
         _, line, _, column = _positions(code)[caller.f_lasti // 2]
         self.places[node] = Place(owner, target, code, (line or 0, column or 0))

@@ -29,7 +29,7 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the source's layer; for a frozen one, which that would thaw, its constants and gamma and beta."""
         plain = super().plain_layer()
-        return trained_affine(self) if self.frozen and self.running_mean is not None else plain
+        return (None, trained_affine(self)) if self.frozen and self.running_mean is not None else plain
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return the children. Timm's `freeze_batch_norm_2d` and its opposite, when they ask, do to this layer as said.

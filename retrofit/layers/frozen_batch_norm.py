@@ -82,7 +82,7 @@ class FrozenBatchNorm(ConvertedLayer):
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the constants, and gamma and beta behind them."""
-        return trained_affine(self)
+        return None, trained_affine(self)
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""

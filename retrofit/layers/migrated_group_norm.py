@@ -377,7 +377,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         """
         t = float(self.strength)
         if t == 0:
-            return trained_affine(self)
+            return None, trained_affine(self)
         if t != 1:
             raise no_plain_layer(f"at strength {t:g} it lies between BatchNorm and GroupNorm; set_strength(model, 1)")
         weight = self.weight

@@ -13,13 +13,13 @@ private data.
 """
 
 from retrofit.opacus.fixers import fix_batch_norm
-from retrofit.opacus.samplers import per_sample_gradients, pointwise_gradients
+from retrofit.opacus.samplers import affine_gradients, per_sample_gradients
 from retrofit.opacus.validators import refuse_batch_statistics, refuse_randomness
 
 __all__ = [
+    "affine_gradients",
     "fix_batch_norm",
     "per_sample_gradients",
-    "pointwise_gradients",
     "refuse_batch_statistics",
     "refuse_randomness",
 ]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 import retrofit
 from retrofit import layers
 from retrofit.errors import RetrofitError
 
 X = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
-ALLOWED = {"ConstantAffine", "Pointwise"}  # no parameters; a convolution
+ALLOWED = {"ConstantAffine"}
 
 
 def network(name: str) -> nn.Module:
@@ -38,9 +40,9 @@ def ours(model: nn.Module) -> set[str]:
     return {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("retrofit")}
 
 
-def close(one: nn.Module, other: nn.Module, x: torch.Tensor = X) -> None:
+def close(one: nn.Module, other: nn.Module, *x: torch.Tensor) -> None:
     with torch.no_grad():
-        a, b = one.eval()(x), other.eval()(x)
+        a, b = one.eval()(*(x or (X,))), other.eval()(*(x or (X,)))
     assert (a - b).abs().max() <= 1e-5 * a.abs().max()
 
 
@@ -102,8 +104,8 @@ def test_layers_alone(source: nn.Module, target: str, shape: tuple[int, ...]) ->
     x = 0.5 + 2 * torch.randn(shape)
     model = nn.Sequential(nn.Identity(), copy.deepcopy(source)).train()
     model(x + 1)
-    retrofit.convert(model, target)
-    plain = retrofit.plain(model)
+    retrofit.convert(model, target, inputs=x, groups=2 if target == "gn" else None)
+    plain = retrofit.plain(model, inputs=x)
     close(model, plain, x)
     assert ours(plain) <= ALLOWED
     if target in ("bnn", "lnn", "gnn", "inn", "dbn"):
@@ -148,35 +150,212 @@ def test_a_network_that_holds_nothing_of_ours_is_copied() -> None:
     close(model, retrofit.plain(model))
     root, _ = retrofit.convert(nn.BatchNorm2d(6), "ln")
     assert isinstance(root, layers.MigratedGroupNorm)
-    close(root, retrofit.plain(root), torch.randn(2, 6, 4, 4))
+    x = torch.randn(2, 6, 4, 4)
+    close(root, retrofit.plain(root, inputs=x), x)
 
 
-class Skip(nn.Module):
-    """Calls an encoder's children itself, in code that cannot be traced: what its convolution gives is used twice."""
+class Block(nn.Module):
+    """A convolution and its norm; what is called how is the subclasses' affair."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[-1] % 2:
-            x = x[..., 1:]
-        kept = self.encoder[0](x)
-        return self.head((kept + self.encoder[1:](kept)).mean((2, 3)))
+        self.conv, self.bn, self.act = nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU()
+        self.other = nn.Conv1d(8, 3, 1)
 
 
-@pytest.mark.parametrize(("to", "strength"), [("ln", 0.0), ("ln", 1.0), ("frozen", None)])
-def test_a_copy_that_is_another_function_is_refused(to: str, strength: float | None) -> None:
+class Masked(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.conv(x)
+        return self.act(self.bn(h if mask is None else h * mask))
+
+
+class MaskedInside(Block):
+    """The argument is required, and given as None."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            h = self.conv(x)
+            return self.act(self.bn(h if mask is None else h * mask))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.inner(x, mask)
+
+
+class OtherMethod(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.conv(x)))
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class OtherEntry(nn.Module):
+    """The convolution is an entry of a sequence, which another method takes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return next(iter(self.encoder))(x)
+
+
+class SecondCall(Block):
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        y = self.act(self.bn(self.conv(x)))
+        return self.conv(self.other(y)) if again else y
+
+
+class OuterCall(nn.Module):
+    """What holds the block calls its convolution, with an optional argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = OtherMethod()
+
+    def forward(self, x: Tensor, raw: bool = False) -> Tensor:
+        return self.block.conv(x) if raw else self.block(x)
+
+
+class Untraced(nn.Module):
+    """Code that cannot be traced calls the encoder's children, and uses what its convolution gives twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.stack([self.encoder[0](sample) for sample in x])
+        return kept + self.encoder[1:](kept)
+
+
+class Uncalled(Block):
+    """A norm of the block that no trace shows may come before or after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.BatchNorm1d(8)
+        self.use_spare = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x)
+        return self.act(self.bn(self.spare(h) if self.use_spare else h))
+
+
+MASK = torch.arange(14.0) % 3
+USES: dict[str, tuple[type[nn.Module], list[Any]]] = {
+    "mask": (Masked, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
+    "mask inside": (MaskedInside, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
+    "other method": (OtherMethod, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
+    "other entry": (OtherEntry, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
+    "second call": (SecondCall, [lambda m, x: m(x), lambda m, x: m(x, again=True)]),
+    "outer call": (OuterCall, [lambda m, x: m(x), lambda m, x: m(x, raw=True)]),
+    "untraced": (Untraced, [lambda m, x: m(x)]),
+    "uncalled": (Uncalled, [lambda m, x: m(x), lambda m, x: vars(m).update(use_spare=True) or m(x)]),
+}
+
+
+def small(make: type[nn.Module], to: str) -> nn.Module:
     torch.manual_seed(0)
-    model = Skip()
-    nn.init.uniform_(model.encoder[1].running_mean, -1, 1)
-    model, _ = retrofit.convert(model, to, input_size=(3, 16, 16))
-    if strength is not None:
-        retrofit.set_strength(model, strength)
-    for size in (None, (3, 16, 16)):
-        with pytest.raises(RetrofitError, match="not the function"):
-            retrofit.plain(model, size)
+    model = make()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            nn.init.uniform_(module.running_mean, -1, 1)  # type: ignore[arg-type]
+            nn.init.uniform_(module.running_var, 0.5, 2)  # type: ignore[arg-type]
+    model, _ = retrofit.convert(model, to, input_size=(3, 16))
+    if to != "frozen":
+        retrofit.set_strength(model, 1.0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("to", ["ln", "frozen"])
+@pytest.mark.parametrize("use", USES)
+def test_every_call_is_the_same_function(use: str, to: str) -> None:
+    make, calls = USES[use]
+    x = torch.randn(2, 3, 16)
+    model = small(make, to)
+    plain = retrofit.plain(model, (3, 16))
+    assert ours(plain) == {"ConstantAffine"}
+    for call in calls:
+        torch.testing.assert_close(call(plain, x), call(model, x), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_proved_goes_into_the_convolution() -> None:
+    class Called(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.act(self.bn(self.conv(x))))
+
+    for make in (Called, lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.Identity(), nn.BatchNorm1d(8), nn.ReLU())):
+        for to in ("ln", "frozen"):
+            assert not ours(retrofit.plain(small(make, to), (3, 16)))
+
+
+class Reads(Block):
+    """Computes what the norm does from its tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, x = self.bn, self.conv(x)
+        if self.training:
+            return norm(x)
+        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+
+
+class ReadsUntraced(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(ReadsUntraced, self).forward(sample[None])[0] for sample in x])
+
+
+def test_tensors_that_other_code_reads_are_missed_in_one_line() -> None:
+    for make, message in ((Reads, "reads the tensors of bn"), (ReadsUntraced, "does not take what it took before")):
+        model, _ = retrofit.convert(make(), "frozen", input_size=(3, 16))
+        with pytest.raises(RetrofitError, match=message):
+            retrofit.plain(model, (3, 16))
+    model, _ = retrofit.convert(Reads(), "bnn", input_size=(3, 16))
+    torch.testing.assert_close(retrofit.plain(model, (3, 16))(X1 := torch.randn(2, 3, 9)), model(X1))
+
+
+class TwoInputs(Block):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.bn(self.conv(x) + self.conv(y))
+
+
+class Answers(Block):
+    """Returns nothing that can be compared."""
+
+    def forward(self, x: Tensor) -> str:
+        return str(self.bn(self.conv(x)).shape)
+
+
+def test_nothing_compared_is_said() -> None:
+    model, _ = retrofit.convert(TwoInputs(), "frozen")
+    x = torch.randn(2, 3, 9)
+    with pytest.warns(UserWarning, match="^not checked: .*`inputs`"):
+        retrofit.plain(model)
+    close(model, retrofit.plain(model, inputs=(x, x)).eval(), x, x)
+    model, _ = retrofit.convert(Answers(), "frozen", inputs=x)
+    with pytest.warns(UserWarning, match="^not checked: "):
+        retrofit.plain(model, inputs=x)
+
+
+def test_a_plain_block_may_fuse() -> None:
+    class Fuses(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(self.conv(x))
+
+        def fuse(self) -> str:
+            return "fused"
+
+    model, _ = retrofit.convert(Fuses(), "bnn", input_size=(3, 16))
+    with pytest.raises(RetrofitError, match="would fuse a converted layer"):
+        model.fuse()
+    assert retrofit.plain(model, (3, 16)).fuse() == "fused"
 
 
 def test_layers_with_hooks_are_refused() -> None:

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.layers.constant_affine import ConstantAffine, Pointwise
+from retrofit.layers.constant_affine import ConstantAffine
 from tests.layers.test_transforms import LAYERS, build
 
 
@@ -22,13 +22,7 @@ OTHERS = {
     "frozen": lambda: FrozenBatchNorm(8),
     "frozen act": _frozen_act,
     "constant": lambda: ConstantAffine(torch.rand(8), torch.rand(8)),
-    "pointwise": lambda: nn.Sequential(Pointwise(8, True).to_empty(device="cpu")).apply(_fill)[0],
 }
-
-
-def _fill(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        nn.init.uniform_(parameter)
 
 
 def assert_is_one_call(layer: nn.Module, x: torch.Tensor) -> None:
