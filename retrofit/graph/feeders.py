@@ -34,12 +34,12 @@ def sole_feeders(
     Returns:
         The convolution by norm, and the norms whose tensors other code reads.
     """
-    search = _Search(model, is_norm)
+    search = _Feeders(model, is_norm)
     found = ((norm, search.feeder(norm)) for norm in search.steps if is_norm(norm))
     return {norm: conv for norm, conv in found if conv is not None}, {norm for norm in search.read if is_norm(norm)}
 
 
-class _Search:
+class _Feeders:
     def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
         coverage = trace(model, is_norm)
         self.failures = coverage.failures
