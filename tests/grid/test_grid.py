@@ -122,7 +122,7 @@ class Network:
         """Arguments of the conversion."""
         size = ["--num-classes", "3"]
         strength = [] if self.target in WITHOUT_STRENGTH else ["--strength", str(self.strength)]
-        groups = ["--groups", "2"] if self.target in ("gn", "gn-pn") else []
+        groups = ["--groups", "2"] if self.row in ("gn", "gn-pn") else []
         return ["--to", self.target, "--img-size", str(SIZE), *size, *strength, *groups, "-o", self.artifact.name]
 
     def run(self, *words: object) -> dict[str, Any]:

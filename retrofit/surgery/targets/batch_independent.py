@@ -64,6 +64,9 @@ class BatchIndependentConverter(Converter):
         """Convert every BatchNorm that has running statistics; trace and measure where the options ask for it."""
         if options.pn_restore is not None and not (self.proxy or options.ws):
             raise UsageError("`pn_restore` means nothing without ProxyNorm or `ws`; leave it out")
+        own = [name for name in ("groups", "group_channels") if getattr(options, name) is not None]
+        if own and layers and all(layer.family == "gn" for layer in layers):
+            raise UsageError(f"`{own[0]}` means nothing to GroupNorm that is there, whose groups stay; leave it out")
         picked: dict[str, tuple[int, float]] = {}
         if options.groups == "auto":
             if options.calibrate is None:
@@ -122,7 +125,7 @@ class BatchIndependentConverter(Converter):
         return (
             *notes,
             f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays them): an optimizer built "
-            "before the conversion does not hold them, so build it again",
+            "before the conversion does not hold them, so build it again, of retrofit.finetune.parameter_groups",
         )
 
     def _keep_groups(self, found: NormLayer, followed: bool) -> Decision:

@@ -316,6 +316,15 @@ def test_proxy_norm_follows_a_norm_that_is_converted_again() -> None:
     assert model[2].norm is model[1]
 
 
+@pytest.mark.parametrize("options", [{"groups": 2}, {"group_channels": 4}, {"groups": "auto", "calibrate": []}])
+def test_groups_of_a_group_norm_are_not_asked_for(options: dict[str, Any]) -> None:
+    grouped = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.ReLU())
+    with pytest.raises(UsageError, match="whose groups stay"):
+        plan(grouped, "gn-pn", **options)
+    both = nn.Sequential(grouped, nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    assert plan(both, "gn-pn", groups=2).counts["converted"] == 2
+
+
 def test_group_norm_of_one_group_alone_suits_ln_pn() -> None:
     one = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8, affine=False), nn.ReLU())
     model, report = retrofit.convert(one, "ln-pn", input_size=(3, 8, 8))
