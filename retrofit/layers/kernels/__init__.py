@@ -133,7 +133,7 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         if not importlib.util.find_spec("triton"):
             return "triton is not installed"
         if device.type != "cuda":  # in the interpreter a self-test takes minutes; interpreted.py runs it at small sizes
-            return None if os.environ.get("TRITON_INTERPRET") == "1" else "the tensor is on the CPU"
+            return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the tensor is on {device}"
     try:
         kernels = _module(name)
     except ImportError as error:

@@ -2,6 +2,10 @@
 
 The library is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose
 sets lie regularly enough; `forward`, `backward` and `apply` hand anything else to `eager`.
+
+Where ranks share the sets, the library runs in stages. A stage leaves parts, a row a quantity and a column a set: means
+over the rank's own values. They become means over all ranks, in the order and the dtype in which `formulas` reduces
+them: ranks with and without the library may mix, also where a rank has no values.
 """
 
 from __future__ import annotations
@@ -14,12 +18,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers.kernels import build, eager, ranks
+from retrofit.layers import distributed
+from retrofit.layers.kernels import build, eager
 from retrofit.layers.kernels.build import UnavailableError
 from retrofit.layers.kernels.formulas import FIELDS
 from retrofit.layers.kernels.layout import Axis, Geometry, geometry_of, side_by_side
 
-_ALL = -1  # stages in one call
+TYPES = (torch.float32, torch.bfloat16)
+_ALL, _LAST = -1, 4  # all stages in one call; the stage of `forward` that writes
+# Rows of the parts: mean and variance; five means of the Newton step, smallest and largest value; mean of y; its mean
+# absolute deviation
+_STAGES = slice(0, 2), slice(2, 9), slice(9, 10), slice(10, 11)
 _SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
 
 
@@ -64,11 +73,11 @@ def forward(
     if group is None:
         _call("forward", x, geometry, options, *tensors, None)
         return stats
-    parts = _room(ranks.ROWS, geometry.sets)
-    for options.stage, rows in ranks.forward_stages(seed is not None):
+    parts = _room(_STAGES[-1].stop, geometry.sets)
+    for options.stage, rows in enumerate(_STAGES if seed is not None else _STAGES[:2]):
         _call("forward", x, geometry, options, *tensors, parts)
-        parts[rows] = ranks.share_forward(options.stage, parts[rows], x.numel() // geometry.sets, group)
-    options.stage = ranks.LAST
+        parts[rows] = _over_ranks(options.stage, parts[rows], x.numel() // geometry.sets, group)
+    options.stage = _LAST
     _call("forward", x, geometry, options, *tensors, parts)
     return stats
 
@@ -96,9 +105,9 @@ def backward(
     if group is None:
         _call("backward", x, geometry, options, *tensors, None)
     else:
-        parts, options.stage = _room(ranks.BACKWARD.stop, geometry.sets), 0
+        parts, options.stage = _room(5, geometry.sets), 0
         _call("backward", x, geometry, options, *tensors, parts)
-        parts, options.stage = ranks.average(parts, x.numel() // geometry.sets, group), 1
+        parts, options.stage = _average(parts, x.numel() // geometry.sets, group), 1
         _call("backward", x, geometry, options, *tensors, parts)
     return shares.sum(0)
 
@@ -122,7 +131,21 @@ def fault() -> str | None:
     return None
 
 
-TYPES = (torch.float32, torch.bfloat16)
+def _over_ranks(stage: int, own: Tensor, count: int, group: ProcessGroup) -> Tensor:
+    """Return what a stage of `forward` left over all ranks; `own`, (rows, sets), is over `count` values a set."""
+    if stage == 0:
+        (mean,) = _average(own[:1], count, group)
+        apart = own[0] - mean
+        offset, power = _average(torch.stack([apart, own[1] + apart * apart]), count, group)
+        return torch.stack([mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)])
+    if stage == 1:
+        extremes = distributed.widest(own[5], own[6], group)  # first, as `formulas` does
+        return torch.stack([*_average(own[:5], count, group), *extremes])
+    return _average(own, count, group)
+
+
+def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
+    return distributed.average(own * count, count, group)
 
 
 def _broadcast_geometry(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | None) -> Geometry | None:

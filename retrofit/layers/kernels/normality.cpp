@@ -19,7 +19,7 @@ struct Geometry {
 struct Options { float t, eps, factor; uint32_t seed0, seed1; int noise, threads, stage; };
 
 // Where ranks share the sets, a stage a call, and between them `parts`, a column a set: means over this rank's values
-// going out, over all ranks' coming back (ranks.py).
+// going out, over all ranks' coming back (cpp.py).
 enum { ALL = -1 };
 enum { PART_MEAN, PART_VAR, PART_M1, PART_M2, PART_M3, PART_M45, PART_V, PART_LOW, PART_HIGH, PART_CENTRE, PART_SPREAD };
 

@@ -15,9 +15,11 @@ import torch
 from retrofit.layers import kernels
 from retrofit.layers.kernels import eager, inductor, self_test
 from retrofit.layers.normality_norm import apply_statistics, normality_norm
+from tests.pretend_device import DEVICE, pretended
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DTYPES = tuple(self_test.TOLERANCES)
+ALL_CASES = self_test.CASES
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +89,20 @@ def test_the_users_random_numbers_and_grad_mode_stay_as_they_are() -> None:
     assert torch.is_grad_enabled()
 
 
+def test_nothing_meets_a_tensor_of_another_device() -> None:
+    with pretended(torch.nn.Module()), torch.no_grad():
+        for case in ALL_CASES:
+            self_test._compare(Recorder(), case, DEVICE, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["triton", "inductor"])
+def test_on_this_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "CASES", ALL_CASES)
+    assert self_test.fault(kernels._module(name), GPU, dtype) is None
+
+
 @pytest.mark.parametrize(
     ("working", "chosen", "message"),
     [
@@ -129,7 +145,7 @@ def test_what_is_broken_is_replaced_and_it_is_said_once(
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "CASES", [case for case in self_test.CASES if "share" in case.name])
+    monkeypatch.setattr(self_test, "CASES", [case for case in ALL_CASES if "share" in case.name])
     assert self_test.fault(inductor, CPU, torch.float32) is None
     assert self_test.fault(inductor, CPU, torch.bfloat16) is None
     monkeypatch.setenv(kernels.VARIABLE, "inductor")
