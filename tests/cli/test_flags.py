@@ -25,7 +25,7 @@ from retrofit.networks.models import open_model
 from tests.cli.conftest import Run, complaint
 
 PACKAGE = Path(retrofit.__file__).parent
-LIBRARY = [file for file in sorted(PACKAGE.rglob("*.py")) if "cli" not in file.parts]
+LIBRARY = [file for file in sorted(PACKAGE.rglob("*.py")) if "cli" not in file.relative_to(PACKAGE).parts]
 FLAG = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|-[a-z](?![\w-]))")
 COMMAND = re.compile(r"`retrofit ([a-z]+) ([^`]*)`")
 OTHERS = {
