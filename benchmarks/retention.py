@@ -37,7 +37,7 @@ def plain_swap(model: nn.Module) -> nn.Module:
             module.running_mean.zero_()
             module.running_var.fill_(1 - module.eps)
             module.gain.fill_(1)
-            module.eps.fill_(1e-5)
+            module.group_eps.fill_(1e-5)
     return model
 
 

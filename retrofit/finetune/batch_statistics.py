@@ -15,7 +15,6 @@ from retrofit.layers import (
     BatchNormalNorm2d,
     BatchNormalNorm3d,
     BatchNormalNormAct2d,
-    NormalityMixin,
     SyncBatchNormalNorm,
     SyncBatchNormalNormAct,
 )
@@ -50,7 +49,7 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
         How many layers synchronize.
 
     Raises:
-        RetrofitError: If a layer whitens, or takes several Newton steps: both need each set whole.
+        RetrofitError: If a layer whitens, which needs each set whole.
     """
     if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
         raise RetrofitError(
@@ -59,10 +58,6 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
     place = device_of(model) if device is None else torch.device(device)
     forms = _CONVERTED if place.type == "cpu" else _CONVERTED | _PLAIN
     found = [module for module in model.modules() if type(module) in forms]
-    if any(isinstance(module, NormalityMixin) and module.steps > 1 for module in found):
-        raise RetrofitError(
-            "synchronized statistics take one Newton step; convert with `newton_steps=1`, or do not synchronize"
-        )
     for module in found:
         vars(module)["_retrofit_local_form"] = type(module)
         module.__class__ = forms[type(module)]

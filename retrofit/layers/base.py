@@ -1,4 +1,4 @@
-"""What converted layers have in common: a strength, and for normality normalization noise and Newton steps.
+"""What converted layers have in common: answers about themselves, a strength, and the options of normality layers.
 
 The state dict of a converted layer holds all that its function depends on: with the tensors of one network, another
 that was converted to the same target is the same function, whatever it was converted from. (What only training uses,
@@ -7,7 +7,7 @@ noise and momentum, stays with the layer, as the p of a dropout does.)
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn, Self, get_args
+from typing import Any, ClassVar, NoReturn, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class ConvertedLayer(LeafMixin):
         A fused one takes over dropout and activation. BatchNorm is BatchNorm2d where this layer has forgotten of how
         many dimensions it was.
         """
-        new = self._build_source(_library_class(self.fused_source_name or self.source_name))
+        new = self._build_source(library_class(self.fused_source_name or self.source_name))
         for name in ("weight", "bias"):
             new.register_parameter(name, getattr(self, name))
         for name in ("running_mean", "running_var", "num_batches_tracked"):
@@ -118,7 +118,7 @@ def _not_plain(layer: ConvertedLayer) -> NoReturn:
     )
 
 
-def _library_class(name: str) -> Any:
+def library_class(name: str) -> Any:
     """Return torch's layer class of a name, or timm's, which takes long to import."""
     if hasattr(nn, name):
         return getattr(nn, name)
@@ -148,11 +148,13 @@ class StrengthMixin(ConvertedLayer, SettingsMixin):
     frozen: bool = False
     """Whether the layer evaluates in training too: see `retrofit.freeze_norms`."""
     _checked: tuple[int, int] | None = None
-    later_entries: ClassVar[tuple[str, ...]] = ()
-    """Buffers that state dicts of earlier versions lack; a layer that loads one keeps its own."""
 
     def _register_strength(self, strength: float, device: Any = None) -> None:
         self._buffers["strength"] = strength_code(check_strength(strength), device)  # a property has the name
+
+    def _register_options(self, device: Any = None, *, strength: float = 1.0) -> None:
+        """Take the constructor's options of the layer's kind."""
+        self._register_strength(strength, device)
 
     @property
     def _code(self) -> Tensor:
@@ -201,12 +203,8 @@ class StrengthMixin(ConvertedLayer, SettingsMixin):
         return {**super().__getstate__(), "_checked": None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the source layer's checkpoint and those of earlier versions: what they lack stays as it is."""
-        if prefix + "strength" in state_dict:
-            state_dict[prefix + "strength"] = as_strength_code(state_dict[prefix + "strength"])
-        for name in ("strength", *self.later_entries):
-            if prefix + name not in state_dict:
-                state_dict[prefix + name] = self._buffers[name].detach().clone()  # type: ignore[union-attr]
+        """Accept the source layer's checkpoint, which has no strength: that stays as it is."""
+        state_dict.setdefault(prefix + "strength", self._code.detach().clone())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -223,32 +221,48 @@ class StrengthMixin(ConvertedLayer, SettingsMixin):
             self._code.copy_(strength_code(check_strength(strength), self._code.device))
 
 
+class LayerOptions(TypedDict, total=False):
+    """The constructor's options of a normality-normalized layer beside torch's own: see `NormalityMixin`."""
+
+    noise: float
+    strength: float
+    noise_kind: NoiseKind
+    alpha: float
+
+
 class NormalityMixin(StrengthMixin):
     """The options of a normality-normalized layer.
 
     Attributes:
-        noise: xi, the factor of the Gaussian noise in training (paper's section 4.2); 0 for none.
+        noise: xi, the factor of the Gaussian noise in training (paper's section 4.2), by default the paper's; 0 for
+            none.
         noise_kind: "scaled" is the paper's additive noise; "unscaled" gives every set the same, and
             "gaussian-dropout" multiplies instead: the paper compares with both (section 5.6, figure 7).
         alpha: Degree of gaussianization in [0, 1] (eq. 6): lambda = 1 + strength * alpha * (estimate - 1). 1 is the
             paper's; 0 leaves the plain normalization and its noise.
-        steps: Newton iterations of the lambda estimate; one is the paper's.
     """
 
     noise: float
     noise_kind: NoiseKind
     alpha: float
-    steps: int
+    paper_noise: ClassVar[float] = 0.4
 
     def _register_options(
-        self, noise: float, strength: float, steps: int, noise_kind: NoiseKind, alpha: float, device: Any = None
+        self,
+        device: Any = None,
+        *,
+        noise: float | None = None,
+        strength: float = 1.0,
+        noise_kind: NoiseKind = "scaled",
+        alpha: float = 1.0,
     ) -> None:
-        self.noise = check_noise(noise)
-        self.noise_kind = check_noise_kind(noise_kind)
+        self.noise = self.paper_noise if noise is None else check_noise(noise)
+        if noise_kind not in get_args(NoiseKind):
+            raise ValueError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {noise_kind!r}")
+        self.noise_kind = noise_kind
         self.alpha = check_alpha(alpha)
-        self.steps = check_steps(steps)
         self._register_strength(strength, device)
-        hold_settings(self, {"alpha": check_alpha, "steps": check_steps}, device)
+        hold_settings(self, {"alpha": check_alpha}, device)
 
     @property
     def keeps_statistics(self) -> bool:
@@ -270,12 +284,12 @@ class NormalityMixin(StrengthMixin):
         if float(self.effective_alpha) == 0:
             return [self._source_form()]
         layer: Any = self
-        options = float(layer.eps), float(self.effective_alpha), layer.weight, layer.bias
+        options = vars(self)["eps"], float(self.effective_alpha), layer.weight, layer.bias
         return [EstimatedTransform(self._sets(), *options, self._per_channel())]
 
     def _source_form(self) -> nn.Module:
         """Return torch's layer that this one is at strength 0, for inference, without dropout and activation."""
-        return constants_of(self._build_source(_library_class(self.source_name)), self)
+        return constants_of(self._build_source(library_class(self.source_name)), self)
 
     def _per_channel(self) -> bool:
         """Whether gamma and beta, (C,), belong to dimension 1 of the input."""
@@ -303,21 +317,63 @@ class NormalityMixin(StrengthMixin):
 
     @property
     def _options(self) -> NormalityOptions:
-        """What `core.normality_norm` takes of the layer in its present mode."""
+        """What `normality_norm` takes of the layer in its present mode."""
         return {
             "strength": self.strength,
             "noise": self.noise if self.training else 0.0,
             "noise_kind": self.noise_kind,
             "alpha": self.alpha,
-            "steps": self.steps,
         }
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
-        usual = {"noise_kind": "scaled", "alpha": 1.0, "steps": 1}
+        usual = {"noise_kind": "scaled", "alpha": 1.0}
         extra = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         parts = [super().extra_repr(), f"noise={self.noise:g}", *(f"{name}={value}" for name, value in extra.items())]
         return ", ".join(parts)
+
+
+class EpsOfNoBatchNorm:
+    """The eps of a layer at a strength above 0, to be shown and compared, but not computed with.
+
+    Whoever adds it to a variance, to fuse the layer into a convolution for example, takes the layer for a BatchNorm.
+    """
+
+    __array_ufunc__ = None
+
+    def __init__(self, value: float, layer: StrengthMixin) -> None:
+        self.value, self.layer = value, type(layer).__name__
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value == getattr(other, "value", other))
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RetrofitError(
+            f"this code takes {self.layer} for a BatchNorm, which it is at strength 0 alone, by its eps; call the "
+            "layer, or fuse with retrofit.fold(model)"
+        )
+
+    __float__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls))._refuse()
+
+
+def reset_affine(layer: Any) -> None:
+    """Return gamma to 1 and beta to 0, as far as there are any; running statistics stay."""
+    if layer.weight is not None:
+        nn.init.ones_(layer.weight)
+    if getattr(layer, "bias", None) is not None:
+        nn.init.zeros_(layer.bias)
 
 
 def shown(name: str, value: Tensor) -> str:
@@ -328,13 +384,6 @@ def shown(name: str, value: Tensor) -> str:
 def strength_code(strength: float, device: Any = None) -> Tensor:
     """Return the buffer that holds t = `strength`; see `StrengthMixin`."""
     return torch.tensor([round(value / _UNIT) for value in (strength, strength**2)], device=device)
-
-
-def as_strength_code(held: Tensor) -> Tensor:
-    """Return the buffer of a state dict, in which earlier versions held t itself."""
-    if held.is_floating_point() and held.ndim == 0 and not held.is_meta:
-        return strength_code(held.item(), held.device)
-    return held
 
 
 def check_strength(strength: float) -> float:
@@ -351,22 +400,8 @@ def check_noise(noise: float) -> float:
     return float(noise)
 
 
-def check_noise_kind(kind: NoiseKind) -> NoiseKind:
-    """Return `kind` if there is noise of that kind."""
-    if kind not in get_args(NoiseKind):
-        raise ValueError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}")
-    return kind
-
-
 def check_alpha(alpha: float) -> float:
     """Return `alpha` if it lies in [0, 1]."""
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"alpha must lie in [0, 1], not {alpha}; 0 is no transform, 1 the paper's")
     return float(alpha)
-
-
-def check_steps(steps: int) -> int:
-    """Return `steps` if it is at least 1."""
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}; 1 is the paper's")
-    return int(steps)

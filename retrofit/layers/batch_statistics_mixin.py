@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.base import StrengthMixin
+from retrofit.layers.base import EpsOfNoBatchNorm, StrengthMixin, library_class
 from retrofit.layers.constant_affine import trained_affine
 
 _INSTEAD = {
@@ -23,8 +24,22 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
 
     That is what `torch.optim.swa_utils.update_bn`, Lightning's weight averaging and others look for in order to
     estimate the statistics anew. Those that put a BatchNorm of their own in a layer's place would drop what ours adds
-    to one. All of them ask each layer for its children, and nothing else tells a layer that they came by.
+    to one. All of them ask each layer for its children, and nothing else tells a layer that they came by. Those that
+    fuse a BatchNorm into a convolution add its eps to its variance: see `EpsOfNoBatchNorm`.
     """
+
+    @property
+    def eps(self) -> Any:
+        """Added to the variance; of use to others at strength 0 alone, where the layer is a BatchNorm."""
+        return self._eps if float(self.strength) == 0 else EpsOfNoBatchNorm(self._eps, self)
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        vars(self)["eps"] = value
+
+    @property
+    def _eps(self) -> Any:
+        return self.__dict__["eps"]
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the source's layer; for a frozen one, which that would thaw, its constants and gamma and beta."""
@@ -47,3 +62,6 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
             self.frozen = asking == "freeze_batch_norm_2d"
             self.training = not self.frozen
         return super().named_children()
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        library_class(self.source_name)._check_input_dim(self, x)

@@ -8,42 +8,29 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.base import StrengthMixin, no_plain_layer
+from retrofit.layers.base import no_plain_layer
 from retrofit.layers.batch_norm import (
     BatchNormalNorm1d,
     BatchNormalNorm2d,
     BatchNormalNorm3d,
-    RunningNormality,
+    RunningStatistics,
     _BatchNormalNorm,
 )
 from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.forms import GroupConvolution, channel_form
 from retrofit.layers.functional import _empty, _update_running
-from retrofit.layers.inverse_square_root import (
-    GROUP_SIZE,
-    ITERATIONS,
-    WHITENINGS,
-    Whitening,
-    check_group_size,
-    check_iterations,
-    check_whitening,
-    inverse_square_root,
-    largest_divisor,
-    newton_schulz,
-)
+from retrofit.layers.inverse_square_root import GROUP_SIZE, check_group_size, inverse_square_root, largest_divisor
 from retrofit.layers.kernels.formulas import affine
 from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize
 from retrofit.layers.sets import batch_sets
-from retrofit.layers.settings import hold_settings
 from retrofit.layers.transforms import transformed
 from retrofit.layers.yeo_johnson import yeo_johnson
 
 
-class DecorrelatedNorm(BatchStatisticsMixin):
+class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
     """Mixin: groups of channels are whitened where BatchNorm divides each by its standard deviation.
 
     With S the covariance of a group over (N, *), the matrix that multiplies the centred values is
@@ -54,8 +41,6 @@ class DecorrelatedNorm(BatchStatisticsMixin):
 
     Attributes:
         group_size: Channels that are whitened together: the largest divisor of the channels up to what was asked for.
-        whitening: "eigen", the exact root, or "newton-schulz", IterNorm's approximation.
-        iterations: Newton-Schulz steps.
         running_covariance: Running average of S, unbiased as `running_var` is, (groups, group_size, group_size); None
             where no statistics are tracked.
         running_whitening: Its root (running_covariance + eps)^(-1/2), whatever the strength. The paper averages the
@@ -64,25 +49,12 @@ class DecorrelatedNorm(BatchStatisticsMixin):
     """
 
     group_size: int
-    whitening: Whitening
-    iterations: int
     running_covariance: Tensor | None
     running_whitening: Tensor | None
 
-    def __init__(
-        self,
-        num_features: int,
-        *args: Any,
-        group_size: int = GROUP_SIZE,
-        whitening: Whitening = "eigen",
-        iterations: int = ITERATIONS,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
         self.group_size = largest_divisor(num_features, check_group_size(group_size))
-        self.whitening = check_whitening(whitening)
-        self.iterations = check_iterations(iterations)
-        hold_settings(self, {"whitening": WHITENINGS, "iterations": check_iterations}, self.strength.device)
         self.register_buffer("running_covariance", None)
         self.register_buffer("running_whitening", None)
         self.reset_running_whitening()
@@ -112,7 +84,7 @@ class DecorrelatedNorm(BatchStatisticsMixin):
         followed = torch.compiler.is_compiling() or transformed() or x.is_meta
         if not batch and not followed and bool(self.strength == 0):
             args = self.running_mean, self.running_var, self.weight, self.bias
-            return functional.batch_norm(x, *args, False, 0.0, self.eps)
+            return functional.batch_norm(x, *args, False, 0.0, self._eps)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.to(compute_dtype(x)).movedim(1, 0).reshape(-1, self.group_size, x.numel() // x.shape[1])
             y = self._by_batch(rows) if batch else self._by_running_statistics_of(rows)
@@ -178,8 +150,7 @@ class DecorrelatedNorm(BatchStatisticsMixin):
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
-        steps = f", iterations={self.iterations}" if self.whitening == "newton-schulz" else ""
-        return f"{super().extra_repr()}, group_size={self.group_size}, whitening={self.whitening}{steps}"
+        return f"{super().extra_repr()}, group_size={self.group_size}"
 
     def _by_batch(self, rows: Tensor) -> Tensor:
         """Normalize (groups, g, values) by their own statistics, and keep those."""
@@ -194,10 +165,8 @@ class DecorrelatedNorm(BatchStatisticsMixin):
 
     def _root(self, covariance: Tensor) -> Tensor:
         """Return (S + eps)^(-1/2), (groups, g, g)."""
-        regular = covariance + self.eps * torch.eye(self.group_size, dtype=covariance.dtype, device=covariance.device)
-        if self.whitening == "eigen":
-            return inverse_square_root(regular, self.eps)
-        return newton_schulz(regular, self.iterations)
+        regular = covariance + self._eps * torch.eye(self.group_size, dtype=covariance.dtype, device=covariance.device)
+        return inverse_square_root(regular, self._eps)
 
     def _by_running_statistics_of(self, rows: Tensor) -> Tensor:
         """Normalize (groups, g, values) by the running statistics."""
@@ -215,11 +184,7 @@ class DecorrelatedNorm(BatchStatisticsMixin):
 
     @torch.no_grad()
     def _track(self, found: Statistics, covariance: Tensor) -> None:
-        momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1.0 / self.num_batches_tracked.to(torch.float32)
+        momentum = self._momentum(1)
         running_lambda = getattr(self, "running_lambda", None)
         _update_running(self.running_mean, self.running_var, running_lambda, found, momentum)
         if self.running_covariance is not None and self.running_whitening is not None:
@@ -229,7 +194,7 @@ class DecorrelatedNorm(BatchStatisticsMixin):
 
     def _scaling(self, var: Tensor) -> Tensor:
         """Return diag(var + eps)^(-1/2) as matrices, (groups, g, g)."""
-        return torch.diag_embed(torch.rsqrt(var + self.eps).view(-1, self.group_size))
+        return torch.diag_embed(torch.rsqrt(var + self._eps).view(-1, self.group_size))
 
     def _uncorrelated(self, var: Tensor) -> tuple[Tensor, Tensor]:
         """Return covariances and roots, (groups, g, g) each, of channels of the given variance."""
@@ -244,54 +209,26 @@ class DecorrelatedNorm(BatchStatisticsMixin):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class _Plain(StrengthMixin, _NormBase):
-    """torch's constructor arguments, and what every torch this runs with has of `bias`."""
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        bias: bool = True,
-        strength: float = 1.0,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        if not bias:
-            self.register_parameter("bias", None)
-        self._register_strength(strength, device)
-
-    reset_parameters = RunningNormality.reset_parameters
-    _build_source = RunningNormality._build_source
-
-
-class DecorrelatedBatchNorm1d(DecorrelatedNorm, _Plain):
+class DecorrelatedBatchNorm1d(DecorrelatedNorm):
     """Decorrelated batch normalization over (N, C) or (N, C, L) input.
 
-    Takes `torch.nn.BatchNorm1d`'s arguments and `group_size` (most channels whitened together, the paper's 16),
-    `whitening` ("eigen" or "newton-schulz"), `iterations` (of the latter, 5) and `strength` (t, 1).
+    Takes `torch.nn.BatchNorm1d`'s arguments and `group_size` (most channels whitened together, the paper's 16) and
+    `strength` (t, 1).
     """
 
     source_name: ClassVar[str] = "BatchNorm1d"
-    _check_input_dim = BatchNormalNorm1d._check_input_dim
 
 
-class DecorrelatedBatchNorm2d(DecorrelatedNorm, _Plain):
+class DecorrelatedBatchNorm2d(DecorrelatedNorm):
     """Decorrelated batch normalization over (N, C, H, W) input; its arguments are `DecorrelatedBatchNorm1d`'s."""
 
     source_name: ClassVar[str] = "BatchNorm2d"
-    _check_input_dim = BatchNormalNorm2d._check_input_dim
 
 
-class DecorrelatedBatchNorm3d(DecorrelatedNorm, _Plain):
+class DecorrelatedBatchNorm3d(DecorrelatedNorm):
     """Decorrelated batch normalization over (N, C, D, H, W) input; its arguments are `DecorrelatedBatchNorm1d`'s."""
 
     source_name: ClassVar[str] = "BatchNorm3d"
-    _check_input_dim = BatchNormalNorm3d._check_input_dim
 
 
 class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrofit.layers.base import ConvertedLayer
+from retrofit.layers.base import ConvertedLayer, reset_affine
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.constant_affine import trained_affine
-from retrofit.layers.group_norm import GroupNormalNorm
 from retrofit.layers.norm_act import _ThenActivate
 
 
@@ -60,7 +59,7 @@ class FrozenBatchNorm(ConvertedLayer):
         self.register_buffer("running_var", torch.ones(num_features, device=device, dtype=dtype))
         self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
 
-    reset_parameters = GroupNormalNorm.reset_parameters
+    reset_parameters = reset_affine
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to `x`, (N, C, *)."""

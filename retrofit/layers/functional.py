@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from retrofit.layers import kernels
 from retrofit.layers.normality_norm import NormalityOptions, Statistics, apply_statistics, normality_norm
+from retrofit.layers.sets import batch_sets, channel_sets, group_sets, instance_sets, trailing_sets
 from retrofit.layers.transforms import transformed
 
 
@@ -44,7 +45,7 @@ def batch_normal_norm(
         eps: Added to the variance.
         group: Process group to share the statistics with.
         **options: `strength` (t, by default 1; at 0 the function is `torch.nn.functional.batch_norm`), `noise` (xi, by
-            default 0; in training only), `noise_kind`, `alpha` and `steps`, as `core.normality_norm` has them.
+            default 0; in training only), `noise_kind` and `alpha`: see `normality_norm`.
 
     Returns:
         The result in `x`'s shape and dtype.
@@ -65,8 +66,8 @@ def batch_normal_norm(
         return apply_statistics(x, mean, var, lmbda, gamma, beta, eps)
     if x.numel() == 0 and group is None:
         return _empty(x, gamma, beta)
-    dim = (0, *range(2, x.ndim))
-    out, found = normality_norm(x, gamma, beta, dim=dim, eps=eps, group=group, **options)
+    sets, dim = batch_sets(x)
+    out, found = normality_norm(sets, gamma, beta, dim=dim, eps=eps, group=group, **options)
     _update_running(running_mean, running_var, running_lambda, found, momentum)
     return out
 
@@ -81,17 +82,8 @@ def layer_normal_norm(
 ) -> Tensor:
     """Layer normality normalization: a set is each sample over `normalized_shape`, in training and after.
 
-    Args:
-        x: Input of shape (*, *normalized_shape).
-        normalized_shape: Trailing dimensions of a set.
-        weight: gamma, of `normalized_shape`, or None.
-        bias: beta, of `normalized_shape`, or None.
-        eps: Added to the variance.
-        **options: As for `batch_normal_norm`; at strength 0 the function is `torch.nn.functional.layer_norm`. Pass no
-            noise outside training.
-
-    Returns:
-        The result in `x`'s shape and dtype.
+    Takes `x` of shape (*, *normalized_shape), and gamma and beta of `normalized_shape` or None; options as for
+    `batch_normal_norm`, no noise outside training. At strength 0 the function is `torch.nn.functional.layer_norm`.
 
     Raises:
         RuntimeError: If `x` does not end in `normalized_shape`, as torch's layer does.
@@ -104,8 +96,8 @@ def layer_normal_norm(
         )
     if x.numel() == 0:
         return _empty(x, weight, bias)
-    dim = tuple(range(x.ndim - len(shape), x.ndim))
-    return normality_norm(x, weight, bias, dim=dim, eps=eps, **options)[0]
+    sets, dim = trailing_sets(len(shape), x)
+    return normality_norm(sets, weight, bias, dim=dim, eps=eps, **options)[0]
 
 
 def channel_layer_normal_norm(
@@ -117,15 +109,13 @@ def channel_layer_normal_norm(
 ) -> Tensor:
     """Layer normality normalization of channels-first maps: a set is each position of (N, C, *) over C.
 
-    Args are those of `layer_normal_norm`, with `weight` and `bias` of shape (C,).
-
-    Returns:
-        The result in `x`'s shape, dtype and memory format.
+    Takes what `layer_normal_norm` does, with `weight` and `bias` of shape (C,); keeps the memory format.
     """
     gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
     if x.numel() == 0:
         return _empty(x, gamma, beta)
-    return normality_norm(x, gamma, beta, dim=(1,), eps=eps, **options)[0]
+    sets, dim = channel_sets(x)
+    return normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)[0]
 
 
 def group_normal_norm(
@@ -138,10 +128,8 @@ def group_normal_norm(
 ) -> Tensor:
     """Group normality normalization: a set is each sample and group of channels over (C / num_groups, *).
 
-    Args are those of `layer_normal_norm`, for `x` of shape (N, C, *) and `weight` and `bias` of shape (C,).
-
-    Returns:
-        The result in `x`'s shape and dtype; at strength 0 the function is `torch.nn.functional.group_norm`.
+    Takes what `layer_normal_norm` does, for `x` of shape (N, C, *) and `weight` and `bias` of shape (C,). At strength
+    0 the function is `torch.nn.functional.group_norm`.
 
     Raises:
         ValueError: If the channels do not divide into the groups, or sets hold a single value.
@@ -164,11 +152,9 @@ def group_normal_norm(
         # Sets in channels_last are stretches of a group's channels.
         out = group_normal_norm(x.contiguous(), num_groups, weight, bias, eps, **options)
         return out.contiguous(memory_format=last)
-    split = (num_groups, channels // num_groups)
-    grouped = x.unflatten(1, split)
-    gamma, beta = (None if p is None else _view(p, x.ndim).unflatten(1, split) for p in (weight, bias))
-    dim = tuple(range(2, grouped.ndim))
-    out, _ = normality_norm(grouped, gamma, beta, dim=dim, eps=eps, **options)
+    sets, dim = group_sets(num_groups, x)
+    gamma, beta = (None if p is None else group_sets(num_groups, _view(p, x.ndim))[0] for p in (weight, bias))
+    out, _ = normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)
     return out.flatten(1, 2)
 
 
@@ -186,11 +172,9 @@ def instance_normal_norm(
 ) -> Tensor:
     """Instance normality normalization: a set is each sample and channel over (*).
 
-    Args are those of `batch_normal_norm`; `use_input_stats` chooses the sample's statistics over the running ones,
-    which are updated, where given, with the mean over the batch of the samples' statistics.
-
-    Returns:
-        The result in `x`'s shape and dtype; at strength 0 the function is `torch.nn.functional.instance_norm`.
+    Takes what `batch_normal_norm` does; `use_input_stats` chooses the sample's statistics over the running ones, which
+    are updated, where given, with the mean over the batch of the samples' statistics. At strength 0 the function is
+    `torch.nn.functional.instance_norm`.
 
     Raises:
         ValueError: If a sample has a single spatial element, or statistics are missing.
@@ -204,8 +188,8 @@ def instance_normal_norm(
     gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
     if x.numel() == 0:
         return _empty(x, gamma, beta)
-    dim = tuple(range(2, x.ndim))
-    out, found = normality_norm(x, gamma, beta, dim=dim, eps=eps, **options)
+    sets, dim = instance_sets(x)
+    out, found = normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)
     mean, var, lmbda = (s.mean(0) for s in found[:3])
     _update_running(running_mean, running_var, running_lambda, Statistics(mean, var, lmbda, found.size), momentum)
     return out

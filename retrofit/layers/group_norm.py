@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
-from retrofit.layers.base import NormalityMixin
+from retrofit.layers.base import LayerOptions, NormalityMixin, reset_affine
 from retrofit.layers.functional import group_normal_norm
-from retrofit.layers.normality_norm import NoiseKind
 from retrofit.layers.sets import Sets, group_sets
 
 
@@ -17,8 +16,8 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
     """Group normality normalization over (N, C, *) input: `torch.nn.GroupNorm`'s counterpart.
 
     lambda is estimated from each sample and group, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes
-    torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`, `alpha`
-    and `steps`.
+    torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
+    `alpha`.
     """
 
     source_name: ClassVar[str] = "GroupNorm"
@@ -33,34 +32,18 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
-        noise: float = 0.4,
-        strength: float = 1.0,
-        steps: int = 1,
-        noise_kind: NoiseKind = "scaled",
-        alpha: float = 1.0,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
-        self._register_options(noise, strength, steps, noise_kind, alpha, device)
+        self._register_options(device, **options)
 
-    def reset_parameters(self) -> None:
-        """Return gamma to 1 and beta to 0, as far as there are any; running statistics stay."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if getattr(self, "bias", None) is not None:
-            nn.init.zeros_(self.bias)
+    reset_parameters = reset_affine
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *)."""
-        return group_normal_norm(
-            x,
-            self.num_groups,
-            self.weight,
-            self.bias,
-            self.eps,
-            **self._options,
-        )
+        return group_normal_norm(x, self.num_groups, self.weight, self.bias, self.eps, **self._options)
 
     def _build_source(self, cls: Any) -> nn.Module:
         new: nn.Module = cls(self.num_groups, self.num_channels, self.eps, device="meta")

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.forms import Batched, in_sequence
 from retrofit.layers.functional import instance_normal_norm
-from retrofit.layers.normality_norm import NoiseKind
 from retrofit.layers.sets import Sets, trailing_sets
 
 
 class _InstanceNormalNorm(RunningNormality):
     """Instance normality normalization: a set is each sample and channel over (*)."""
 
-    _batched_ndim: int
+    _batched_ndim: ClassVar[int]
 
     def __init__(
         self,
@@ -28,29 +27,9 @@ class _InstanceNormalNorm(RunningNormality):
         track_running_stats: bool = False,
         device: Any = None,
         dtype: Any = None,
-        *,
-        bias: bool = True,
-        noise: float = 0.4,
-        strength: float = 1.0,
-        steps: int = 1,
-        noise_kind: NoiseKind = "scaled",
-        alpha: float = 1.0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            device,
-            dtype,
-            bias=bias,
-            noise=noise,
-            strength=strength,
-            steps=steps,
-            noise_kind=noise_kind,
-            alpha=alpha,
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *) or (C, *), with the sample's statistics (eval: the running ones, where tracked)."""
@@ -90,8 +69,8 @@ class _InstanceNormalNorm(RunningNormality):
 class InstanceNormalNorm1d(_InstanceNormalNorm):
     """Instance normality normalization over (N, C, L) or (C, L) input: `torch.nn.InstanceNorm1d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
-    `alpha` and `steps`.
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
+    `alpha`.
     """
 
     source_name: ClassVar[str] = "InstanceNorm1d"
@@ -99,22 +78,14 @@ class InstanceNormalNorm1d(_InstanceNormalNorm):
 
 
 class InstanceNormalNorm2d(_InstanceNormalNorm):
-    """Instance normality normalization over (N, C, H, W) or (C, H, W) input: `torch.nn.InstanceNorm2d`'s counterpart.
-
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
-    `alpha` and `steps`.
-    """
+    """Instance normality normalization over (N, C, H, W) or (C, H, W); its arguments are `InstanceNormalNorm1d`'s."""
 
     source_name: ClassVar[str] = "InstanceNorm2d"
     _batched_ndim = 4
 
 
 class InstanceNormalNorm3d(_InstanceNormalNorm):
-    """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W): `torch.nn.InstanceNorm3d`'s counterpart.
-
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`,
-    `alpha` and `steps`.
-    """
+    """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W), in the same way."""
 
     source_name: ClassVar[str] = "InstanceNorm3d"
     _batched_ndim = 5

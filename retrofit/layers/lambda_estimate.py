@@ -13,7 +13,6 @@ Throughout, with s = sign(h), a = |h| and l = log(1 + a), at lambda = 1:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,8 +26,6 @@ LOG_STRETCH = 4.0
 """Log of the most that the step may stretch a value of the set."""
 TINY = 1e-30
 """Stands for zero where it is divided by."""
-_SERIES_RADIUS = 0.5
-_SERIES_TERMS = 12
 
 Reduce = Callable[[list[Tensor]], list[Tensor]]
 """Means of each tensor over the normalized set, kept broadcastable."""
@@ -99,17 +96,21 @@ def first_step(h: Tensor, reduce: Reduce, bound: tuple[Tensor, Tensor], log: Ten
         h: Standardised values: mean zero over each set, variance at most one.
         reduce: Takes the means over each set.
         bound: `step_bounds` of the same sets.
-        log: log(1 + |h|), if it is at hand.
+        log: log(1 + |h|), if it is at hand; without it autograd may follow, at h = 0 too.
 
     Returns:
         The step and its moments, one a set, in `h`'s dtype.
     """
-    a = h.abs()
-    log = torch.log1p(a) if log is None else log
+    if log is None:
+        a = torch.where(h < 0, -h, h)
+        log = torch.log1p(a)
+        signed = torch.where(h < 0, -log, log)
+    else:
+        a, signed = h.abs(), torch.copysign(log, h)
     grown = (1 + a) * log
     d = grown - a
     e = grown * log - 2 * d
-    m1, m2, m3, m45, v = reduce([torch.copysign(log, h), h * d, d, torch.addcmul(a * e, d, d), h * h])
+    m1, m2, m3, m45, v = reduce([signed, h * d, d, torch.addcmul(a * e, d, d), h * h])
     v = v.clamp_min(TINY)
     slope = m2 / v - m1
     raw_curvature = (m45 - m3 * m3) / v - 2 * (m2 / v) ** 2
@@ -155,49 +156,3 @@ def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: Step
     dm45 = grown * log - 2 * d + log * (a_log + 2 * d)  # d (a * e + d^2) / d a
     even = by.by_m45 * dm45 + by.by_m3 * dm3  # of even functions of h, whose derivatives take its sign
     return by.by_m1 * inverse + by.by_m2 * dm2 + 2 * by.by_v * h + torch.where(h < 0, -even, even)
-
-
-def newton_lmbda(h: Tensor, dim: tuple[int, ...], steps: int = 1) -> Tensor:
-    """Estimate lambda by `steps` Newton iterations from lambda = 1, differentiably.
-
-    Args:
-        h: Standardised values; the normalized set spans `dim`.
-        dim: Dimensions of the set.
-        steps: Newton iterations; one is the paper's estimate.
-
-    Returns:
-        lambda, with `dim` kept as size one. 1 for sets without spread. Within `step_bounds`.
-    """
-    low, high = step_bounds(h.detach().amin(dim, True), h.detach().amax(dim, True))
-    a = h.abs()
-    log = torch.log1p(a)
-    s = torch.where(h < 0, -1.0, 1.0).to(h.dtype)
-    step = torch.zeros_like(low)  # lambda - 1
-    m1 = (s * log).mean(dim, True)
-    for _ in range(steps):
-        # psi = s * l * f(p * l) with p = 1 + s * step, so each derivative by lambda brings another factor s * l
-        f, f1, f2 = _exponential_moments((1 + s * step) * log)
-        psi, first, second = f * (s * log), f1 * log**2, f2 * (s * log**3)
-        var_first, _ = torch.var_mean(first, dim, correction=0, keepdim=True)
-        centred = psi - psi.mean(dim, True)
-        v = (centred * centred).mean(dim, True).clamp_min(TINY)
-        r = (centred * first).mean(dim, True) / v  # v' / (2 * v)
-        curvature = (var_first + (centred * second).mean(dim, True)) / v - 2 * r**2
-        step = (step - (r - m1) / curvature.clamp_min(MIN_CURVATURE)).clamp(low, high)
-    return 1 + step
-
-
-def _exponential_moments(u: Tensor) -> list[Tensor]:
-    """Integrals of x^k * exp(u * x) over x in [0, 1] for k = 0, 1, 2: f, f' and f'' of f(u) = expm1(u) / u."""
-    small = u.abs() < _SERIES_RADIUS
-    v = torch.where(small, u, 0.0)
-    w = torch.where(small, 1.0, u)
-    exp = torch.exp(w)
-    closed = (torch.expm1(w) / w, (exp * (w - 1) + 1) / w**2, (exp * (w * w - 2 * w + 2) - 2) / w**3)
-    out = []
-    for k, far in enumerate(closed):
-        series = torch.zeros_like(v)
-        for j in reversed(range(_SERIES_TERMS + 1)):
-            series = series * v + 1 / (math.factorial(j) * (j + k + 1))
-        out.append(torch.where(small, series, far))
-    return out

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
-from retrofit.layers.base import NormalityMixin
+from retrofit.layers.base import LayerOptions, NormalityMixin
 from retrofit.layers.forms import ChannelsFirstLayerNorm, constants_of
 from retrofit.layers.functional import channel_layer_normal_norm, layer_normal_norm
-from retrofit.layers.normality_norm import NoiseKind
 from retrofit.layers.sets import Sets, channel_sets, trailing_sets
 
 
@@ -19,11 +18,12 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
     """Layer normality normalization over the trailing `normalized_shape`: `torch.nn.LayerNorm`'s counterpart.
 
     lambda is estimated from each sample, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes torch's
-    arguments and `noise` (xi, the paper's 1.0), `strength` (t, 1) and `NormalityMixin`'s `noise_kind`, `alpha` and
-    `steps`.
+    arguments and `noise` (xi, the paper's 1.0), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
+    `alpha`.
     """
 
     source_name: ClassVar[str] = "LayerNorm"
+    paper_noise: ClassVar[float] = 1.0
 
     def __init__(
         self,
@@ -33,26 +33,14 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
-        *,
-        noise: float = 1.0,
-        strength: float = 1.0,
-        steps: int = 1,
-        noise_kind: NoiseKind = "scaled",
-        alpha: float = 1.0,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self._register_options(noise, strength, steps, noise_kind, alpha, device)
+        self._register_options(device, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (*, *normalized_shape)."""
-        return layer_normal_norm(
-            x,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            **self._options,
-        )
+        return layer_normal_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, **self._options)
 
     def _build_source(self, cls: Any) -> nn.Module:
         new: nn.Module = cls(self.normalized_shape, self.eps, device="meta")
@@ -77,13 +65,7 @@ class LayerNormalNorm2d(LayerNormalNorm):
         """Normalize `x`, (N, C, *), over C."""
         if x.ndim < 2 or x.shape[1] != self.normalized_shape[0]:
             raise RuntimeError(f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}")
-        return channel_layer_normal_norm(
-            x,
-            self.weight,
-            self.bias,
-            self.eps,
-            **self._options,
-        )
+        return channel_layer_normal_norm(x, self.weight, self.bias, self.eps, **self._options)
 
     def _build_source(self, cls: Any) -> nn.Module:
         new: nn.Module = cls(self.normalized_shape[0], self.eps, device="meta")

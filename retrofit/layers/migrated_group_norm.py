@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrofit.layers.base import StrengthMixin, no_plain_layer, shown
+from retrofit.layers.base import StrengthMixin, no_plain_layer, reset_affine, shown
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.constant_affine import named_sequence, trained_affine
 from retrofit.layers.forms import ConstantNorm, MigratedForm
-from retrofit.layers.group_norm import GroupNormalNorm
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.norm_act import _ThenActivate
 from retrofit.layers.normality_norm import compute_dtype
@@ -93,30 +92,25 @@ def migrated_group_norm(
     constants = running_mean.detach().to(dtype), rstd.detach(), gain.detach()
     # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
     if transformed():
-        mean, var = _moments_by_autograd(maps.to(dtype))
-        out, _, _ = _group_affine(maps, mean, var, *constants, gamma, beta, t.detach(), num_groups, eps)
+        found = *_moments(maps.to(dtype)), *constants
+        out, _, _ = _group_affine(maps, *found, gamma, beta, t.detach(), num_groups, eps)
     else:
-        mean, var = _moments(maps.detach().to(dtype))
-        out = _GroupAffine.apply(maps, mean, var, *constants, gamma, beta, t, num_groups, eps)
+        found = *_moments(maps.detach().to(dtype)), *constants
+        out = _GroupAffine.apply(maps, *found, gamma, beta, t, num_groups, eps)
     return out.view_as(x) if x.ndim == 2 else out
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of `x` (N, C, *) per sample and channel, (N, C) each, without cancellation."""
     dims = tuple(range(2, x.ndim))
-    if x.is_cpu or x.numel() == 0:  # on CPU var_mean takes several times as long; on nothing it warns
-        mean = x.mean(dims, keepdim=True)
-        var = torch.linalg.vector_norm(x - mean, dim=dims).square() / max(1, math.prod(x.shape[2:]))
-        return mean.flatten(1), var
-    var, mean = torch.var_mean(x, dims, correction=0)
-    return mean, var
-
-
-def _moments_by_autograd(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `_moments` does by operations that can be differentiated and batched."""
-    dims = tuple(range(2, x.ndim))
+    if not (transformed() or x.is_cpu or x.numel() == 0):  # on CPU var_mean takes several times as long
+        var, mean = torch.var_mean(x, dims, correction=0)
+        return mean, var
     mean = x.mean(dims, keepdim=True)
-    return mean.flatten(1), (x - mean).square().mean(dims)
+    if transformed():  # whose further derivatives the norm does not have everywhere
+        return mean.flatten(1), (x - mean).square().mean(dims)
+    var = torch.linalg.vector_norm(x - mean, dim=dims).square() / max(1, math.prod(x.shape[2:]))
+    return mean.flatten(1), var
 
 
 def _group_affine(
@@ -233,14 +227,34 @@ def group_gain(weight: Tensor | None, num_groups: int) -> Tensor | None:
     return (power / power.mean(1, keepdim=True)).sqrt().flatten().to(weight.dtype)
 
 
+@torch.no_grad()
+def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_groups: int) -> float:
+    """BatchNorm's eps as it counts in standardised units, so that a group's variance and eps add up to one on average.
+
+    Standardising leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
+    with BatchNorm's own eps would scale what is left up again, and the network with it.
+
+    Args:
+        weight: gamma, (C,), or None.
+        running_var: (C,).
+        eps: BatchNorm's.
+        num_groups: Groups G; divides C.
+    """
+    if running_var.is_meta:
+        return eps
+    short = eps / (running_var.double() + eps)
+    gain = group_gain(weight, num_groups)
+    return float((short if gain is None else gain.square() * short).mean())
+
+
 class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
     """GroupNorm of an input that was standardised by a BatchNorm's running statistics: see `migrated_group_norm`.
 
     It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
     other; the buffers are constants, as are `gain`, (C,), which starts at ones (see `group_gain`), and `eps` and
-    `group_eps`, 0-dim tensors, which a conversion settles by the source's statistics. `eps` is the BatchNorm's own, as
-    code that reads the layer's tensors expects. No sample sees another, in
-    training or evaluation, which are the same function.
+    `group_eps`, 0-dim tensors. A conversion settles gain and group_eps by the source's statistics, and so does loading
+    the source's checkpoint. `eps` is the BatchNorm's own, as code that reads the layer's tensors expects. No sample
+    sees another, in training or evaluation, which are the same function.
 
     Args:
         num_groups: Groups G; 1 normalizes each whole sample.
@@ -267,7 +281,6 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
     num_batches_tracked: Tensor
     eps: Tensor  # type: ignore[assignment]
     group_eps: Tensor
-    later_entries: ClassVar[tuple[str, ...]] = ("eps", "group_eps")
 
     def __init__(
         self,
@@ -303,7 +316,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
             self.register_buffer(name, torch.tensor(value, dtype=exact, device=device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> MigratedGroupNorm:
-        """Move as any module does, but let no half type round `eps` to nothing."""
+        """Move as any module does, but let no half type round an eps to nothing."""
         before = {name: self._buffers[name] for name in ("eps", "group_eps")}
         super()._apply(fn, recurse)
         for name, value in before.items():
@@ -312,7 +325,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
                 self._buffers[name] = value.to(now.device)
         return self
 
-    reset_parameters = GroupNormalNorm.reset_parameters
+    reset_parameters = reset_affine
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *)."""
@@ -399,10 +412,24 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         return ", ".join([*parts, f"affine={self.affine}, bias={self.bias is not None}"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept a BatchNorm's checkpoint: with no `gain` in it, that stays as it is."""
-        if prefix + "gain" not in state_dict:
-            state_dict[prefix + "gain"] = self.gain.detach().clone()
+        """Accept the source's checkpoint: with no `gain` in it, gain and group eps are settled by what it holds."""
+        given = {name: state_dict.get(prefix + name, getattr(self, name)) for name in ("weight", "running_var")}
+        missing = {prefix + name for name in ("gain", "eps", "group_eps")} - state_dict.keys()
+        if prefix + "gain" in missing and self._settles(**given):
+            eps = float(self.eps)
+            gain = group_gain(given["weight"], self.num_groups)
+            state_dict[prefix + "gain"] = torch.ones_like(self.gain) if gain is None else gain
+            settled = settled_eps(given["weight"], given["running_var"], eps, self.num_groups)
+            state_dict[prefix + "group_eps"] = torch.full_like(self.group_eps, settled)
+        for key in missing - state_dict.keys():
+            state_dict[key] = self._buffers[key.removeprefix(prefix)].detach().clone()  # type: ignore[union-attr]
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _settles(self, weight: Tensor | None, running_var: Tensor) -> bool:
+        """Whether tensors of a state dict fit and have values."""
+        return all(
+            t is None or (t.shape == self.running_var.shape and not t.is_meta) for t in (weight, running_var, self.gain)
+        )
 
 
 class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):

@@ -20,7 +20,7 @@ from retrofit.layers.kernels.eager import blocks
 from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype, reductions
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
-from retrofit.layers.lambda_estimate import StepGradient, first_step, newton_lmbda, step_bounds, step_derivative
+from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds, step_derivative
 from retrofit.layers.transforms import differentiable_once, transformed
 from retrofit.layers.yeo_johnson import lmbda_derivative, yeo_johnson
 
@@ -36,7 +36,6 @@ class NormalityOptions(TypedDict, total=False):
     noise: float
     noise_kind: NoiseKind
     alpha: float
-    steps: int
 
 
 class Statistics(NamedTuple):
@@ -68,35 +67,17 @@ def apply_statistics(
     dtype = compute_dtype(x)
     given = (mean, var, lmbda, weight, bias)
     wanted = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, *given))
-    if not wanted and kernels.fits(x):
-        return apply_constants(x, prepare(mean, var, lmbda, weight, bias, eps, dtype))
-    h = (x.to(dtype) - mean.to(dtype)) * torch.rsqrt(var.to(dtype) + eps)
-    return affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
-
-
-def prepare(
-    mean: Tensor,
-    var: Tensor,
-    lmbda: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return what `apply_constants` needs of each set, stacked: mean, 1 / std, lambda - 1, gamma and beta."""
-    ones = torch.ones_like(mean, dtype=dtype)
-    rstd, change = torch.rsqrt(var.to(dtype) + eps), lmbda.to(dtype) - 1
+    rstd = torch.rsqrt(var.to(dtype) + eps)
+    if wanted or not kernels.fits(x):
+        h = (x.to(dtype) - mean.to(dtype)) * rstd
+        return affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
+    ones = torch.ones_like(rstd)
     gamma, beta = ones if weight is None else weight, 0 * ones if bias is None else bias
-    return torch.stack([c.to(dtype) for c in (mean, rstd, change, gamma, beta)])
-
-
-def apply_constants(x: Tensor, constants: Tensor) -> Tensor:
-    """Apply the constants of `prepare` to `x`; autograd sees nothing of it."""
-    shape = constants.shape[1:]
-    layout = Layout.of(x, tuple(d for d, n in enumerate(shape) if n == 1), shape)
+    constants = torch.stack([c.to(dtype) for c in (mean, rstd, lmbda.to(dtype) - 1, gamma, beta)])
+    layout = Layout.of(x, tuple(d for d, n in enumerate(mean.shape) if n == 1), mean.shape)
     out = layout.empty_like(x)
-    given = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
-    kernels.run("apply", layout.view(out), layout.view(x), layout.dims, given)
+    constants = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
+    kernels.run("apply", layout.view(out), layout.view(x), layout.dims, constants)
     return out
 
 
@@ -111,7 +92,6 @@ def normality_norm(
     noise: float = 0.0,
     noise_kind: NoiseKind = "scaled",
     alpha: float = 1.0,
-    steps: int = 1,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Normalize, gaussianize, perturb and scale `x` with statistics of its own.
@@ -126,20 +106,21 @@ def normality_norm(
         noise: xi, the factor of the Gaussian noise; 0 for none.
         noise_kind: The paper's "scaled" noise (section 4.2), or one that it compares with (section 5.6): see `perturb`.
         alpha: Degree of gaussianization (eq. 6), in [0, 1]; 0 leaves the standardised values untransformed.
-        steps: Newton iterations of the estimate; 1 is the paper's.
         group: Process group whose ranks share the sets, or None.
 
     Returns:
         The result in `x`'s shape and dtype, and the statistics (lambda as estimated: strength does not enter it).
     """
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
-    if steps > 1 or transformed():
-        if group is not None and steps > 1:
-            raise ValueError("synchronized statistics take one Newton step; set steps=1")
+    if transformed():
         if group is not None:
             raise RuntimeError("synchronized statistics take no transform of torch.func; use the plain layer's class")
-        options = NormalityOptions(strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha, steps=steps)
-        return _by_autograd(x, weight, bias, dim, eps, options)
+        values = x.to(t.dtype)
+        var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
+        h = (values - mean) * torch.rsqrt(var + eps)
+        y, lmbda = gaussianize(h, dim, strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha)
+        found = Statistics(mean.detach(), var.detach(), lmbda.detach(), distributed.set_size(x, dim, None))
+        return affine(y, weight, bias).to(x.dtype), found
     factor = noise * t if noise else None
     if factor is not None and noise_kind != "scaled":
         y, found = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
@@ -214,22 +195,6 @@ def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | Non
     return None if factor is None or seed is None else Noise(factor, lambda: normal(x.shape, seed))
 
 
-def _by_autograd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dim: tuple[int, ...],
-    eps: float,
-    options: NormalityOptions,
-) -> tuple[Tensor, Statistics]:
-    """Algorithm 1 with any number of Newton steps, by torch operations alone."""
-    values = x.to(compute_dtype(x))
-    var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
-    y, lmbda = gaussianize((values - mean) * torch.rsqrt(var + eps), dim, **options)
-    count = x.numel() // max(mean.numel(), 1)
-    return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), count)
-
-
 def gaussianize(
     h: Tensor,
     dim: tuple[int, ...],
@@ -238,7 +203,6 @@ def gaussianize(
     noise: float = 0.0,
     noise_kind: NoiseKind = "scaled",
     alpha: float = 1.0,
-    steps: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Estimate lambda, transform and perturb values that are standardised already.
 
@@ -249,18 +213,23 @@ def gaussianize(
         noise: xi.
         noise_kind: What kind of noise.
         alpha: Degree of gaussianization.
-        steps: Newton iterations of the estimate.
 
     Returns:
         The transformed values, noise added, and lambda as estimated (strength does not enter it).
     """
     effective_alpha = torch.as_tensor(strength * alpha, dtype=h.dtype, device=h.device)
-    if steps == 1 and not transformed():
-        y, lmbda = _OneStep.apply(h, effective_alpha, dim)
-    else:
-        lmbda = newton_lmbda(h, dim, steps)
+    if transformed():
+        lmbda = estimate(h, dim)
         y = yeo_johnson(h, 1 + effective_alpha * (lmbda - 1))
+    else:
+        y, lmbda = _OneStep.apply(h, effective_alpha, dim)
     return perturb(y, noise * strength, noise_kind, dim) if noise else y, lmbda
+
+
+def estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Return the lambda of each set of standardised values, `dim` kept as size one, by differentiable operations."""
+    over = reductions(dim)
+    return 1 + first_step(h, over.means, step_bounds(*over.extremes(h.detach()))).step
 
 
 class _OneStep(torch.autograd.Function):

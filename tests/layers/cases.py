@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from retrofit import layers
 
+EPS = 1e-5
+"""Of every layer here."""
+
 
 @dataclass(frozen=True)
 class Case:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -15,6 +17,7 @@ from timm.layers import (
 )
 from timm.utils import freeze
 from torch import nn
+from torch.nn.utils import fuse_conv_bn_eval
 from torch.optim.swa_utils import update_bn
 
 import retrofit
@@ -67,6 +70,42 @@ def test_what_would_replace_a_layer_is_refused(name: str, replace: Callable[[nn.
     with pytest.raises(retrofit.RetrofitError, match=f"in the place of {type(network[0]).__name__}, without its tr"):
         replace(network)
     assert type(network[0]) is type(LAYERS[name]())
+
+
+def by_hand(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
+    """As mmcv, ultralytics and many networks of their own fuse a BatchNorm."""
+    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+    fused = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size).eval()
+    fused.weight = nn.Parameter(conv.weight * scale.view(-1, 1, 1, 1))
+    fused.bias = nn.Parameter((conv.bias - norm.running_mean) * scale + norm.bias)
+    return fused
+
+
+def by_numpy(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
+    """As converters to other frameworks do."""
+    scale = norm.weight.detach().numpy() / np.sqrt(norm.running_var.numpy() + norm.eps)
+    fused = copy.deepcopy(conv)
+    fused.weight.data *= torch.from_numpy(scale).view(-1, 1, 1, 1)
+    fused.bias.data = (fused.bias.data - norm.running_mean) * torch.from_numpy(scale) + norm.bias.data
+    return fused
+
+
+@pytest.mark.parametrize("fuse", [fuse_conv_bn_eval, by_hand, by_numpy])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "act"])
+def test_what_fuses_a_batch_norm_is_right_at_strength_0_and_refused_above(
+    name: str, fuse: Callable[[nn.Module, nn.Module], nn.Module]
+) -> None:
+    conv, layer = nn.Conv2d(3, 8, 3).eval(), LAYERS[name]().train()
+    layer(BATCHES[0])
+    x = torch.randn(2, 3, 6, 6)
+    layer.eval().set_strength(0.0)
+    torch.testing.assert_close(fuse(conv, layer)(x), layer(conv(x)), rtol=1e-4, atol=1e-5)
+    layer.set_strength(0.4)
+    assert layer.eps == 1e-5  # to look at
+    with pytest.raises(retrofit.RetrofitError, match=f"takes {type(layer).__name__} for a BatchNorm"):
+        fuse(conv, layer)
+    with pytest.raises(TypeError, match="EpsOfNoBatchNorm"):  # torch asks a number itself
+        nn.functional.batch_norm(layer(conv(x)), layer.running_mean, layer.running_var, eps=layer.eps)
 
 
 def test_layers_without_batch_statistics_may_be_walked_through() -> None:

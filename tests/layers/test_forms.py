@@ -51,7 +51,7 @@ ESTIMATING: dict[str, Callable[[], nn.Module]] = {
     "inn": lambda: layers.InstanceNormalNorm2d(C, affine=True),
 }
 OTHERS: dict[str, Callable[[], nn.Module]] = {
-    "gn": lambda: layers.MigratedGroupNorm(2, C, eps=0.02),
+    "gn": lambda: layers.MigratedGroupNorm(2, C, group_eps=0.02),
     "ln act": lambda: _activated(layers.MigratedGroupNormAct(1, C, bias=False)),
     "frozen": lambda: layers.FrozenBatchNorm(C),
     "frozen act": lambda: _activated(layers.FrozenBatchNormAct(C, affine=False)),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import retrofit
 from retrofit.layers.migrated_group_norm import (
     MigratedGroupNorm,
     MigratedGroupNormAct,
@@ -61,7 +62,7 @@ def test_outputs_and_gradients_are_the_formulas(shape: tuple[int, ...], groups: 
 def test_at_strength_0_it_is_batch_norm_in_evaluation(shape: tuple[int, ...], mode: bool) -> None:
     norm, x = layer(2, 0.0).float().train(mode), torch.randn(shape)
     before = copy.deepcopy(norm.state_dict())
-    reference = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    reference = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps.item())
     torch.testing.assert_close(norm(x), reference, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(dict(norm.state_dict()), dict(before), atol=0, rtol=0)  # the statistics are constants
 
@@ -74,8 +75,8 @@ def test_at_strength_1_it_is_group_norm_of_the_standardised_input(
 ) -> None:
     norm, x = layer(groups).float().train(mode), torch.randn(shape)
     norm.gain.fill_(1.0)
-    standard = F.batch_norm(x, norm.running_mean, norm.running_var, eps=norm.eps)
-    reference = F.group_norm(standard, groups, norm.weight, norm.bias, norm.eps)
+    standard = F.batch_norm(x, norm.running_mean, norm.running_var, eps=norm.eps.item())
+    reference = F.group_norm(standard, groups, norm.weight, norm.bias, norm.group_eps.item())
     torch.testing.assert_close(norm(x), reference, atol=1e-5, rtol=1e-5)
 
 
@@ -109,7 +110,7 @@ def test_without_affine_or_shift(options: dict[str, bool]) -> None:
     weight = torch.ones(6).double() if norm.weight is None else norm.weight
     stats = norm.running_mean, norm.running_var
     reference = oracle.migrated_group_norm(
-        x, 3, *stats, weight, torch.zeros(6).double(), 0.5, norm.eps, norm.eps, norm.gain
+        x, 3, *stats, weight, torch.zeros(6).double(), 0.5, norm.group_eps, norm.eps, norm.gain
     )
     torch.testing.assert_close(norm(x), reference)
     torch.testing.assert_close(
@@ -152,7 +153,7 @@ def test_samples_do_not_see_each_other() -> None:
 def test_at_strength_0_what_overflows_does_not_spread(value: float) -> None:
     norm, x = layer(2, 0.0).float(), torch.randn(2, 6, 3)
     x[0, 1, 1] = value
-    reference = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    reference = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps.item())
     torch.testing.assert_close(norm(x), reference, equal_nan=True)
     norm.set_strength(1.0)
     assert norm(x)[1].isfinite().all()
@@ -237,6 +238,35 @@ def test_checkpoints_of_batch_norm_load_and_back() -> None:
     again.load_state_dict(norm.state_dict())
     assert again.strength == 0
     assert copy.deepcopy(norm).strength == 0
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_sources_checkpoint_is_the_same_function_loaded_after_converting_as_before(affine: bool) -> None:
+    """Of another network than the one converted: gain and group_eps follow the gammas and variances loaded."""
+    other, checkpoint = nn.BatchNorm2d(6, affine=affine), nn.BatchNorm2d(6, affine=affine).eval()
+    for name, value in checkpoint.state_dict().items():
+        if value.is_floating_point():
+            nn.init.uniform_(value, 1e-4, 2) if "var" not in name else nn.init.uniform_(value, 1e-5, 1e-3)
+    x = torch.randn(2, 6, 3, 3)
+    late, _ = retrofit.convert(nn.Sequential(other.eval()), "gn", groups=2, check=False)
+    late[0].load_state_dict(checkpoint.state_dict())
+    early, _ = retrofit.convert(nn.Sequential(copy.deepcopy(checkpoint)), "gn", groups=2, check=False)
+    for strength in (0.0, 0.5, 1.0):
+        retrofit.set_strength(late, strength)
+        retrofit.set_strength(early, strength)
+        torch.testing.assert_close(late(x), early(x))
+    again, _ = retrofit.convert(nn.Sequential(nn.BatchNorm2d(6, affine=affine).eval()), "gn", groups=2, check=False)
+    early[0].gain.mul_(2)
+    again.load_state_dict(early.state_dict())  # which has a gain of its own
+    torch.testing.assert_close(again(x), early(x))
+
+
+def test_what_reads_the_layers_tensors_reads_the_sources_eps() -> None:
+    source = nn.BatchNorm1d(6, eps=0.3).eval()
+    norm: Any = retrofit.convert(nn.Sequential(source), "ln", check=False)[0][0]
+    x = torch.randn(4, 6)
+    read = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    torch.testing.assert_close(read, norm(x))
 
 
 def test_fused_dropout_and_activation_follow_in_order() -> None:

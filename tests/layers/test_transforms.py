@@ -38,7 +38,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         name: (lambda case=case: case.ours(**{case.affine: True, "noise": 0.0}), case.shape)
         for name, case in CASES.items()
     },
-    "two newton steps": (lambda: layers.GroupNormalNorm(2, 8, noise=0.0, steps=2), SHAPE),
     "migrated": (lambda: _migrated(1), SHAPE),
     "migrated groups": (lambda: _migrated(4), SHAPE),
     "migrated flat": (lambda: _migrated(2), (3, 8)),

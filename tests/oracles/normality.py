@@ -50,6 +50,19 @@ def newton_estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
     return 1 - slope / curvature
 
 
+def newton_iterations(h: Tensor, steps: int) -> float:
+    """Newton's method on the likelihood of one set, (N,), from lambda = 1, differentiated by torch."""
+
+    def loss(lmbda: Tensor) -> Tensor:
+        psi = power_transform(h, lmbda)
+        return (psi - psi.mean()).square().mean().log() / 2 - (lmbda - 1) * (h.sign() * h.abs().log1p()).mean()
+
+    lmbda = torch.ones((), dtype=h.dtype)
+    for _ in range(steps):
+        lmbda = lmbda - torch.func.grad(loss)(lmbda) / torch.func.grad(torch.func.grad(loss))(lmbda)
+    return float(lmbda)
+
+
 def normality_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, dim: tuple[int, ...], eps: float, strength: float
 ) -> Tensor:

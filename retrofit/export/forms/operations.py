@@ -82,10 +82,10 @@ def estimated(layer: Any, affine: bool = True, frozen: float | None = None) -> l
     """
     weight, bias = (layer.weight, layer.bias) if affine else (None, None)
     if frozen is None:
-        options = float(layer.eps), float(layer.effective_alpha), weight, bias
+        options = vars(layer)["eps"], float(layer.effective_alpha), weight, bias
         return [EstimatedTransform(layer._sets(), *options, layer._per_channel())]
     one = torch.ones(1, dtype=torch.float64, device=layer.strength.device)
-    parts: list[nn.Module] = [Standardize(layer._sets(), float(layer.eps)), TwoBranch(frozen * one, one, 0 * one)]
+    parts: list[nn.Module] = [Standardize(layer._sets(), vars(layer)["eps"]), TwoBranch(frozen * one, one, 0 * one)]
     if weight is not None:
         shift = torch.zeros_like(weight) if bias is None else bias
         parts.append(ChannelAffine(weight.detach(), shift.detach(), last=not layer._per_channel()))
