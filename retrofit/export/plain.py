@@ -22,8 +22,8 @@ from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_module
 from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
-from retrofit.layers.base import ConvertedLayer
 from retrofit.layers.constant_affine import ConstantAffine, named_sequence
+from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.record import set_record
 from retrofit.surgery import guards
 from retrofit.surgery.conversion import reference_of

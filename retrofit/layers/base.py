@@ -1,4 +1,4 @@
-"""What converted layers have in common: answers about themselves, a strength, and the options of normality layers.
+"""What converted layers have in common: a strength, and the options of normality normalization.
 
 The state dict of a converted layer holds all that its function depends on: with the tensors of one network, another
 that was converted to the same target is the same function, whatever it was converted from. (What only training uses,
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.forms import EstimatedTransform, channel_form, constant_copy, constants_of, in_sequence
-from retrofit.layers.leaf import LeafMixin
+from retrofit.layers.converted_layer import ConvertedLayer as ConvertedLayer  # noqa: PLC0414
+from retrofit.layers.converted_layer import library_class, no_plain_layer
+from retrofit.layers.forms import EstimatedTransform, constants_of
 from retrofit.layers.normality_norm import NoiseKind, NormalityOptions
 from retrofit.layers.sets import Sets
 from retrofit.layers.settings import SettingsMixin, hold_settings
@@ -23,117 +23,6 @@ from retrofit.layers.transforms import transformed
 
 _UNIT = 2.0**-40
 _SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of 0.01
-
-
-class ConvertedLayer(LeafMixin):
-    """A layer of ours, which says what it is in the layers of torch and timm, and in plain operations.
-
-    Attributes:
-        source_name: Class of the layer that it is at strength 0: torch's if torch has one of that name, else timm's.
-        fused_source_name: The same with dropout and activation, for layers that have those.
-    """
-
-    source_name: ClassVar[str] = ""
-    fused_source_name: ClassVar[str] = ""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let no class with a forward of its own inherit answers that were given for another."""
-        own = vars(cls).keys()
-        if "forward" in own and not own & {"_form", "_sets", "channel_map", "fused_modules"}:
-            answers = {"channel_map": _no_map, "inference_form": constant_copy}
-            for name, answer in {**answers, "source_layer": _not_plain, "plain_layer": _not_plain}.items():
-                setattr(cls, name, answer)
-        super().__init_subclass__(**kwargs)
-
-    def source_layer(self) -> nn.Module:
-        """Return torch's or timm's layer that this one is at strength 0, around the same parameters and buffers.
-
-        A fused one takes over dropout and activation. BatchNorm is BatchNorm2d where this layer has forgotten of how
-        many dimensions it was.
-        """
-        new = self._build_source(library_class(self.fused_source_name or self.source_name))
-        for name in ("weight", "bias"):
-            new.register_parameter(name, getattr(self, name))
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            if name in self._buffers:
-                new._buffers[name] = self._buffers[name]
-        for name in new._modules.keys() & self._modules.keys():
-            setattr(new, name, self._modules[name])
-        return new.train(self.training)
-
-    def _build_source(self, cls: Any) -> nn.Module:
-        """Return a `cls` on the meta device, with this layer's settings."""
-        raise NotImplementedError
-
-    def channel_map(self) -> ChannelMap | None:
-        """Return what the layer computes in evaluation before dropout and activation, if a constant map per channel."""
-        return None
-
-    def affine_map(self) -> tuple[Tensor, Tensor] | None:
-        """Return (scale, shift), (C,) in float64, of the same if it is affine."""
-        constant = self.channel_map()
-        return constant.affine() if constant is not None and constant.is_affine else None
-
-    @torch.no_grad()
-    def inference_form(self) -> nn.Module:
-        """Return a module of plain torch operations with float32 constants: this layer in evaluation, all of it."""
-        return in_sequence([*self._form(), *map(_form_of, self.fused_modules())])
-
-    def _form(self) -> list[nn.Module]:
-        """Return the operations of the layer in evaluation, before dropout and activation."""
-        constant = self.channel_map()
-        assert constant is not None
-        return channel_form(constant)
-
-    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return what trains the same parameters in layers of torch and timm.
-
-        Returns:
-            A constant affine map of the input, (C,) each in float64, or None; and the layer behind it.
-
-        Raises:
-            RetrofitError: If there is no such layer, with the reason.
-        """
-        return None, self.source_layer()
-
-    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return a view of the input `x` and the dimensions that span a set there; none if it normalizes by constants.
-
-        Sets that span the batch are those of training.
-        """
-        return x, ()
-
-    def fused_modules(self) -> list[nn.Module]:
-        """Return the dropout and the activation of a fused layer, in the order in which they follow."""
-        return []
-
-
-def _no_map(layer: ConvertedLayer) -> None:
-    """Say that a layer is no constant map that anyone knows."""
-
-
-def _not_plain(layer: ConvertedLayer) -> NoReturn:
-    raise no_plain_layer(
-        f"nobody has said what a {type(layer).__name__} is in plain layers; export_onnx takes it as it is"
-    )
-
-
-def library_class(name: str) -> Any:
-    """Return torch's layer class of a name, or timm's, which takes long to import."""
-    if hasattr(nn, name):
-        return getattr(nn, name)
-    import timm.layers
-
-    return getattr(timm.layers, name)
-
-
-def _form_of(module: nn.Module) -> nn.Module:
-    return module.inference_form() if isinstance(module, ConvertedLayer) else constant_copy(module)
-
-
-def no_plain_layer(reason: str) -> RetrofitError:
-    """Return the refusal of a layer that only this package has."""
-    return RetrofitError(f"no layer of torch or timm computes what this one does: {reason}")
 
 
 class StrengthMixin(ConvertedLayer, SettingsMixin):
@@ -257,9 +146,7 @@ class NormalityMixin(StrengthMixin):
         alpha: float = 1.0,
     ) -> None:
         self.noise = self.paper_noise if noise is None else check_noise(noise)
-        if noise_kind not in get_args(NoiseKind):
-            raise ValueError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {noise_kind!r}")
-        self.noise_kind = noise_kind
+        self.noise_kind = check_noise_kind(noise_kind)
         self.alpha = check_alpha(alpha)
         self._register_strength(strength, device)
         hold_settings(self, {"alpha": check_alpha}, device)
@@ -368,14 +255,6 @@ class EpsOfNoBatchNorm:
         next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls))._refuse()
 
 
-def reset_affine(layer: Any) -> None:
-    """Return gamma to 1 and beta to 0, as far as there are any; running statistics stay."""
-    if layer.weight is not None:
-        nn.init.ones_(layer.weight)
-    if getattr(layer, "bias", None) is not None:
-        nn.init.zeros_(layer.bias)
-
-
 def shown(name: str, value: Tensor) -> str:
     """Return "NAME=VALUE" of a 0-dim tensor; nothing where it has no value to show (meta, under a trace)."""
     return f"{name}={value.item():.3g}" if type(value) is Tensor and not value.is_meta else ""
@@ -398,6 +277,13 @@ def check_noise(noise: float) -> float:
     if not 0.0 <= noise < float("inf"):
         raise ValueError(f"noise must be a finite number >= 0, not {noise}; 0 turns it off")
     return float(noise)
+
+
+def check_noise_kind(kind: NoiseKind) -> NoiseKind:
+    """Return `kind` if there is noise of that kind."""
+    if kind not in get_args(NoiseKind):
+        raise ValueError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}")
+    return kind
 
 
 def check_alpha(alpha: float) -> float:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from retrofit.layers.base import NormalityMixin, StrengthMixin, reset_affine
+from retrofit.layers.base import NormalityMixin, StrengthMixin
 from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
 from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.converted_layer import reset_affine
 from retrofit.layers.functional import batch_normal_norm
 from retrofit.layers.sets import Sets, batch_sets
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.base import EpsOfNoBatchNorm, StrengthMixin, library_class
+from retrofit.layers.base import EpsOfNoBatchNorm, StrengthMixin
 from retrofit.layers.constant_affine import trained_affine
+from retrofit.layers.converted_layer import library_class
 
 _INSTEAD = {
     "convert_sync_batchnorm": "call retrofit.sync_norms(model) in its place",

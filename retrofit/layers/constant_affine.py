@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers.base import ConvertedLayer
+from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.forms import ChannelAffine
 
 

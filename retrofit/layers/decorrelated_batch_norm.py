@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.base import no_plain_layer
 from retrofit.layers.batch_norm import (
     BatchNormalNorm1d,
     BatchNormalNorm2d,
@@ -20,6 +19,7 @@ from retrofit.layers.batch_norm import (
 )
 from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
 from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.converted_layer import no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form
 from retrofit.layers.functional import _empty, _update_running
 from retrofit.layers.inverse_square_root import GROUP_SIZE, check_group_size, inverse_square_root, largest_divisor

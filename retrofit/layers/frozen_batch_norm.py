@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrofit.layers.base import ConvertedLayer, reset_affine
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.constant_affine import trained_affine
+from retrofit.layers.converted_layer import ConvertedLayer, reset_affine
 from retrofit.layers.norm_act import _ThenActivate
 
 

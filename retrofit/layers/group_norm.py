@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
-from retrofit.layers.base import LayerOptions, NormalityMixin, reset_affine
+from retrofit.layers.base import LayerOptions, NormalityMixin
+from retrofit.layers.converted_layer import reset_affine
 from retrofit.layers.functional import group_normal_norm
 from retrofit.layers.sets import Sets, group_sets
 

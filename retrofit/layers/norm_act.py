@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from retrofit.layers.base import ConvertedLayer
 from retrofit.layers.batch_norm import BatchNormalNorm2d, SyncBatchNormalNorm
+from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedBatchNorm2d, DecorrelatedBatchNormalNorm2d
 from retrofit.layers.group_norm import GroupNormalNorm
 from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d

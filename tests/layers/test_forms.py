@@ -118,7 +118,7 @@ def test_the_form_is_the_layer_in_plain_operations(name: str, strength: float) -
     modes = [module.training for module in layer.train().modules()]
     form = layer.inference_form()
     assert [module.training for module in layer.modules()] == modes  # not even those of a fused activation
-    assert not any(isinstance(module, layers.base.ConvertedLayer) for module in form.modules())
+    assert not any(isinstance(module, layers.converted_layer.ConvertedLayer) for module in form.modules())
     assert not any(parameter.requires_grad for parameter in form.parameters())
     expected = precise(layer.eval(), x)
     torch.testing.assert_close(form(x.float()).double(), expected, rtol=2e-5, atol=2e-5 * expected.std().item())

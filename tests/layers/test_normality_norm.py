@@ -1,7 +1,6 @@
 """What every normality-normalized layer promises, against torch's own layers and the paper's formulas."""
 
 import copy
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,30 +28,6 @@ def pair(case: Case, strength: float, **kwargs: Any) -> tuple[nn.Module, nn.Modu
     torchs = randomise(case.torchs(**options))
     ours.load_state_dict(torchs.state_dict())
     return ours, torchs
-
-
-@ALL
-def test_strength_zero_trains_as_torchs_layer(case: Case) -> None:
-    ours, torchs = pair(case, strength=0.0)
-    for _ in range(3):
-        x, y = (case.input().requires_grad_() for _ in range(2))
-        out, expected = ours(x), torchs(y)
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
-        ours.zero_grad()
-        torchs.zero_grad()
-        assert_same_gradient(out, x, expected, y, 1e-4, 1e-5)
-        for name, parameter in torchs.named_parameters():
-            torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=2e-5)
-    for name, buffer in torchs.named_buffers():
-        torch.testing.assert_close(ours.get_buffer(name), buffer, rtol=1e-6, atol=1e-6)
-
-
-@ALL
-def test_lambda_one_is_torchs_layer_in_eval(case: Case) -> None:
-    """A running lambda of 1 at any strength, or strength 0 where lambda is estimated from the sample."""
-    ours, torchs = pair(case, strength=1.0 if case.running else 0.0)
-    x = case.input()
-    torch.testing.assert_close(ours.eval()(x), torchs.eval()(x), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items() if case.running])
@@ -107,15 +82,6 @@ def test_half_precision_in_and_out_float32_inside(case: Case, dtype: torch.dtype
     with torch.autocast("cpu", dtype):
         assert ours(x).dtype == dtype
         assert ours(x.float()).dtype == torch.float32
-
-
-@ALL
-def test_gradients_come_in_each_inputs_dtype(case: Case) -> None:
-    ours, _ = pair(case, strength=1.0)
-    x = case.input(torch.bfloat16).requires_grad_()
-    ours(x).float().square().sum().backward()
-    assert x.grad.dtype == torch.bfloat16
-    assert all(p.grad.dtype == p.dtype for p in ours.parameters())
 
 
 @pytest.mark.parametrize(
@@ -274,18 +240,6 @@ def test_nan_and_inf_where_torch_has_them(case: Case, training: bool) -> None:
 
 
 @ALL
-def test_outliers_stay_finite(case: Case) -> None:
-    x = case.input()
-    x.view(-1)[::17] *= 1e4
-    x.requires_grad_()
-    layer = case.ours()
-    out = layer(x)
-    out.square().sum().backward()
-    assert out.isfinite().all()
-    assert x.grad.isfinite().all()
-
-
-@ALL
 def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
     ours, torchs = pair(case, strength=1.0)
     empty = case.input()[:0].requires_grad_()
@@ -309,29 +263,6 @@ def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
         except (RuntimeError, ValueError):
             with pytest.raises((RuntimeError, ValueError, IndexError)):
                 ours(x)
-
-
-@ALL
-def test_deepcopy_pickle_and_state_dict_round_trip(case: Case) -> None:
-    ours, _ = pair(case, strength=0.6)
-    ours(case.input())
-    x = case.input()
-    ours.eval()
-    for clone in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert torch.equal(clone(x), ours(x))
-    fresh = case.ours(**{case.affine: True}).eval()
-    fresh.load_state_dict(ours.state_dict())
-    assert torch.equal(fresh(x), ours(x))
-
-
-@ALL
-def test_source_checkpoint_loads_and_restarts_lambda(case: Case) -> None:
-    ours, torchs = pair(case, strength=0.6)
-    ours(case.input())
-    ours.load_state_dict(torchs.state_dict())
-    assert ours.strength.item() == pytest.approx(0.6)
-    if case.running:
-        assert (ours.running_lambda == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import timm.layers
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from timm.models import metaformer
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from retrofit.layers.proxy_norm import ProxyNorm
-from tests.oracles.proxy import exact_moments, relu_moments, sample_moments
+from tests.oracles.proxy import relu_moments, sample_moments
 
 ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "relu": nn.ReLU,
@@ -34,7 +32,6 @@ ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "prelu": nn.PReLU,
     "function": lambda: torch.sigmoid,
 }
-KINKS = {"relu6": (0.0, 6.0), "hardswish": (-3.0, 0.0, 3.0)}
 GAMMA = (1.0, 0.3, -2.0, 0.0, 1.5)
 BETA = (0.0, 1.0, 0.5, -0.7, -2.0)
 
@@ -86,8 +83,7 @@ def gaussian(norm: nn.BatchNorm1d, samples: int = 20_001) -> Tensor:
     return y / y.std(correction=0) * norm.weight + norm.bias
 
 
-@pytest.mark.parametrize("samples", [256, 7])
-@pytest.mark.parametrize("params", [True, False])
+@pytest.mark.parametrize(("params", "samples"), [(True, 256), (False, 7)])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_moments_are_those_of_the_samples(name: str, params: bool, samples: int) -> None:
     activation = ACTIVATIONS[name]()
@@ -99,21 +95,6 @@ def test_moments_are_those_of_the_samples(name: str, params: bool, samples: int)
         assert std[c].item() ** 2 - 0.03 == pytest.approx(expected[1], abs=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_samples_approximate_the_expectation(name: str) -> None:
-    """256 samples miss the tails: up to 6e-4 standard deviations in the mean, 0.6% of the input's variance."""
-    phi = as_numpy(ACTIVATIONS[name]())
-    for mean, std in ((0.0, 1.0), (0.5, 2.0), (-2.0, 0.7), (3.0, 1.0)):
-        got, exact = sample_moments(phi, mean, std), exact_moments(phi, mean, std, KINKS.get(name, (0.0,)))
-        assert abs(got[0] - exact[0]) < 6e-4 * std * 1.1  # the steepest of them, mish and silu, have slope 1.1
-        assert abs(got[1] - exact[1]) < 6e-3 * std**2 * 1.1**2
-
-
-@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.5, 2.0), (-2.0, 0.7)])
-def test_quadrature_agrees_with_the_closed_form_of_relu(mean: float, std: float) -> None:
-    assert exact_moments(as_numpy(F.relu), mean, std) == pytest.approx(relu_moments(mean, std), abs=1e-10)
-
-
 def test_many_samples_converge_to_the_closed_form_of_relu() -> None:
     layer = proxy(F.relu, affine(), samples=200_000)
     mean, std = layer.moments(torch.float64)
@@ -122,7 +103,7 @@ def test_many_samples_converge_to_the_closed_form_of_relu() -> None:
         assert (mean[c].item(), std[c].item() ** 2 - 0.03) == pytest.approx(relu_moments(centre, abs(spread)), abs=2e-5)
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("name", ["relu", "silu", "hardswish", "function"])
 def test_theorem_3(name: str) -> None:
     """Gaussian channels leave with mean 0 and variance Var_p / (Var_p + eps), up to the samples' error."""
     norm = affine()
@@ -195,9 +176,8 @@ def test_gradients(options: dict[str, object]) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), leaves)
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("scale", [True, False])
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize(("scale", "strength"), [(True, 0.3), (False, 0.3), (True, 1.0)])
+@pytest.mark.parametrize("name", ["relu_in_place", "prelu", "function"])
 def test_restoring_starts_at_the_identity(name: str, scale: bool, strength: float) -> None:
     activation = ACTIVATIONS[name]()
     layer = ProxyNorm(activation, 5, norm=affine(torch.float32), restore=True, scale=scale, strength=strength)
@@ -300,8 +280,10 @@ PARAMETRIC: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("of", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "of"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.float64, torch.float32)],
+)
 @pytest.mark.parametrize("name", PARAMETRIC)
 def test_activations_with_parameters_in_any_type(name: str, dtype: torch.dtype, of: torch.dtype) -> None:
     """Their moments are computed in the type asked for, whatever the parameters are in, and gradients reach them."""
@@ -338,36 +320,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act1(self.bn1(x))
-
-
-def fresh(net: Net, x: Tensor) -> Tensor:
-    """What the layer gives by its constants."""
-    act = net.act1
-    scale, shift = act.constants()
-    return (act.activation(net.bn1(x)) * scale + shift).detach()
-
-
-def test_gradients_flow_in_evaluation_too() -> None:
-    net, x = Net().eval(), torch.randn(4, 5)
-    with torch.inference_mode():
-        net(x)
-    for _ in range(2):  # nothing of the first graph may be left
-        net.zero_grad()
-        net(x).square().sum().backward()
-        assert net.act1.proxy_scale.grad.abs().sum() > 0
-    net.requires_grad_(False)
-    with torch.inference_mode():
-        net(x)
-    net(x.requires_grad_()).sum().backward()
-    assert x.grad is not None
-
-
-def test_weights_made_in_inference_mode() -> None:
-    with torch.inference_mode():
-        net, x = Net().eval(), torch.randn(4, 5)
-        net(x)
-        net.bn1.bias.add_(1)
-        torch.testing.assert_close(net(x), fresh(net, x))
 
 
 def test_the_norm_is_borrowed_not_owned() -> None:
@@ -428,31 +380,6 @@ def test_compiles_to_one_graph_that_strength_does_not_break(activation: nn.Modul
         grads = [torch.autograd.grad(y.sin().sum(), net.bn1.weight) for y in (expected, got)]
         torch.testing.assert_close(*grads)
     assert counter.frame_count == 1
-    with torch.no_grad():
-        net.eval()
-        compiled(x)
-        net.bn1.bias.add_(1)
-        torch.testing.assert_close(compiled(x), net(x))
-
-
-def test_exports_with_torch_export() -> None:
-    net, x = Net(nn.ReLU()).eval(), torch.randn(4, 5)
-    with torch.no_grad():
-        net(x)
-        program = torch.export.export(net, (x,))
-    torch.testing.assert_close(program.module()(x), net(x))
-
-
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        net, x = Net(nn.ReLU()), torch.randn(4, 5)
-        expected = torch.autograd.grad(net(x).sin().sum(), list(net.parameters()))
-        wrapped = nn.parallel.DistributedDataParallel(net)
-        wrapped(x).sin().sum().backward()
-        torch.testing.assert_close([p.grad for p in net.parameters()], list(expected))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

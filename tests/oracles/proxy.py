@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.integrate import quad
 from scipy.stats import norm
 from torch import Tensor
 
@@ -19,20 +17,6 @@ def sample_moments(phi: Function, mean: float, std: float, samples: int = 256) -
     """Mean and variance of phi over the paper's samples of N(mean, std^2), uniform in probability."""
     values = phi(mean + std * norm.ppf((np.arange(samples) + 0.5) / samples))
     return float(np.mean(values)), float(np.var(values))
-
-
-def exact_moments(phi: Function, mean: float, std: float, kinks: tuple[float, ...] = (0.0,)) -> tuple[float, float]:
-    """Mean and variance of phi over N(mean, std^2) by quadrature over 12 standard deviations, split at the kinks."""
-    edges = [mean - 12 * abs(std), *(k for k in sorted(kinks) if abs(k - mean) < 12 * abs(std)), mean + 12 * abs(std)]
-
-    def integral(f: Function) -> float:
-        pieces = pairwise(edges)
-        return sum(
-            quad(lambda u: f(u) * norm.pdf(u, mean, abs(std)), a, b, epsabs=1e-13, limit=200)[0] for a, b in pieces
-        )
-
-    first = integral(phi)
-    return first, integral(lambda u: (phi(u) - first) ** 2)
 
 
 def relu_moments(mean: float, std: float) -> tuple[float, float]:

@@ -10,9 +10,9 @@ from torch import nn
 
 from retrofit.graph.rewrite import replace_module
 from retrofit.layers import NormalityMixin, ProxyNorm, StrengthMixin
-from retrofit.layers.base import ConvertedLayer
 from retrofit.layers.batch_norm import _BatchNormalNorm
 from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.group_norm import GroupNormalNorm
 from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization
