@@ -30,8 +30,7 @@ from retrofit.diagnose.power import PowerMeter
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe
 from retrofit.images.dataset import SampledBatches, open_images
-from retrofit.layers import ProxyNorm
-from retrofit.layers.lambda_estimate import newton_lmbda
+from retrofit.layers import ProxyNorm, yeo_johnson
 from retrofit.networks.models import open_model
 
 DEPTH, WIDTH, SIDE, IMAGES = 200, 192, 8, 64
@@ -105,6 +104,19 @@ def collapse() -> list[Row]:
     ]
 
 
+def _newton_lmbda(h: torch.Tensor, steps: int) -> float:
+    """Newton's method on the likelihood of one set, (N,), from lambda = 1."""
+
+    def loss(lmbda: torch.Tensor) -> torch.Tensor:
+        psi = yeo_johnson(h, lmbda)
+        return (psi - psi.mean()).square().mean().log() / 2 - (lmbda - 1) * (h.sign() * h.abs().log1p()).mean()
+
+    slope, lmbda = torch.func.grad(loss), torch.ones((), dtype=h.dtype)
+    for _ in range(steps):
+        lmbda = lmbda - slope(lmbda) / torch.func.grad(slope)(lmbda)
+    return float(lmbda)
+
+
 def newton() -> list[Row]:
     """Appendix E of Eftekhari and Papyan: one Newton step against the exact optimum."""
     rng = np.random.default_rng(0)
@@ -124,7 +136,7 @@ def newton() -> list[Row]:
         h = (values - values.mean()) / values.std()
         best = optimize.minimize_scalar(lambda lmbda, h=h: -stats.yeojohnson_llf(lmbda, h), bounds=(-4, 6)).x
         for steps, gain in gains.items():
-            estimate = float(newton_lmbda(torch.from_numpy(h), (0,), steps))
+            estimate = _newton_lmbda(torch.from_numpy(h), steps)
             start, found, top = (stats.yeojohnson_llf(value, h) for value in (1.0, estimate, best))
             if top - start > 1e-3 * len(h):  # a gain worth measuring
                 gain[name] = (found - start) / (top - start)

@@ -135,10 +135,9 @@ def test_an_average_of_parameters_alone_is_put_at_the_strength_of_its_model() ->
 
 
 def test_settings_that_were_averaged_are_told_from_their_rounding() -> None:
-    model = nn.Sequential(retrofit.layers.DecorrelatedBatchNorm2d(8, whitening="newton-schulz"))
+    model = nn.Sequential(retrofit.layers.MigratedGroupNorm(4, 8))
     state = model.state_dict()
-    for name in ("setting_whitening", "setting_iterations"):
-        state[f"0.{name}"] = state[f"0.{name}"] * (1 - 1e-6)
-    other = nn.Sequential(retrofit.layers.DecorrelatedBatchNorm2d(8))
+    state["0.setting_num_groups"] *= 1 - 1e-6
+    other = nn.Sequential(retrofit.layers.MigratedGroupNorm(2, 8))
     other.load_state_dict(state)
-    assert (other[0].whitening, other[0].iterations) == ("newton-schulz", 5)
+    assert other[0].num_groups == 4
