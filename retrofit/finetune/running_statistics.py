@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
-from retrofit.surgery import convert
+from retrofit.record import unwrapped
+from retrofit.surgery import apply, plan
 from retrofit.utils.batches import input_of
 from retrofit.utils.evaluating import evaluating, modes_of, restore_modes
 from retrofit.utils.hooks import hooked
@@ -170,7 +171,8 @@ def freeze_norms(model: nn.Module) -> int:
             layer.frozen = True
             layer.eval()
     if any(not isinstance(layer, StrengthMixin) for layer in found):
-        convert(model, "frozen", source="bn", check=False)
+        network = unwrapped(model)
+        apply(plan(network, "frozen", source="bn"), network)
     return len(found)
 
 

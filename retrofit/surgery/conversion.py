@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retrofit.compare import Reference
 from retrofit.conversion_options import takes_options
@@ -24,6 +24,8 @@ from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import Patterns, plan
 from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.batches import images_of
+
+_HALF = {torch.float16, torch.bfloat16}
 
 
 class CheckError(RetrofitError):
@@ -84,36 +86,34 @@ def convert(
         raise UsageError(f"`strength` means nothing to {to}, whose layers have none; leave it out")
     if not 0 <= (strength or 0) <= 1:
         raise UsageError(f"`strength` must lie in [0, 1], not {strength}; 0 is the source network, 1 the target's")
-    given, model = model, guards.network_in(model)
-    inner = model
-    if options.get("calibrate") is not None:
-        options["calibrate"] = list(images_of(options["calibrate"]))
-    decided = plan(model, to, only=only, skip=skip, source=source, **options)
-    norms = {found.name: found for found in find_norms(model)}
-    earlier = strength_layers(model)
-    notes = [*functional_norms(model), *_kept_strength(earlier)]
-    with unchanged_on_failure(model):
-        reference, reason = reference_of(model, inputs, input_size, whole=check)
-        images = _images_reference(model, options.get("calibrate"))
-        converted = [row for row in decided.layers if row.status == "converted"]
+    network = guards.network_in(model)
+    images = None if options.get("calibrate") is None else list(images_of(options["calibrate"]))
+    decisions = plan(network, to, only=only, skip=skip, source=source, **{**options, "calibrate": images})
+    norms = {norm.name: norm for norm in find_norms(network)}
+    rows = [row for row in decisions.layers if row.status == "converted"]
+    earlier = strength_layers(network)
+    notes = [*functional_norms(network), *_kept_strength(earlier)]
+    with unchanged_on_failure(network):
+        reference, reason = reference_of(network, inputs, input_size, whole=check)
+        shapes = None if reference is None else reference.shapes
         if converter.changes_sets:
-            guards.refuse_constants(converted, norms, None if reference is None else reference.shapes)
-        if reference is not None:
-            guards.refuse_other_formulas(converted, norms, reference.shapes)
-            notes += guards.uncalled_note(reference.uncalled & {row.name for row in converted})
-        model, report = apply(decided, model)
-        new = [layer for layer in strength_layers(model) if layer not in earlier]
+            guards.refuse_constants(rows, norms, shapes)
+        if reference is not None and shapes is not None:
+            guards.refuse_other_formulas(rows, norms, shapes)
+            notes += guards.uncalled_note(reference.uncalled & {row.name for row in rows})
+        predictions = None if images is None else Reference(network, [Call((batch,)) for batch in images])
+        converted, report = apply(decisions, network)
         if check:
-            report = _checked(report, model, reference, reason, converter.identity)
-        if images is not None:
-            report = replace(report, agreement=_agreement(model, new, images))
-        for layer in new if strength or images is not None else ():
-            layer.set_strength(strength or 0.0)
-        if strength and reference is not None and check:
-            report = replace(report, change=reference.compare(model, layers=False))
-    strength = (strength or 0.0) if report.strength is not None else None
-    report = replace(report, strength=strength, notes=(*report.notes, *notes))
-    return given if model is inner else model, report
+            report = _checked(report, converted, reference, reason, converter.identity)
+        new = [layer for layer in strength_layers(converted) if layer not in earlier]
+        if predictions is not None:
+            report = replace(report, agreement=_agreement(converted, new, predictions))
+        if strength is not None:
+            _set(new, strength)
+            report = replace(report, strength=None if report.strength is None else strength)
+        if strength and check and reference is not None:
+            report = replace(report, change=reference.compare(converted, layers=False))
+    return model if converted is network else converted, replace(report, notes=(*report.notes, *notes))
 
 
 def reference_of(
@@ -135,7 +135,9 @@ def reference_of(
         names = [found.name for found in find_norms(model)]
         return Reference(model, calls if whole else calls[:1], layers=names), ""
     except RetrofitError as error:
-        if inputs is not None or input_size is not None:
+        dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+        given = inputs is not None or input_size is not None
+        if given and dtypes and dtypes.isdisjoint(_HALF):  # else it may run elsewhere
             raise
         return None, str(error)
 
@@ -143,7 +145,7 @@ def reference_of(
 def _checked(report: Report, model: nn.Module, reference: Reference | None, reason: str, identity: bool) -> Report:
     """Compare the converted network with its source; add the result, or why there is none."""
     tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+    if any(tensor.dtype in _HALF for tensor in tensors):
         reason = "in half precision rounding hides what the check looks for; convert in float32 to be sure"
     elif reference is not None:
         result = reference.compare(model, layers=identity)
@@ -160,21 +162,21 @@ def _checked(report: Report, model: nn.Module, reference: Reference | None, reas
 
 def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
     """Say that layers which were converted before stay as they are."""
-    if not earlier:
-        return []
     values = [layer.stored_strength for layer in earlier if not layer._code.is_meta]
+    if not values:
+        return []
     span = f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
     return [f"{len(values)} layers converted before keep their strength, {span}; `strength` sets the new ones alone"]
 
 
-def _images_reference(model: nn.Module, images: list[Tensor] | None) -> Reference | None:
-    return None if images is None else Reference(model, [Call((batch,)) for batch in images])
-
-
-def _agreement(model: nn.Module, converted: Sequence[StrengthMixin], images: Reference) -> dict[str, int] | None:
+def _agreement(model: nn.Module, new: Sequence[StrengthMixin], predictions: Reference) -> dict[str, int] | None:
     """Count the images whose predicted class is the source's, at strength 1 where there is a strength."""
-    for layer in converted:
-        layer.set_strength(1.0)
-    share = images.compare(model).top1_agreement
-    count = sum(images.batches)
+    _set(new, 1.0)
+    share, count = predictions.compare(model).top1_agreement, sum(predictions.batches)
+    _set(new, 0.0)
     return None if share is None else {"images": count, "same": round(share * count)}
+
+
+def _set(layers: Sequence[StrengthMixin], strength: float) -> None:
+    for layer in layers:
+        layer.set_strength(strength)

@@ -120,8 +120,8 @@ def refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], s
     Args:
         rows: The converted layers of a target whose layers normalize each sample by itself.
         norms: The layers by name.
-        shapes: What a run of the network gave them; None if it was not run. Then BatchNorm1d counts as if its input had
-            one position a channel.
+        shapes: What a run of the network gave them; None if it was not run. A BatchNorm1d that was not called counts as
+            if its input had one position a channel.
 
     Raises:
         RetrofitError: If there are such layers.
@@ -134,7 +134,7 @@ def refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], s
         channels = mean.numel()
         groups = row.options.get("num_groups", row.options.get("groups", channels))
         unknown = [(1, channels)] if norms[row.name].known_class == "BatchNorm1d" else []
-        if any(channels * math.prod(shape[2:]) == groups for shape in (shapes or {}).get(row.name, unknown)):
+        if any(channels * math.prod(shape[2:]) == groups for shape in (shapes or {}).get(row.name) or unknown):
             constant.append(row.name)
     if constant:
         unless = ", or show by example `inputs` that its maps have more positions" if shapes is None else ""

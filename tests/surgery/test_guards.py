@@ -180,6 +180,7 @@ ROWS = torch.ones(2, 4), torch.ones(2, 4)
         (Pair, {"to": "gn", "inputs": ROWS}, "bn"),
         (Pair, {"to": "gn", "inputs": {"x": ROWS[0], "y": ROWS[1]}}, "bn"),
         (Pair, {"to": "gn", "skip": "bn"}, None),
+        (Pair, {"to": "gn", "inputs": ROWS, "only": "spare", "groups": 64}, "spare"),
         (Pair, {"to": "ln"}, None),
         (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"to": "gn", "inputs": torch.ones(2, 8, 4)}, None),
         (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"to": "gn", "inputs": torch.ones(2, 8)}, "0"),
