@@ -334,12 +334,9 @@ def _lying_header(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "not a whole artifact"),
         (_lying_header, "not a whole artifact"),
         (_plain, "is a plain checkpoint, which holds no network; build the network"),
-        (_header("{"), "manifest is not readable"),
         (_header("[]"), "manifest is not readable"),
-        (_header("{}"), "manifest is not readable"),
         (_header('{"schema": 2}'), "has schema 2, this retrofit reads up to 1; upgrade retrofit"),
         (_header('{"schema": 1}'), "malformed: 'model'"),
-        (_header('{"schema": 1, "model": {"nome": 1}}'), "malformed: 'library'"),
     ],
 )
 def test_foreign_files_are_refused(tmp_path: Path, write: Callable[[Path], object], message: str) -> None:

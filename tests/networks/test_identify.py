@@ -25,11 +25,9 @@ RESNET = ModelSource("timm", "resnet18.a1_in1k")
     [
         (lambda: timm.create_model("resnet18"), RESNET),
         (
-            lambda: timm.create_model("resnet18.fb_ssl_yfcc100m_ft_in1k"),
-            ModelSource("timm", "resnet18.fb_ssl_yfcc100m_ft_in1k"),
+            lambda: timm.create_model("resnet18.fb_ssl_yfcc100m_ft_in1k", in_chans=1),
+            ModelSource("timm", "resnet18.fb_ssl_yfcc100m_ft_in1k", {"in_chans": 1}),
         ),
-        (lambda: timm.create_model("resnet18", num_classes=7), ModelSource("timm", RESNET.name, {"num_classes": 7})),
-        (lambda: timm.create_model("resnet18", in_chans=1), ModelSource("timm", RESNET.name, {"in_chans": 1})),
         (
             lambda: timm.create_model("resnet18", features_only=True, out_indices=(1, 2)),
             ModelSource("timm", RESNET.name, {"features_only": True, "out_indices": [1, 2]}),
@@ -38,7 +36,6 @@ RESNET = ModelSource("timm", "resnet18.a1_in1k")
             lambda: timm.create_model("test_vit", img_size=64, act_layer="relu"),
             ModelSource("timm", "test_vit.r160_in1k", {"img_size": 64, "act_layer": "relu"}),
         ),
-        (torchvision.models.resnet18, ModelSource("torchvision", "resnet18")),
         (torchvision.models.resnext50_32x4d, ModelSource("torchvision", "resnext50_32x4d")),
         (
             lambda: torchvision.models.mobilenet_v3_small(num_classes=5),

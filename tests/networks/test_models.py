@@ -25,7 +25,6 @@ from retrofit.record import ModelSource, Preprocess
 @pytest.mark.parametrize(
     ("text", "options", "source", "size"),
     [
-        ("test_vit", {}, ModelSource("timm", "test_vit"), (3, 160, 160)),
         ("resnet18", {"img_size": 64}, ModelSource("timm", "resnet18"), (3, 64, 64)),
         (
             "vit_tiny_patch16_224",
@@ -33,7 +32,6 @@ from retrofit.record import ModelSource, Preprocess
             ModelSource("timm", "vit_tiny_patch16_224", {"img_size": 64, "depth": 1}),
             (3, 64, 64),
         ),
-        ("test_byobnet", {"in_chans": 1}, ModelSource("timm", "test_byobnet", {"in_chans": 1}), (1, 160, 160)),
         (
             "tv:mobilenet_v3_small",
             {"num_classes": 2, "img_size": 64},
@@ -88,17 +86,6 @@ def test_loads_a_checkpoint(tmp_path: Path) -> None:
     (warning,) = network.warnings
     assert "NaN" in warning
     assert "head.fc.bias" in warning
-
-
-def test_loads_a_checkpoint_in_order(tmp_path: Path) -> None:
-    trained = timm.create_model("test_byobnet").state_dict()
-    save_file({f"x{i:04}": tensor for i, tensor in enumerate(trained.values())}, tmp_path / "x.safetensors")
-    path = tmp_path / "x.pth"
-    torch.save({f"x{i}": tensor for i, (name, tensor) in enumerate(trained.items()) if "num_batches" not in name}, path)
-    with pytest.raises(RetrofitError, match="pass `match='order'`"):
-        open_model("test_byobnet", checkpoint=path)
-    network = open_model("test_byobnet", checkpoint=path, match="order")
-    assert torch.equal(network.model.state_dict()["head.fc.weight"], trained["head.fc.weight"])
 
 
 def test_loads_timms_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,12 +292,6 @@ def test_wrong_usage(text: str, options: dict[str, Any], message: str) -> None:
         open_model(text, **options)
 
 
-def test_a_librarys_artifact_needs_no_network(tmp_path: Path) -> None:
-    retrofit.save(build(parse("test_resnet")), tmp_path / "a.safetensors")
-    with pytest.raises(UsageError, match=r"holds test_resnet, which its library builds; drop `network`"):
-        open_model(str(tmp_path / "a.safetensors"), network=NAME)
-
-
 def test_a_parameter_of_ones_own_called_strength(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = mynet.small()
