@@ -139,8 +139,8 @@ def _in_tar(path: Path) -> Iterator[tuple[str, Place]]:
             with open(path, "rb") as file:
                 if file.read(6).startswith(_COMPRESSED):
                     raise RetrofitError(
-                        f"{path} is compressed, so its images cannot be read in any order; decompress it (gunzip, xz "
-                        "-d) to a .tar, or unpack it into a folder"
+                        f"{path} is compressed, so its images cannot be read in any order; decompress it "
+                        "to a .tar, or unpack it into a folder"
                     )
                 file.seek(0)
                 yield from _members(file, "", 0)
