@@ -156,22 +156,17 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
             elif source.library == "torchvision":
                 model, source = _build_torchvision(source, pretrained)
             else:
-                model, source = _build_timm(source, pretrained)
+                import timm
+
+                model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
+                if ":" in source.name:  # so that the hub or the folder is not needed again
+                    source = timm_source(model) or source
     except RetrofitError:
         raise
     except Exception as error:  # the builders raise anything: TypeError, AssertionError, KeyError, OSError, ...
         raise _build_error(source, pretrained, error) from error
     set_record(model, source=source)
     return model
-
-
-def _build_timm(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
-    import timm
-
-    model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
-    if ":" in source.name:  # remember the architecture, so that the hub or the folder is not needed again
-        source = timm_source(model) or source
-    return model, source
 
 
 def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:

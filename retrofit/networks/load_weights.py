@@ -77,18 +77,56 @@ def _load_by_name(model: nn.Module, state: Mapping[str, Tensor], partial: bool) 
     state = _translated(
         model, {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     )
-    misfit = _Misfit.of(model, state)
-    misfit.unexpected += beside
     own = tensors_of(model)
+    unfit = [name for name in own if name in state and not _alike(name, own[name], state[name])]
+    try:  # torch's own hooks may rename what older versions of a network called otherwise
+        result = model.load_state_dict({name: t for name, t in state.items() if name not in unfit}, strict=False)
+    except RuntimeError as error:
+        raise RetrofitError(
+            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check whose it is"
+        ) from error
+    missing = _weights(name for name in result.missing_keys if name not in unfit)
+    unexpected = _weights(result.unexpected_keys) + beside
     weights = _weights(own)
-    if misfit and (not partial or len(misfit.left_random) == len(weights)):
-        raise RetrofitError(misfit.explain(model, state, prefix if beside else ""))
-    loaded = Loaded(misfit.unexpected + misfit.unfit, misfit.left_random)
+    if (missing or unexpected or unfit) and (not partial or len(missing + unfit) == len(weights)):
+        pairs = [_difference(name, state[name], own[name]) for name in unfit]
+        word = "shape" if any(own[name].shape != state[name].shape for name in unfit) else "type"
+        parts = ((missing, "missing", 64), (unexpected, "unexpected", 64), (pairs, f"of another {word}", 120))
+        listed = [f"{len(names)} {what} ({shortlist(names, limit=limit)})" for names, what, limit in parts if names]
+        hint = _hint(own, state, missing, unexpected, unfit, prefix if beside else "")
+        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {', '.join(listed)}; {hint}")
+    loaded = Loaded(unexpected + unfit, missing + unfit)
     random = f"of the network's {len(weights)} tensors are left RANDOM"
     for names, what in ((loaded.left_random, random), (loaded.left_out, "tensors of the checkpoint are left out")):
         if names:
             loaded.warnings.append(f"PARTIAL: {len(names)} {what} ({shortlist(names)})")
     return loaded
+
+
+def _hint(
+    own: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    missing: list[str],
+    unexpected: list[str],
+    unfit: list[str],
+    prefix: str,
+) -> str:
+    """Say what the user may try."""
+    if unfit and not missing and not unexpected:
+        pairs = [(own[name].shape, state[name].shape) for name in unfit]
+        classes = {theirs[:1] for ours, theirs in pairs if ours != theirs and ours[1:] == theirs[1:]}
+        if len(classes) == 1 and all(ours[1:] == theirs[1:] for ours, theirs in pairs):
+            return f"only the classifier differs: pass `num_classes={classes.pop()[0]}`, or `checkpoint_partial=True`"
+        ours, theirs = pairs[0]
+        if len(pairs) == 1 and len(ours) == len(theirs) == 4 and (ours[0], *ours[2:]) == (theirs[0], *theirs[2:]):
+            return f"only the input channels differ: pass `in_chans={theirs[1]}`"
+    if prefix and not missing and not unfit:
+        return f"pass `checkpoint_key={printable(prefix.strip('.'), 64)!r}` to take what is under it and no more"
+    if _order_problem(own, state) is None:
+        return "all tensors pair up in order and shape: pass `match='order'`"
+    if 2 * len(missing + unfit) <= len(own):
+        return "pass `checkpoint_partial=True` to take what fits"
+    return "check which network the checkpoint is of"
 
 
 def _prefix(model: nn.Module, state: Mapping[str, Tensor]) -> str:
@@ -119,69 +157,6 @@ def _prefix(model: nn.Module, state: Mapping[str, Tensor]) -> str:
     return fitting[0]
 
 
-class _Misfit:
-    """What does not fit between a network and a checkpoint."""
-
-    def __init__(self, missing: list[str], unexpected: list[str], unfit: list[str]) -> None:
-        self.missing, self.unexpected = _weights(missing), _weights(unexpected)
-        self.unfit = unfit
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.unfit)
-
-    @property
-    def left_random(self) -> list[str]:
-        """The network's tensors that nothing was loaded into."""
-        return self.missing + self.unfit
-
-    @classmethod
-    def of(cls, model: nn.Module, state: Mapping[str, Tensor]) -> _Misfit:
-        """Load what can be loaded: torch's own hooks may rename what older versions of a network called otherwise."""
-        own = tensors_of(model)
-        unfit = [name for name in own if name in state and not _alike(name, own[name], state[name])]
-        try:
-            result = model.load_state_dict({name: t for name, t in state.items() if name not in unfit}, strict=False)
-        except RuntimeError as error:
-            raise RetrofitError(
-                f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check whose it is"
-            ) from error
-        return cls([name for name in result.missing_keys if name not in unfit], result.unexpected_keys, unfit)
-
-    def explain(self, model: nn.Module, state: Mapping[str, Tensor], prefix: str) -> str:
-        """Say what differs, and what the user may try."""
-        own = tensors_of(model)
-        listed = [
-            f"{len(names)} {word} ({shortlist(names)})"
-            for names, word in ((self.missing, "missing"), (self.unexpected, "unexpected"))
-            if names
-        ]
-        if self.unfit:
-            pairs = [_difference(name, state[name], own[name]) for name in self.unfit]
-            word = "shape" if any(own[name].shape != state[name].shape for name in self.unfit) else "type"
-            listed.append(f"{len(pairs)} of another {word} ({shortlist(pairs, limit=120)})")
-        hint = self._hint(own, state, prefix)
-        return f"the checkpoint does not fit this {type(model).__name__}: {', '.join(listed)}; {hint}"
-
-    def _hint(self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix: str) -> str:
-        if self.unfit and not self.missing and not self.unexpected:
-            pairs = [(own[name].shape, state[name].shape) for name in self.unfit]
-            classes = {theirs[:1] for ours, theirs in pairs if ours != theirs and ours[1:] == theirs[1:]}
-            if len(classes) == 1 and all(ours[1:] == theirs[1:] for ours, theirs in pairs):
-                return (
-                    f"only the classifier differs: pass `num_classes={classes.pop()[0]}`, or `checkpoint_partial=True`"
-                )
-            ours, theirs = pairs[0]
-            if len(pairs) == 1 and len(ours) == len(theirs) == 4 and (ours[0], *ours[2:]) == (theirs[0], *theirs[2:]):
-                return f"only the input channels differ: pass `in_chans={theirs[1]}`"
-        if prefix and not self.missing and not self.unfit:
-            return f"pass `checkpoint_key={printable(prefix.strip('.'), 64)!r}` to take what is under it and no more"
-        if _order_problem(own, state) is None:
-            return "all tensors pair up in order and shape: pass `match='order'`"
-        if 2 * len(self.left_random) <= len(own):
-            return "pass `checkpoint_partial=True` to take what fits"
-        return "check which network the checkpoint is of"
-
-
 def _alike(name: str, ours: Tensor, theirs: Tensor) -> bool:
     """Whether a tensor can take another's values: of its shape, and a number with a fraction if it is one."""
     return ours.shape == theirs.shape and (_kind(ours) == _kind(theirs) or is_counter(name))
@@ -192,9 +167,8 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _difference(name: str, theirs: Tensor, ours: Tensor) -> str:
-    if theirs.shape == ours.shape:
-        return f"{printable(name, 64)} {theirs.dtype} for {ours.dtype}".replace("torch.", "")
-    return f"{printable(name, 64)} {printable(list(theirs.shape), 32)} for {list(ours.shape)}"
+    kinds = (theirs.dtype, ours.dtype) if theirs.shape == ours.shape else (list(theirs.shape), list(ours.shape))
+    return f"{printable(name, 64)} {printable(kinds[0], 32)} for {kinds[1]}".replace("torch.", "")
 
 
 def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

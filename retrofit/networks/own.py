@@ -24,10 +24,9 @@ _typed: dict[str, Callable[..., Any]] = {}
 
 
 def resolve(name: str) -> None:
-    """Import the callable that a user typed; `build` may then call it. Modules in the working folder are found.
+    """Import the callable that a user typed, "package.module:callable"; `build` may then call it.
 
-    Args:
-        name: "package.module:callable".
+    Modules in the working folder are found.
 
     Raises:
         UsageError: If it is not of that form, or the module has no such callable.

@@ -15,8 +15,17 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
     A network of one's own may say what it expects as timm's do, in a dict `pretrained_cfg`; else it gets timm's usual
     one, images of 224 pixels with ImageNet's mean and standard deviation.
     """
-    find = {"timm": _timm_preprocess, "torchvision": _torchvision_preprocess, "own": _own_preprocess}
-    found = find[source.library](model, source)
+    import timm.data
+
+    if source.library == "timm":
+        found = Preprocess.from_dict(timm.data.resolve_model_data_config(model))
+    elif source.library == "torchvision":
+        found = _torchvision_preprocess(source)
+    else:
+        first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+        cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
+        cfg |= getattr(model, "pretrained_cfg", None) or {}
+        found = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
     size = source.kwargs.get("img_size", source.kwargs.get("image_size"))
     height, width = (size, size) if isinstance(size, int) else size or found.input_size[1:]
     channels = source.kwargs.get("in_chans", found.input_size[0])
@@ -33,22 +42,7 @@ def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]
     return values if len(values) == channels else (sum(values) / len(values),) * channels
 
 
-def _own_preprocess(model: nn.Module, _source: ModelSource) -> Preprocess:
-    from timm.data import resolve_data_config
-
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    usual = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
-    return Preprocess.from_dict(resolve_data_config(pretrained_cfg={**usual, **cfg}))
-
-
-def _timm_preprocess(model: nn.Module, _source: ModelSource) -> Preprocess:
-    import timm.data
-
-    return Preprocess.from_dict(timm.data.resolve_model_data_config(model))
-
-
-def _torchvision_preprocess(_model: nn.Module, source: ModelSource) -> Preprocess:
+def _torchvision_preprocess(source: ModelSource) -> Preprocess:
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     from torchvision.models import get_model_weights
 

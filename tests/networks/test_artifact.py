@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -62,13 +61,11 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tenso
     ("name", "to", "kwargs"),
     [
         ("test_resnet", None, {"num_classes": 3}),
-        pytest.param("resnet18", "bnn", {"num_classes": 3}, marks=pytest.mark.slow),
         ("test_byobnet", "bnn", {"in_chans": 1}),
         ("test_efficientnet", "bnn", {}),
         ("test_vit", "lnn", {"img_size": 64}),
         ("test_vit", "normal", {"num_classes": 0}),
         ("tv:resnet18", "bnn", {"num_classes": 3}),
-        pytest.param("tv:mobilenet_v3_small", "bnn", {"num_classes": 3}, marks=pytest.mark.slow),
         pytest.param("tv:googlenet", "bnn", {"weights": "IMAGENET1K_V1"}, marks=pytest.mark.slow),
         ("tv:regnet_y_400mf", "bnn", {}),  # does not build on the meta device
     ],
@@ -134,23 +131,6 @@ def test_manifest(tmp_path: Path) -> None:
     again = load(tmp_path / "a.safetensors")
     source = ModelSource("timm", "resnet18", {"num_classes": 2})
     assert record_of(again) == Record(source, WEIGHTS, preprocess, ["cat", "dog"], (plan,))
-
-
-def test_manifest_of_an_unconverted_network(tmp_path: Path) -> None:
-    save(timm.create_model("test_vit"), tmp_path / "a.safetensors")
-    manifest = read_manifest(tmp_path / "a.safetensors")
-    assert manifest["conversion"] == {"to": None, "steps": []}
-    assert manifest["layers"] == []
-    assert manifest["strength"] is manifest["labels"] is None
-    assert manifest["weights"] == {"kind": "unknown", "from": None}
-
-
-def test_layers_of_different_strength_keep_theirs(tmp_path: Path) -> None:
-    model = _network("test_resnet", "bnn")
-    surgery.set_strength(model.layer1, 0.5)
-    save(model, tmp_path / "a.safetensors")
-    assert read_manifest(tmp_path / "a.safetensors")["strength"] is None
-    _assert_same(load(tmp_path / "a.safetensors"), model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -250,35 +230,11 @@ def test_a_tensor_untied_by_the_user_is_refused(tmp_path: Path, tied: nn.Module)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
-def test_wrappers_are_taken_off(tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    model = _network("test_resnet", "bnn")
-    save(wrap(model), tmp_path / "a.safetensors")
-    _assert_same(load(tmp_path / "a.safetensors"), model)
-
-
-def test_copies_can_be_saved(tmp_path: Path) -> None:
-    model = _network("test_resnet", "bnn")
-    for i, twin in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
-        save(twin, tmp_path / f"{i}.safetensors")
-        _assert_same(load(tmp_path / f"{i}.safetensors"), model)
-
-
 def test_a_new_head_is_saved(tmp_path: Path) -> None:
     model = _network("test_resnet", "bnn")
     model.reset_classifier(3)
     save(model, tmp_path / "a.safetensors")
     assert load(tmp_path / "a.safetensors")(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
-
-
-def test_what_cannot_be_rebuilt_is_not_written(tmp_path: Path) -> None:
-    model = _network("resnet18", "bnn")
-    model.layer1.add_module("more", nn.Linear(2, 2))
-    with pytest.raises(RetrofitError, match=r"layer1.more.bias"):
-        save(model, tmp_path / "a.safetensors")
-    with pytest.raises(RetrofitError, match="resnet34"):
-        save(_network("resnet18"), tmp_path / "a.safetensors", source="resnet34")
-    assert os.listdir(tmp_path) == []
 
 
 def test_loading_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
@@ -375,21 +331,17 @@ def test_a_truncated_artifact_is_refused(saved: Path, share: float) -> None:
     [
         (lambda m, t: m["model"].update(name="no_such_network"), "cannot be rebuilt with timm .* unknown model"),
         (lambda m, t: m["model"].update(library="keras"), "'keras'"),
-        (lambda m, t: m["model"].update(name=3), "unknown model '3'"),
         (lambda m, t: m["model"].update(kwargs=3), "malformed"),
         (lambda m, t: m["model"]["kwargs"].update(nonsense=1), "nonsense"),
         (lambda m, t: m["model"].update(kwargs={"pretrained": True}), "not a model argument"),
-        (lambda m, t: m["model"].update(kwargs={"checkpoint_path": "x.pth"}), "not a model argument"),
         (lambda m, t: m["model"].update(name="hf-hub:timm/resnet18.a1_in1k"), "malformed"),
-        (lambda m, t: m["model"].update(name="local-dir:."), "malformed"),
-        (lambda m, t: m.update(weights=3), "malformed"),
         (lambda m, t: m.update(versions=None), "malformed"),
         (lambda m, t: m["conversion"].pop("steps"), "malformed: 'steps'"),
         (lambda m, t: m["conversion"]["steps"][0].update(to="xyz"), "unknown target 'xyz'"),
         (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(name="nowhere"), "made for another model"),
         (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(extra=1), "malformed: .*extra"),
+        (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(options={"nonsense": 1}), "nonsense"),
         (lambda m, t: m["conversion"]["steps"].clear(), r"\d+ unexpected \(.*running_lambda"),
-        (lambda m, t: m["preprocess"].update(extra=1), "malformed: .*extra"),
         (lambda m, t: m.pop("labels"), "malformed: 'labels'"),
         (lambda m, t: t.pop("head.fc.bias"), r"1 missing \(head.fc.bias\)"),
         (lambda m, t: t.update(extra=torch.zeros(1)), r"1 unexpected \(extra\)"),
@@ -408,26 +360,6 @@ def test_a_manifest_that_does_not_fit_is_refused(
         load(saved)
     assert "\n" not in str(caught.value)
     assert str(saved) in str(caught.value)
-
-
-def test_one_line_even_for_bad_plan_options(saved: Path) -> None:
-    _rewrite(saved, lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(options={"nonsense": 1}))
-    with pytest.raises(RetrofitError) as caught:
-        load(saved)
-    assert "\n" not in str(caught.value)
-
-
-def test_is_artifact(saved: Path, tmp_path: Path) -> None:
-    _plain(tmp_path / "plain.safetensors")
-    assert is_artifact(saved)
-    assert not is_artifact(tmp_path / "plain.safetensors")
-    assert not is_artifact(tmp_path / "missing.safetensors")
-    assert not is_artifact(tmp_path)
-
-
-def test_public_names() -> None:
-    assert retrofit.save is save
-    assert retrofit.load is load
 
 
 def test_labels_are_one_for_each_output(tmp_path: Path) -> None:

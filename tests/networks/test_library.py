@@ -21,7 +21,7 @@ from torchvision.models import WeightsEnum
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.library import build, parse, with_options
-from retrofit.record import ModelSource, Preprocess, record_of
+from retrofit.record import ModelSource, record_of
 
 
 @pytest.fixture
@@ -219,11 +219,6 @@ def test_a_local_folder_is_remembered_as_its_architecture(tmp_path: Path) -> Non
     assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
 
 
-def test_a_local_folder_of_an_unknown_architecture(tmp_path: Path) -> None:
-    with pytest.raises(RetrofitError, match="no_such_network"):
-        build(parse(_local_dir(tmp_path / "model", {"architecture": "no_such_network", "num_classes": 5})))
-
-
 def _serve(monkeypatch: pytest.MonkeyPatch, state: dict[str, torch.Tensor]) -> None:
     """Let torchvision's weights be `state`, without a network."""
     monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(state))
@@ -256,8 +251,3 @@ def test_a_detector_for_weights_has_frozen_norms() -> None:
         kinds = _kinds(build(ModelSource("torchvision", "fasterrcnn_resnet50_fpn", {"weights": "DEFAULT"})))
         assert "FrozenBatchNorm2d" in kinds.values()
         assert "FrozenBatchNorm2d" not in _kinds(build(ModelSource("torchvision", "fasterrcnn_resnet50_fpn"))).values()
-
-
-def test_preprocess_survives_json() -> None:
-    preprocess = Preprocess((3, 64, 32), (0.5, 0.5, 0.5), (0.1, 0.2, 0.3), "bilinear", 0.9, "squash")
-    assert Preprocess.from_dict(json.loads(json.dumps(preprocess.to_dict()))) == preprocess

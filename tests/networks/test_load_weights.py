@@ -165,14 +165,6 @@ def test_a_part_that_is_nothing_is_no_part() -> None:
         load_into(small_net(), small_state(), "order", partial=True)
 
 
-def test_a_part_through_timms_own_converter() -> None:
-    small = timm.create_model("test_vit", img_size=64)
-    large = timm.create_model("test_vit", img_size=96)
-    state = {name: value for name, value in small.state_dict().items() if not name.startswith("head.")}
-    assert load_into(large, _under("model.", state), partial=True).left_random == ["head.weight", "head.bias"]
-    assert torch.equal(large.blocks[0].attn.qkv.weight, small.blocks[0].attn.qkv.weight)
-
-
 # --- loading in order
 
 

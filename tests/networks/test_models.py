@@ -149,13 +149,6 @@ def test_opens_an_artifact(tmp_path: Path) -> None:
     )
 
 
-def test_what_open_model_knows_is_saved_with_the_network(tmp_path: Path) -> None:
-    network = open_model("test_byobnet", img_size=64)
-    artifact.save(network.model, tmp_path / "a.safetensors")
-    again = open_model(str(tmp_path / "a.safetensors"))
-    assert (again.weights, again.preprocess) == (network.weights, network.preprocess)
-
-
 # --- mistakes
 
 
@@ -181,12 +174,6 @@ def test_wrong_usage(text: str, options: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         open_model(text, **options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["missing.safetensors", "no/such/folder/a.safetensors"])
-def test_a_missing_artifact(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RetrofitError, match="does not exist"):
-        open_model(str(tmp_path / name))
 
 
 def test_a_plain_checkpoint_is_not_a_model(tmp_path: Path) -> None:

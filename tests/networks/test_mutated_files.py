@@ -20,8 +20,6 @@ from safetensors.torch import load_file, save_file
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.finetune.catalogue import recipe_summaries, recipe_text
-from retrofit.finetune.recipe import load_recipe
 from retrofit.networks.artifact import load
 from retrofit.networks.checkpoint import read_checkpoint
 from retrofit.networks.load_weights import load_into
@@ -127,46 +125,6 @@ def _zipped(rng: random.Random, data: bytes) -> bytes:
                 content = pickle.dumps(_Harm())
             new.writestr(f"../{entry.filename}" if kind == 4 else entry.filename, content)
     return out.getvalue()
-
-
-def _recipe(rng: random.Random, text: str) -> bytes:
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    for _ in range(rng.randrange(1, 4)):
-        place = rng.randrange(len(lines))
-        name = lines[place].partition(":")[0]
-        odd = rng.choice(
-            [
-                *(
-                    "1e400",
-                    ".nan",
-                    "-.inf",
-                    "-1",
-                    "9" * 5000,
-                    "0x" + "f" * 5000,
-                    "x" * 9000,
-                    "[1, 2, 3]",
-                    "{a: {b: {c: 1}}}",
-                ),
-                *(
-                    "&a [1]",
-                    "*a",
-                    "!!python/object/apply:os.system [ls]",
-                    "2001-99-99",
-                    '"\\ud800"',
-                    "[" * 900,
-                    "'",
-                    "~",
-                    "yes",
-                ),
-            ]
-        )
-        lines[place] = rng.choice(
-            [f"{name}: {odd}", f"{odd}: 1", f"{name}x: 1", f"{name}: 1\n{name}: 2", "\t" + name, ""]
-        )
-        if rng.random() < 0.05:
-            lines += [f"k{i}: {i}" for i in range(rng.choice([300, 100_000]))]
-    data = "\n".join(lines).encode()
-    return _bytes(rng, data) if rng.random() < 0.2 else data
 
 
 _RAW = "raw: "  # what stands behind it goes into the JSON as it is
@@ -301,20 +259,3 @@ def test_mutated_checkpoints(tmp_path: Path) -> None:
         path.write_bytes(make(rng))
         taken += _judged(lambda: load_into(model, read_checkpoint(path).tensors))
     assert 0 < taken < 300
-
-
-@pytest.mark.slow
-def test_mutated_recipes(tmp_path: Path) -> None:
-    path, names = tmp_path / "a.yaml", list(recipe_summaries())
-    taken = 0
-    for number in range(200):
-        rng = random.Random(number)
-        path.write_bytes(_recipe(rng, recipe_text(rng.choice(names))))
-
-        def read() -> None:
-            recipe = load_recipe(path, {"data_dir": "x"})
-            recipe.save(tmp_path / "again.yaml")
-            assert load_recipe(tmp_path / "again.yaml", {}) == recipe
-
-        taken += _judged(read)
-    assert 0 < taken < 200
