@@ -158,7 +158,7 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     model, manifest = opened(artifact_behind(str(path)) or path, into)
     if manifest.not_checked:
         warnings.warn(f"{path} is {manifest.not_checked}", stacklevel=2)
-    return model
+    return into if into is not None and unwrapped(into) is model else model
 
 
 def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, Manifest]:

@@ -49,7 +49,9 @@ def test_a_wrapped_network_keeps_its_record_inside(wrap: str, tmp_path: object) 
     assert record_of(net).plans == (report.plan,)
     assert record_of(net).labels == ["a", "b", "c", "d"]
     retrofit.save(model, f"{tmp_path}/a.safetensors")
-    again = retrofit.load(f"{tmp_path}/a.safetensors", into=_net())
+    into = WRAPPERS[wrap](_net())
+    assert retrofit.load(f"{tmp_path}/a.safetensors", into=into) is into
+    again = unwrapped(into)
     images = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(again.eval()(images), net.eval()(images))
 
