@@ -1,4 +1,4 @@
-"""What a file may make us build: no more than its own tensors could fill.
+"""Limits on what a manifest may request: no more than its own tensors could fill.
 
 A manifest names a network and its sizes in a few bytes; building a network of a million layers, to find that the file
 holds sixty tensors, would take minutes and gigabytes. So the file's tensors bound the building.
@@ -44,16 +44,15 @@ def check_numbers(values: Any, shapes: Shapes) -> None:
         TooLargeError: If one is a number beyond any size that these tensors show, or a list is as long.
     """
     largest = max([_NUMBER, *(2 * size for shape in shapes.values() for size in shape)])
-    left = [values]
-    seen = 0
-    while left:
-        value = left.pop()
+    pending, seen = [values], 0
+    while pending:
+        value = pending.pop()
         seen += 1
         if isinstance(value, Mapping):
-            left += value.values()
+            pending += value.values()
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            left += value
-        if seen + len(left) > _ITEMS or (isinstance(value, str) and len(value) > _ITEMS):
+            pending += value
+        if seen + len(pending) > _ITEMS or (isinstance(value, str) and len(value) > _ITEMS):
             raise TooLargeError("its manifest gives it more arguments than a network has")
         if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) > largest:
             raise TooLargeError(f"its manifest asks for {value:.6g} of something, far more than its tensors show")

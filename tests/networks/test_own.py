@@ -268,12 +268,6 @@ def test_wrong_usage(text: str, options: dict[str, Any], message: str) -> None:
         open_model(text, **options)
 
 
-def test_a_librarys_artifact_needs_no_network(tmp_path: Path) -> None:
-    retrofit.save(build(parse("test_resnet")), tmp_path / "a.safetensors")
-    with pytest.raises(UsageError, match=r"holds test_resnet, which its library builds; drop `network`"):
-        open_model(str(tmp_path / "a.safetensors"), network=NAME)
-
-
 class Activated(nn.Module):
     """Its activation has parameters; its state dict may give them other names, as ProxyNorm's does."""
 
@@ -348,3 +342,9 @@ def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
     assert record_of(into) == record_of(before)
+
+
+def test_a_librarys_artifact_needs_no_network(tmp_path: Path) -> None:
+    retrofit.save(build(parse("test_resnet")), tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match=r"holds test_resnet, which its library builds; drop `network`"):
+        open_model(str(tmp_path / "a.safetensors"), network=NAME)
