@@ -148,3 +148,10 @@ def test_what_is_not_ours_is_left_to_timm(hub: Hub, tmp_path: Path) -> None:
     (hub.folder / "config.json").write_text(json.dumps({"architecture": "resnet18"}))
     with pytest.raises(retrofit.RetrofitError, match="hf-hub:timm/resnet18 does not exist"):
         retrofit.load("hf-hub:timm/resnet18")
+
+
+def test_a_file_in_the_folders_place(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(RetrofitError, match="model is a file; name a folder"):
+        retrofit.save_for_hub(timm.create_model("test_resnet"), tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
