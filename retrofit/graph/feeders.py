@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dis
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.flow import Flow
-from retrofit.graph.trace import Place, trace
+from retrofit.graph.flow import Flow, Flows
+from retrofit.graph.trace import Place
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SETTING_UP = ("init", "reset_parameters", "extra_repr")  # in the names of methods that compute nothing
@@ -39,32 +39,17 @@ def sole_feeders(
     return {norm: conv for norm, conv in found if conv is not None}, {norm for norm in search.read if is_norm(norm)}
 
 
-class _Feeders:
+class _Feeders(Flows):
     def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
-        coverage = trace(model, is_norm)
-        self.failures = coverage.failures
-        self.names = {module: name for name, module in model.named_modules()}
-        self.holders: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
-        self.sharers: Counter[nn.Parameter] = Counter()
-        for module in model.modules():
-            self.sharers.update(p for p in module._parameters.values() if p is not None)
-            for name, child in module._modules.items():
-                if child is not None:
-                    self.holders[child].append((module, name))
+        super().__init__(model, is_norm)
         self.steps: dict[nn.Module, list[tuple[nn.Module | None, bool]]] = defaultdict(list)
         self.places: dict[nn.Module, set[Place]] = defaultdict(set)
-        self.counts: Counter[nn.Module] = Counter()
-        self.read: set[nn.Module] = set()
-        for scope in coverage.scopes:
-            flow = Flow(scope, is_norm, (), self.names)
-            self.counts.update(flow.modules.values())
-            read = (str(node.target) for node in scope.graph.nodes if node.op == "get_attr" and node.users)
-            self.read.update(scope.module.get_submodule(name.rpartition(".")[0]) for name in read)
+        for flow in self.flows:
             for node, module in flow.modules.items():
-                self.places[module].add(scope.places[node])
+                self.places[module].add(flow.scope.places[node])
                 feeder = _feeder(flow, node) if is_norm(module) else None
                 source = None if feeder is None else flow.modules[feeder]
-                self.steps[module].append((source, not {node, feeder} & scope.assumed))
+                self.steps[module].append((source, not {node, feeder} & flow.scope.assumed))
         self.uncalled = [module for module in self.names if is_norm(module) and module not in self.counts]
 
     def feeder(self, norm: nn.Module) -> nn.Module | None:
@@ -76,24 +61,12 @@ class _Feeders:
         places = [*self.places[norm], *self.places[conv]]
         if len(places) != 2 or places[0][::2] != places[1][::2] or places[0].code is None:
             return None  # not one method of one owner
-        owner, above = places[0].owner, self._above(norm) | self._above(conv)
-        if self.counts[conv] != self.counts[norm] or conv in self.read or not above.isdisjoint(self.failures):
+        owner, above = places[0].owner, self.above(norm) | self.above(conv)
+        if self.counts[conv] != self.counts[norm] or conv in self.read or not above.isdisjoint(self.coverage.failures):
             return None
-        if any(self.sharers[parameter] > 1 for parameter in conv.parameters()):
-            return None
-        if any(uncalled in owner.modules() for uncalled in self.uncalled):
+        if self.is_shared(conv) or any(uncalled in owner.modules() for uncalled in self.uncalled):
             return None
         return None if self._mentioned(conv, places[0].code, above) else conv
-
-    def _above(self, module: nn.Module) -> set[nn.Module]:
-        """All that holds a module, at any depth."""
-        above: set[nn.Module] = set()
-        ahead = [holder for holder, _ in self.holders[module]]
-        while ahead:
-            if (holder := ahead.pop()) not in above:
-                above.add(holder)
-                ahead += [next_above for next_above, _ in self.holders[holder]]
-        return above
 
     def _mentioned(self, conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
         """Whether a method besides `method` of what holds a convolution may get hold of it: by its name, or its
@@ -157,7 +130,8 @@ def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls:
         of_self = before is not None and before.opname.startswith("LOAD_FAST") and "self" in str(before.argval)
         other = of_self and step.argval == name and getattr(owner, name, None) is not module
         called = calls and step.argval == name and (step.opname == "LOAD_METHOD" or "NULL" in step.argrepr)
-        tested = after is not None and ("JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None")
-        if not (other or called or tested):
+        asked = after is not None and ("JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None")
+        shape = after is not None and after.argval in nn.Conv1d.__constants__
+        if not (other or called or asked or shape):
             return True
     return False

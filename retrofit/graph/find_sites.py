@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.flow import Flow, call_name
+from retrofit.graph.flow import Flow, Flows, call_name
 from retrofit.graph.site import Activation, Call, Site, Sites, UnmatchedActivation
 from retrofit.graph.source import callee
-from retrofit.graph.trace import Coverage, Place, trace
+from retrofit.graph.trace import Place
 
 _FOLLOWERS = {
     "addition": "residual addition",
@@ -45,8 +45,7 @@ def find_sites(
         at least one site or in `uncovered`.
     """
     wanted = norms if callable(norms) else lambda module: type(module) in norms
-    activations = kinds.activations_of(model)
-    return _Search(model, wanted, activations, trace(model, wanted, activations)).sites()
+    return _Search(model, wanted).sites()
 
 
 @dataclass(frozen=True)
@@ -58,51 +57,27 @@ class _Step:
     place: Place
 
 
-class _Search:
+class _Search(Flows):
     """The search over the graphs of a model.
 
     Attributes:
         norms: The steps that call a norm, asked for or not, by place.
         activations: The steps that call an activation, by place.
-        counts: How often each module is called, in all graphs together.
         places: How many places call each norm and activation.
-        read: The modules whose parameters or buffers another module's code reads.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        wanted: Callable[[nn.Module], bool],
-        activations: Collection[nn.Module],
-        coverage: Coverage,
-    ) -> None:
-        self.model = model
-        self.wanted = wanted
-        self.known = activations
-        self.coverage = coverage
-        self.names = {module: name for name, module in model.named_modules()}
-        self.holders: dict[nn.Module, list[nn.Module]] = defaultdict(list)
-        self.sharers: Counter[nn.Parameter] = Counter()
-        for module in model.modules():
-            self.sharers.update(p for p in module._parameters.values() if p is not None)
-            for child in module.children():
-                self.holders[child].append(module)
+    def __init__(self, model: nn.Module, wanted: Callable[[nn.Module], bool]) -> None:
+        self.model, self.wanted, self.known = model, wanted, kinds.activations_of(model)
+        super().__init__(model, wanted, self.known)
         self.norms: dict[Place, list[_Step]] = defaultdict(list)
         self.activations: dict[Place, list[_Step]] = defaultdict(list)
-        self.counts: Counter[nn.Module] = Counter()
-        self.read: set[nn.Module] = set()
         self._at: dict[fx.Node, Place] = {}
-        for scope in coverage.scopes:
-            flow = Flow(scope, wanted, activations, self.names)
-            self.counts.update(flow.modules.values())
-            # Nodes without users come from those who look at a module while it is traced (`wanted` does).
-            read = (str(node.target) for node in scope.graph.nodes if node.op == "get_attr" and node.users)
-            self.read.update(scope.module.get_submodule(name.rpartition(".")[0]) for name in read)
-            for node, place in scope.places.items():
-                step = _Step(flow, node, place)
+        for flow in self.flows:
+            for node, place in flow.scope.places.items():
                 if flow.steps[node] in ("norm", "activation"):
                     self._at[node] = place
-                    (self.norms if flow.steps[node] == "norm" else self.activations)[place].append(step)
+                    steps = self.norms if flow.steps[node] == "norm" else self.activations
+                    steps[place].append(_Step(flow, node, place))
         self.places = Counter(place.target for place in (*self.norms, *self.activations))
 
     def sites(self) -> Sites:
@@ -223,7 +198,9 @@ class _Search:
         return f"{self.names[target] if isinstance(target, nn.Module) else name}#{others.index(step.place)}"
 
     def _called_once(self, module: nn.Module) -> bool:
-        return self.places[module] == 1 and not any(holder in self.coverage.failures for holder in self.holders[module])
+        return self.places[module] == 1 and not any(
+            holder in self.coverage.failures for holder, _ in self.holders[module]
+        )
 
     def _feeder(self, norm: nn.Module) -> tuple[str | None, str]:
         """The layer whose output goes to a norm alone, on every call of either, or why there is none."""
@@ -254,9 +231,9 @@ class _Search:
 
     def _sharing(self, layer: nn.Module) -> str:
         """What else may use a layer or its parameters; empty if nothing does."""
-        if any(holder in self.coverage.failures for holder in self.holders[layer]):
+        if any(holder in self.coverage.failures for holder, _ in self.holders[layer]):
             return f"{self.names[layer]} may be called in code that cannot be traced"
-        if any(self.sharers[parameter] > 1 for parameter in layer.parameters()):
+        if self.is_shared(layer):
             return f"{self.names[layer]} shares its parameters with another layer"
         return f"the parameters of {self.names[layer]} are read elsewhere too" if layer in self.read else ""
 
@@ -297,14 +274,14 @@ class _Search:
                 yield UnmatchedActivation(f"{name}.act", type(fused).__name__, reason)
             if module in self.counts or module not in self.known:
                 continue
-            if not any(kinds.is_norm(holder) or holder in self.known for holder in self.holders[module]):
+            if not any(kinds.is_norm(holder) or holder in self.known for holder, _ in self.holders[module]):
                 yield UnmatchedActivation(name, type(module).__name__, self._why_unseen(module))
 
     def _why_unseen(self, module: nn.Module) -> str:
         """Why no trace shows a call of `module`."""
         above = self.holders[module]
         while above:
-            holder = above[0]
+            holder, _ = above[0]
             label = f"{type(holder).__name__} {self.names[holder]}".rstrip()
             if holder not in self.coverage.holding:
                 return f"{label} holds none of the norms asked for"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.trace import Scope
+from retrofit.graph.trace import Scope, trace
 
 _METADATA = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "size", "dim", "numel", "stride"}
 _ADD = {"add", "iadd", "add_", "sub", "isub", "sub_"}
@@ -221,6 +222,61 @@ class Flow:
             if name in found:
                 return step
         return "call"
+
+
+class Flows:
+    """Every traced graph of a model, and what is called, held, shared and read in it.
+
+    Args:
+        model: Any module.
+        is_norm: What counts as a norm.
+        activations: The modules that are activations.
+
+    Attributes:
+        coverage: What `trace` gave.
+        names: The model's name for each of its modules.
+        holders: What holds a module, with its name there.
+        sharers: How many modules hold a parameter.
+        flows: The graphs.
+        counts: How often each module is called, in all graphs together.
+        read: The modules whose parameters or buffers another module's code reads.
+    """
+
+    def __init__(
+        self, model: nn.Module, is_norm: Callable[[nn.Module], bool], activations: Collection[nn.Module] = ()
+    ) -> None:
+        self.coverage = trace(model, is_norm, activations)
+        self.names = {module: name for name, module in model.named_modules()}
+        self.holders: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+        self.sharers: Counter[nn.Parameter] = Counter()
+        for module in model.modules():
+            self.sharers.update(p for p in module._parameters.values() if p is not None)
+            for name, child in module._modules.items():
+                if child is not None:
+                    self.holders[child].append((module, name))
+        self.flows = [Flow(scope, is_norm, activations, self.names) for scope in self.coverage.scopes]
+        self.counts = Counter(module for flow in self.flows for module in flow.modules.values())
+        # Nodes without users come from those who look at a module while it is traced (`is_norm` does).
+        self.read = {
+            flow.scope.module.get_submodule(str(node.target).rpartition(".")[0])
+            for flow in self.flows
+            for node in flow.scope.graph.nodes
+            if node.op == "get_attr" and node.users
+        }
+
+    def above(self, module: nn.Module) -> set[nn.Module]:
+        """All that holds a module, at any depth."""
+        above: set[nn.Module] = set()
+        ahead = [holder for holder, _ in self.holders[module]]
+        while ahead:
+            if (holder := ahead.pop()) not in above:
+                above.add(holder)
+                ahead += [higher for higher, _ in self.holders[holder]]
+        return above
+
+    def is_shared(self, layer: nn.Module) -> bool:
+        """Whether another module holds one of a layer's parameters."""
+        return any(self.sharers[parameter] > 1 for parameter in layer.parameters())
 
 
 def _pool_step(output_size: Any) -> str:

@@ -22,34 +22,15 @@ _AFFINE: tuple[type[nn.Module], ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
 )  # fmt: skip
 
-# Call -> the module that does the same, and the names of the constants it takes after its input.
-_FUNCTIONS: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = {
-    function: (module, names)
-    for module, functions, names in (
-        (nn.ReLU, (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"), ()),
-        (nn.Sigmoid, (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"), ()),
-        (nn.Tanh, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_"), ()),
-        (nn.ReLU6, (F.relu6,), ()),
-        (nn.SiLU, (F.silu,), ()),
-        (nn.Mish, (F.mish,), ()),
-        (nn.Hardswish, (F.hardswish,), ()),
-        (nn.Hardsigmoid, (F.hardsigmoid,), ()),
-        (nn.SELU, (F.selu,), ()),
-        (nn.Softsign, (F.softsign,), ()),
-        (nn.LogSigmoid, (F.logsigmoid,), ()),
-        (nn.Tanhshrink, (F.tanhshrink,), ()),
-        (nn.GELU, (F.gelu,), ("approximate",)),
-        (nn.LeakyReLU, (F.leaky_relu, F.leaky_relu_), ("negative_slope",)),
-        (nn.ELU, (F.elu, F.elu_), ("alpha",)),
-        (nn.CELU, (F.celu,), ("alpha",)),
-        (nn.Softplus, (F.softplus,), ("beta", "threshold")),
-        (nn.Hardtanh, (F.hardtanh,), ("min_val", "max_val")),
-        (nn.Hardshrink, (F.hardshrink,), ("lambd",)),
-        (nn.Softshrink, (F.softshrink,), ("lambd",)),
-        (nn.Threshold, (F.threshold,), ("threshold", "value")),
+# Of torch's activations that may be called as functions or methods, by their names without underscores.
+_FUNCTIONS: dict[str, Any] = {
+    cls.__name__.lower(): cls
+    for cls in (
+        nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
+        nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
+        nn.Tanhshrink, nn.Threshold,
     )
-    for function in functions
-}
+}  # fmt: skip
 _CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 
 
@@ -75,17 +56,14 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
 
 
 @cache
-def _timm_functions() -> dict[Any, tuple[type[nn.Module], tuple[str, ...]]]:
+def _timm_functions() -> dict[Any, Any]:
     """Timm's functional activations, which fx would otherwise enter, and the modules that are named as they are."""
     from timm.layers import activations, activations_me
 
     own: dict[str, Any] = {**vars(activations), **vars(activations_me)}
-    classes: dict[str, Any] = {name.lower(): value for name, value in own.items() if inspect.isclass(value)}
-    return {
-        function: (classes[name.replace("_", "")], ())
-        for name, function in own.items()
-        if inspect.isfunction(function) and name.replace("_", "") in classes
-    }
+    classes = {name.lower(): value for name, value in own.items() if inspect.isclass(value)}
+    named = ((function, classes.get(name.replace("_", ""))) for name, function in own.items())
+    return {function: cls for function, cls in named if inspect.isfunction(function) and cls is not None}
 
 
 @cache
@@ -232,17 +210,18 @@ def is_gate(module: nn.Module) -> bool:
     return bool(values.min() >= 0 and values.max() <= 1)
 
 
+def _module_class(target: Any) -> Any:
+    """The class of the activation that a function, or a tensor's method of that name, computes; None if it is none."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    home = getattr(target, "__module__", None) or "torch"  # builtins and strings have none
+    torchs = f"{home}.".startswith("torch.")
+    return _FUNCTIONS.get(name.replace("_", "")) if torchs else _timm_functions().get(target)
+
+
 def takes_constants(target: Any) -> bool:
     """Whether a function or method that `function_module` knows takes constants that shape the activation."""
-    return target in _CLAMPS or bool((_FUNCTIONS.get(target) or _timm_functions().get(target) or (None, ()))[1])
-
-
-def _clamp_module(low: Any, high: Any) -> nn.Module | None:
-    if low == 0 and high is None:
-        return nn.ReLU()
-    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low < high:
-        return nn.Hardtanh(float(low), float(high))
-    return None
+    cls = _module_class(target)
+    return target in _CLAMPS or (cls is not None and not set(inspect.signature(cls).parameters) <= {"inplace"})
 
 
 def function_module(node: fx.Node) -> nn.Module | None:
@@ -254,16 +233,16 @@ def function_module(node: fx.Node) -> nn.Module | None:
     """
     if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
         return None
-    constants: tuple[Any, ...] = node.args[1:]
     if node.target in _CLAMPS:
-        low, high = (*constants, None, None)[:2]
-        return _clamp_module(node.kwargs.get("min", low), node.kwargs.get("max", high))
-    known = _FUNCTIONS.get(node.target) or _timm_functions().get(node.target)
-    if known is None:
+        low, high = (*node.args[1:], None, None)[:2]
+        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+        if low == 0 and high is None:
+            return nn.ReLU()
+        numbers = isinstance(low, int | float) and isinstance(high, int | float) and low < high
+        return nn.Hardtanh(float(low), float(high)) if numbers else None  # type: ignore[arg-type]
+    cls = _module_class(node.target)
+    if cls is None:
         return None
-    cls, names = known
-    options = {name: value for name, value in node.kwargs.items() if name in names}
-    options |= dict(zip(names, constants, strict=False))
-    if any(isinstance(value, fx.Node) for value in options.values()):
-        return None
-    return cls(**options)
+    options = dict(zip(inspect.signature(cls).parameters, node.args[1:], strict=False)) | node.kwargs
+    options = {name: value for name, value in options.items() if name not in ("input", "inplace")}
+    return None if any(isinstance(value, fx.Node) for value in options.values()) else cls(**options)

@@ -87,13 +87,7 @@ class Site:
 
 @dataclass(frozen=True)
 class UnmatchedActivation:
-    """An activation that follows none of the norms asked for directly.
-
-    Attributes:
-        name: As `Activation.name`.
-        type: As `Activation.type`.
-        reason: Why it is left alone.
-    """
+    """An activation that directly follows none of the norms asked for, and why; `name` and `type` as `Activation`'s."""
 
     name: str
     type: str

@@ -104,9 +104,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
 class _Value(fx.Proxy):
     """A value under trace; as a number it is one of `_SIZES`, as a condition both true and false."""
 
+    tracer: Any
+
     def __int__(self) -> int:
-        tracer: Any = self.tracer
-        return tracer.number()
+        return int(self.tracer.number())
 
 
 class Tracer(fx.Tracer):
@@ -117,11 +118,11 @@ class Tracer(fx.Tracer):
         decisions: The outcomes of the first conditions on values that the code under trace meets.
 
     Attributes:
-        places: As `Scope.places`.
-        variables: As `Scope.variables`.
-        assumed: As `Scope.assumed`.
+        places, variables, assumed: As `Scope`'s.
         others: The decisions that lead to the paths that branch off this one, behind `decisions`.
     """
+
+    proxy_buffer_attributes = True
 
     def __init__(self, leaf: Callable[[nn.Module], bool], decisions: tuple[bool, ...] = ()) -> None:
         super().__init__(autowrap_functions=kinds.wrapped_functions())
@@ -131,15 +132,13 @@ class Tracer(fx.Tracer):
         self.assumed: set[fx.Node] = set()
         self.others: list[tuple[bool, ...]] = []
         self.size: int | None = None  # what numbers are on this path
+        self.decided: tuple[bool, ...] = ()
         self._given = decisions
-        self._decided: tuple[bool, ...] = ()
         self._entries: list[Iterator[str]] = []  # of the sequences that are running
-        self._tensors: dict[int, str] = {}
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace `root`, a module; see `fx.Tracer.trace`."""
         self._entries = [iter(root._modules)]
-        self._tensors = {id(t): name for name, t in (*root.named_parameters(), *root.named_buffers())}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # code under trace warns about proxies, not about the model
             return super().trace(root, concrete_args)
@@ -156,32 +155,18 @@ class Tracer(fx.Tracer):
 
     def decide(self) -> bool:
         """The outcome of the next condition on this path."""
-        place = len(self._decided)
+        place = len(self.decided)
         if place >= _CONDITIONS:
             raise fx.proxy.TraceError(f"it branches on values more than {_CONDITIONS} times")
         outcome = self._given[place] if place < len(self._given) else False
         if place >= len(self._given):
-            self.others.append((*self._decided, True))
-        self._decided = (*self._decided, outcome)
+            self.others.append((*self.decided, True))
+        self.decided = (*self.decided, outcome)
         return outcome
-
-    @property
-    def conditions(self) -> int:
-        """How many conditions on values this path has met."""
-        return len(self._decided)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decide a condition on a value."""
         return self.decide()
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Stand in a node for a parameter or buffer (fx's own search takes time proportional to their number)."""
-        name = self._tensors.get(id(attr_val))
-        if name is None:
-            return attr_val
-        if name not in parameter_proxy_cache:
-            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
-        return parameter_proxy_cache[name]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a call of `m` is one node."""
@@ -288,7 +273,7 @@ def _paths(name: str, module: nn.Module, leaf: Callable[[nn.Module], bool]) -> l
         try:
             graph = tracer.trace(module)
         except Exception as error:
-            if not tracer.conditions or not _is_refusal(error):
+            if not tracer.decided or not _is_refusal(error):
                 raise
             refusal = error
         else:

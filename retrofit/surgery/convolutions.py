@@ -14,8 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.flow import Flow
-from retrofit.graph.trace import trace
+from retrofit.graph.flow import Flow, Flows
 from retrofit.layers import weight_standardization
 from retrofit.surgery.families import classify
 from retrofit.surgery.plan_and_report import EditRow
@@ -40,21 +39,25 @@ def plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: bo
         A row each. The reason of a converted one says why it is unknown whether a scale belongs behind it.
     """
     norms = [name for name, module in model.named_modules() if classify(name, module) is not None]
-    calls, read = _calls(model)
+    found = Flows(model, lambda module: classify("", module) is not None, kinds.activations_of(model))
+    calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
+    for flow in found.flows:
+        for node, module in flow.modules.items():
+            calls[module].append((flow, node))
     rows = []
     place = 0
     for name, module in model.named_modules():
         place += name in norms
         if not isinstance(module, nn.modules.conv._ConvNd):
             continue
-        found = calls.get(module, [])
-        reason = _hindrance(module, found, module in read)
+        own = calls.get(module, [])
+        reason = _hindrance(module, own, module in found.read)
         if converted.isdisjoint(_around(name, place, norms)):
             reason = "the norms of its block are not converted"
         if reason:
             rows.append(EditRow(name, type(module).__name__, "convolution", "left", reason))
             continue
-        ends = {_ends_block(flow, node) for flow, node in found}
+        ends = {_ends_block(flow, node) for flow, node in own}
         unknown = "" if ends <= {True} or ends <= {False} else "no scale behind it: unknown whether it ends a block"
         options = {"restore": restore, "scale": ends == {True}}
         rows.append(EditRow(name, type(module).__name__, "convolution", "converted", unknown, options=options))
@@ -77,25 +80,6 @@ def describe(rows: Collection[EditRow]) -> tuple[str, ...]:
         *text,
         *(f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})" for why, names in by_reason.items()),
     )
-
-
-def _calls(model: nn.Module) -> tuple[dict[nn.Module, list[tuple[Flow, fx.Node]]], set[nn.Module]]:
-    """Return the calls of each module, on every path, and the modules whose parameters other code reads."""
-
-    def is_norm(module: nn.Module) -> bool:
-        return classify("", module) is not None
-
-    names = {module: name for name, module in model.named_modules()}
-    calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
-    read: set[nn.Module] = set()
-    activations = kinds.activations_of(model)
-    for scope in trace(model, is_norm, activations).scopes:
-        flow = Flow(scope, is_norm, activations, names)
-        for node, module in flow.modules.items():
-            calls[module].append((flow, node))
-        attributes = (str(node.target) for node in scope.graph.nodes if node.op == "get_attr" and node.users)
-        read.update(scope.module.get_submodule(name.rpartition(".")[0]) for name in attributes)
-    return calls, read
 
 
 def _hindrance(conv: Any, calls: list[tuple[Flow, fx.Node]], is_read: bool) -> str:

@@ -83,20 +83,6 @@ class TrainOnly(Block):
         return F.relu(self.bn1(out)) + extra
 
 
-class Alias(Block):
-    """An in-place operation that another name of the tensor sees."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        y = self.conv2(x)
-        z = y
-        z += x
-        z *= 3
-        rows = columns = x.shape[-1]
-        rows -= 1
-        return (y + z)[..., :rows, :columns]
-
-
 class Optional(Block):
     """An optional argument that callers pass, and others that they leave out."""
 
@@ -105,17 +91,6 @@ class Optional(Block):
             shortcut = x
         x = F.relu(self.bn1(self.conv1(x))) * scale
         return F.relu(self.bn2(self.conv2(x))) + shortcut
-
-
-class Passing(nn.Module):
-    """Calls one `Optional` with the optional argument and one without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Optional(), Optional()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x, x * 2))
 
 
 class Helper(Block):
