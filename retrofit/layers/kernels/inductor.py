@@ -14,7 +14,7 @@ import torch
 from retrofit.layers.kernels import eager
 
 _VARIANTS = 256
-"""Compiled forms of one function that torch may keep; beyond its usual 8 it would silently run the function eagerly."""
+"""Compiled forms that torch may keep of one function; beyond its usual 8 it would run the function eagerly."""
 
 
 def _through_inductor(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,7 +87,7 @@ def _compare(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
 
 def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what the kernels' three functions compute."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -144,8 +144,9 @@ def _version(package: str) -> str:
 
 def _remember(record: Path, what: str) -> None:
     try:
-        with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
-            file.write(f"{what}\n")
-        cache_folder.publish(Path(file.name), record)
+        with tempfile.TemporaryDirectory(prefix="passed-", dir=record.parent) as aside:
+            file = Path(aside) / record.name
+            file.write_text(f"{what}\n")
+            cache_folder.publish(file, record)
     except OSError as error:
         _log.info("that the %s passed cannot be remembered: %s", what, error)

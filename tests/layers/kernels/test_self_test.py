@@ -14,6 +14,7 @@ import torch
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels import eager, inductor, self_test
+from retrofit.layers.kernels.layout import geometry_of
 from retrofit.layers.normality_norm import apply_statistics, normality_norm
 from tests.pretend_device import DEVICE, pretended
 
@@ -93,6 +94,19 @@ def test_nothing_meets_a_tensor_of_another_device() -> None:
     with pretended(torch.nn.Module()), torch.no_grad():
         for case in ALL_CASES:
             self_test._compare(Recorder(), case, DEVICE, torch.bfloat16)
+
+
+def test_programs_share_the_sets_of_the_cases_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrofit.layers.kernels import triton
+
+    monkeypatch.setattr(triton, "_programs", lambda device: 4 * 40)  # of a T4, which has few
+    for case in ALL_CASES:
+        geometry = geometry_of(case.shape, case.dims, case.affine, triton._COLUMNS)
+        assert geometry is not None
+        launch = triton._Launch(torch.empty(case.shape, device="meta"), geometry)
+        assert (launch.splits > 1) == ("share" in case.name)
+        assert launch.size[1] > launch.rows  # a whole tile, and another
+        assert launch.rows * launch.columns == triton._TILE
 
 
 @pytest.mark.gpu
