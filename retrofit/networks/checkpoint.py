@@ -24,6 +24,7 @@ _COUNTERS = {"num_batches_tracked", "n_averaged"}  # BatchNorm's and AveragedMod
 _DEPTH = 3  # levels of a file in which weights are looked for
 _GROWTH = 4  # times that a file's content may be larger than the file: torch compresses nothing
 _SMALL = 2**24  # bytes that any file may unpack to
+_DAMAGED = "is not a whole checkpoint that torch can read; fetch or save it again"
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def _pickle(file: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises anything on a damaged file
-        what = "is not a whole checkpoint that torch can read; fetch or save it again"
+        what = _DAMAGED
         if isinstance(error, pickle.UnpicklingError) and (named := _forbidden(file, str(error))):
-            what = f"holds Python objects ({named}), not only weights, and loading them could run code; save weights"
+            what = f"holds Python objects ({named}), not only weights, and loading them could run code; save its weights"
         elif "TorchScript" in str(error):
             what = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
         raise RetrofitError(f"{file} {what}") from error
@@ -120,8 +121,8 @@ def _check_zip(file: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
-    except Exception:  # zipfile raises anything on a damaged archive, of which torch.load will tell
-        return
+    except Exception as error:  # zipfile raises anything on a damaged archive
+        raise RetrofitError(f"{file} {_DAMAGED}") from error
     _check_growth(file, unpacked)
 
 
