@@ -107,7 +107,7 @@ def _pickle(file: Path) -> Any:
     except Exception as error:  # torch.load raises anything on a damaged file
         what = _DAMAGED
         if isinstance(error, pickle.UnpicklingError) and (named := _forbidden(file, str(error))):
-            what = f"holds Python objects ({named}), not only weights, and loading them could run code; save its weights"
+            what = f"holds Python objects ({named}), not only weights, and loading them could run code; save weights"
         elif "TorchScript" in str(error):
             what = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
         raise RetrofitError(f"{file} {what}") from error
