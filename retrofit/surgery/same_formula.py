@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 _EPSILONS = (1e-5, 1e-6, 1e-3, 1e-12)
 _PROCESSES = re.compile(r"^(dist|distributed)$|world_size|process_group|all_(reduce|gather)|sync")
+_MODULE = ("train", "eval", "__call__", "parameters", "named_parameters")
 _MAPS = "torchvision.models.convnext.LayerNorm2d"
 _ROWS = "torch.nn.modules.normalization.LayerNorm"
 _FROZEN = "torchvision.ops.misc.FrozenBatchNorm2d"
@@ -91,6 +92,8 @@ def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] 
     """
     if _PROCESSES.search(" ".join(_names(type(module), formula.kind))):
         return False  # alone, it may be something else than among processes
+    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _MODULE):
+        return False  # one that stays in evaluation, for example
     if not random and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return True
     try:

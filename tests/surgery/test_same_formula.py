@@ -137,6 +137,13 @@ def derived(base: type[nn.Module], forward: Callable[[Any, Tensor], Tensor], *ar
     return type("Derived", (base,), {"forward": forward})(*args)
 
 
+class AlwaysEvaluating(nn.BatchNorm2d):
+    """A frozen BatchNorm as detection libraries write it."""
+
+    def train(self, mode: bool = True) -> AlwaysEvaluating:
+        return super().train(False)
+
+
 def scaled() -> nn.Module:
     module = derived(nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x) * self.scale, 8)
     module.scale = nn.Parameter(torch.ones(()))
@@ -168,6 +175,7 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "an activation with weights": lambda: Activated(8, nn.PReLU),
     "frozen with an eps that nobody has": lambda: OtherFrozenNorm(8),
     "no batch": lambda: derived(nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x.transpose(0, 1)), 4, 8),
+    "stays in evaluation": lambda: AlwaysEvaluating(8),
     "fails": lambda: derived(nn.GroupNorm, lambda self, x: 1 / 0, 4, 8),
 }
 
