@@ -40,6 +40,8 @@ def sole_feeders(
 
 
 class _Feeders(Flows):
+    """The search: what feeds each call of a norm, whether its arguments leave no other path, and where calls stand."""
+
     def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
         super().__init__(model, is_norm)
         self.steps: dict[nn.Module, list[tuple[nn.Module | None, bool]]] = defaultdict(list)
@@ -69,9 +71,7 @@ class _Feeders(Flows):
         return None if self._mentioned(conv, places[0].code, above) else conv
 
     def _mentioned(self, conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
-        """Whether a method besides `method` of what holds a convolution may get hold of it: by its name, or its
-        container's, but for calls of the container.
-        """
+        """Whether a method besides `method` mentions a convolution by name, or its container but for a call of it."""
         attributes: list[tuple[nn.Module, bool]] = [(conv, False)]
         for module, _ in attributes:
             for holder, _ in self.holders[module]:
@@ -127,7 +127,8 @@ def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls:
             return True
         if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval not in (name, *_ALL_CHILDREN):
             continue
-        of_self = before is not None and before.opname.startswith("LOAD_FAST") and "self" in str(before.argval)
+        loaded = before.argval if before is not None and before.opname.startswith("LOAD_FAST") else ""
+        of_self = (loaded[-1] if isinstance(loaded, tuple) else loaded) == "self"  # Python 3.13 loads two at once
         other = of_self and step.argval == name and getattr(owner, name, None) is not module
         called = calls and step.argval == name and (step.opname == "LOAD_METHOD" or "NULL" in step.argrepr)
         asked = after is not None and ("JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None")

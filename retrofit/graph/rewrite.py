@@ -113,8 +113,8 @@ def replace_call(model: nn.Module, call: Call, module: nn.Module, name: str) -> 
     if isinstance(place, dict):
         for attribute, graph in place.items():
             setattr(block, attribute, graph)
-        if len(place) > 1:
-            block.graph = place["train_graph" if block.training else "eval_graph"]
+        if "graph" not in place:
+            block.graph = place.get("train_graph" if block.training else "eval_graph", block.graph)
     else:
         block.__class__ = place
     return name
