@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import sys
@@ -72,6 +73,16 @@ def test_a_guide_runs_as_written(page: Path) -> None:
         assert (result.exit_code == 0) is not bool(error), (words, result.stderr)
         assert error in result.stderr
     sys.modules.pop("mynet", None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore")
+def test_the_notebook_runs() -> None:
+    names: dict[str, object] = {"__name__": "notebook"}
+    for cell in json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "quickstart.ipynb", "exec"), names)
 
 
 @pytest.mark.slow
