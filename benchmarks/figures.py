@@ -119,12 +119,14 @@ def strengths(figure: Figure) -> None:
     """Top-1 against strength, before any training, and the plain swap as a flat line."""
     with (RESULTS / "strengths.csv").open() as file:
         rows = list(csv.DictReader(file))
-    models = sorted({row["model"] for row in rows})
+    points = {(row["model"], row["target"], row["strength"]) for row in rows}
+    models = sorted(model for model, target, t in points if (target, t) == ("bnn", "1"))  # those that are complete
+    figure.set_figheight(0.8 + 2.4 * len(models))
     for axes, model in zip(np.atleast_1d(figure.subplots(len(models), 1, sharex=True)), models, strict=True):
         own = [row for row in rows if row["model"] == model]
         for target, style in STYLES.items():
-            points = [(float(row["strength"]), float(row["top1"])) for row in own if row["target"] == target]
-            axes.plot(*zip(*points, strict=True), style, color=OURS if target != "bnn" else "#8957e5", label=target)
+            curve = [(float(row["strength"]), float(row["top1"])) for row in own if row["target"] == target]
+            axes.plot(*zip(*curve, strict=True), style, color=OURS if target != "bnn" else "#8957e5", label=target)
         swap = next(float(row["top1"]) for row in own if row["target"] == "ln, plain swap")
         axes.axhline(swap, color=TODAY, label="gamma and beta copied into ln")
         axes.set_title(model)
