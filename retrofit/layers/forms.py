@@ -30,6 +30,7 @@ STEEP = 1e12  # |h| below its inverse is as good as zero
 SMALL_POWER = 0.05
 """(exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller."""
 _SMALLEST_HALF = 2.0**-14  # of the normal numbers of float16
+_TINY = 1.5 * 2.0**-24  # not 0 in float16, and in float32 no difference between 1 and a number beside it
 _SHARE = 0.125  # of d in sums of squares, which overflow float16 for |h| above 80 without it
 
 
@@ -156,6 +157,7 @@ class TwoBranch(nn.Module):
     def __init__(self, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> None:
         """Precompute p = p0 + s * p1 and gamma * s / p = r0 + s * r1, which has no value where p is 0."""
         super().__init__()
+        self.constants = lmbda, gamma, beta
         up, down = lmbda, 2 - lmbda
         self.exact = bool((torch.minimum(up.abs(), down.abs()) < SMALL_POWER).any())
         constants = [("p", up, down)] if self.exact else [("p", up, down), ("r", gamma / up, -gamma / down)]
@@ -184,8 +186,8 @@ def relative_growth(u: Tensor) -> Tensor:
 
     The error that exp makes near 1 is in its logarithm too, and (w - 1) / log(w) hardly changes with w.
     """
-    grown, tiny = torch.exp(u), torch.finfo(u.dtype).tiny
-    return (grown - 1.0 + tiny) / (torch.log(grown) + tiny)
+    grown = torch.exp(u)
+    return (grown - 1.0 + _TINY) / (torch.log(grown) + _TINY)
 
 
 def _sign_and_log(h: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:

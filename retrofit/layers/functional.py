@@ -67,8 +67,8 @@ def batch_normal_norm(
     if x.numel() == 0 and group is None:
         return _empty(x, gamma, beta)
     sets, dim = batch_sets(x)
-    out, statistics = normality_norm(sets, gamma, beta, dim=dim, eps=eps, group=group, **options)
-    _update_running(running_mean, running_var, running_lambda, statistics, momentum)
+    out, found = normality_norm(sets, gamma, beta, dim=dim, eps=eps, group=group, **options)
+    _update_running(running_mean, running_var, running_lambda, found, momentum)
     return out
 
 
@@ -189,9 +189,9 @@ def instance_normal_norm(
     if x.numel() == 0:
         return _empty(x, gamma, beta)
     sets, dim = instance_sets(x)
-    out, statistics = normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)
-    mean, var, lmbda = (s.mean(0) for s in statistics[:3])
-    _update_running(running_mean, running_var, running_lambda, Statistics(mean, var, lmbda, statistics.size), momentum)
+    out, found = normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)
+    mean, var, lmbda = (s.mean(0) for s in found[:3])
+    _update_running(running_mean, running_var, running_lambda, Statistics(mean, var, lmbda, found.size), momentum)
     return out
 
 
@@ -223,11 +223,12 @@ def _update_running(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     running_lambda: Tensor | None,
-    statistics: Statistics,
+    found: Statistics,
     momentum: float | Tensor,
 ) -> None:
-    size = statistics.size.to(torch.float32) if isinstance(statistics.size, Tensor) else statistics.size
-    var = statistics.var * (size / (size - 1))  # unbiased
-    for running, new in ((running_mean, statistics.mean), (running_var, var), (running_lambda, statistics.lmbda)):
+    size = found.size.to(torch.float32) if isinstance(found.size, Tensor) else found.size
+    bessel = size / (size - 1)
+    for running, new in ((running_mean, found.mean), (running_var, found.var * bessel), (running_lambda, found.lmbda)):
         if running is not None:
-            running.mul_(1 - momentum).add_(new.reshape(running.shape).to(running.dtype) * momentum)
+            new = new.reshape(running.shape).to(running.dtype)  # noqa: PLW2901
+            running.mul_(1 - momentum).add_(new * momentum)
