@@ -14,15 +14,15 @@ from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
     from retrofit.export import ExportReport
-    from retrofit.export.folding.network import FoldedLayer
     from retrofit.export.onnx.precision import Precision
+    from retrofit.export.report import FoldedLayer
 
 
 _IMAGES = 256  # to fit on, and to check on: half each
 
 HELP = """Export MODEL to ONNX, its normalization folded, and check the file against PyTorch.
 
-The batch is dynamic. What differs from the network by more than the tolerance is not written.
+The batch is dynamic unless --batch fixes it. What differs from the network by more than the tolerance is not written.
 
 \b
 $ retrofit export resnet50-bnn.safetensors -o resnet50.onnx
@@ -65,6 +65,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 @click.option("--freeze-lambda", is_flag=True, help="Use the images' mean lambda where a layer estimates it.")
 @click.option("--half", is_flag=True, help="Write float16: half the size.")
 @click.option("--int8", is_flag=True, help="Quantize to INT8, with ranges from the --calibrate images.")
+@click.option("--batch", type=int, metavar="N", help="Fix the number of images, for networks that fix it themselves.")
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @weights_options
 @architecture_options
@@ -72,7 +73,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     "--report",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also write what --json says: as a page (.html) or as it is (.json).",
+    help="Also write what --json says to a .json file.",
 )
 @click.option("--force", is_flag=True, help="Replace existing files.")
 @json_option
@@ -88,6 +89,7 @@ def command(
     freeze_lambda: bool,
     half: bool,
     int8: bool,
+    batch: int | None,
     dynamic_size: bool,
     report: Path | None,
     force: bool,
@@ -98,8 +100,7 @@ def command(
     from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.export import export_onnx
     from retrofit.export.onnx.model import check_opset
-    from retrofit.export.parity import ParityError
-    from retrofit.export.report_beside import check_report
+    from retrofit.export.report import ComparisonError, check_report
     from retrofit.images.dataset import sample_batches
 
     if half and int8:
@@ -123,16 +124,17 @@ def command(
                 tolerance=tolerance,
                 calibrate=batches,
                 freeze_lambda=freeze_lambda,
+                batch=batch,
                 dynamic_size=dynamic_size,
                 precision=precision,
                 report=report,
                 force=force,
             )
-    except ParityError as failed:
+    except ComparisonError as failed:
         if as_json:
             emit({"schema": 1, "model": network.source.name, **network.conversion, "fold": fold,
                   "precision": precision, "opset": opset, "output": None, "bytes": 0,
-                  "parity": failed.parity.to_dict(), "nodes": {}})  # fmt: skip
+                  "parity": failed.comparison.to_dict(), "nodes": {}})  # fmt: skip
         raise
     _show(found)
     if report is not None:

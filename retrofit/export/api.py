@@ -3,81 +3,101 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import onnx
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 import retrofit
+from retrofit.compare import TOLERANCE, Comparison, Reference, tensors_of
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximation.choose import Approximation
-from retrofit.export.approximation.fit import MAX_SIZE
-from retrofit.export.export_report import SCHEMA, ExportReport
-from retrofit.export.folding.network import Folded, fold_network
+from retrofit.export.approximation.choose import Approximation, choose
+from retrofit.export.approximation.fit import MAX_SIZE, Fit
+from retrofit.export.capture import Program, capture, with_rows
+from retrofit.export.fold_constants import fold as fold_program
+from retrofit.export.nodes import Transform, calls_of, layer_of
 from retrofit.export.onnx.model import check_opset, node_counts, to_onnx
-from retrofit.export.onnx.precision import Precision, to_float16, to_int8
-from retrofit.export.onnx.write import written
-from retrofit.export.parity import BATCHES, Check, Parity, ParityError, answer, compare, reference, sample_inputs
-from retrofit.export.report_beside import check_report, report_beside
-from retrofit.record import Preprocess, record_of
-from retrofit.surgery import identity_check
+from retrofit.export.onnx.precision import HalfRun, Precision, to_float16, to_int8
+from retrofit.export.onnx.write import Check, written
+from retrofit.export.power_forms import POWER
+from retrofit.export.report import SCHEMA, ComparisonError, ExportReport, FoldedLayer, check_report, report_beside
+from retrofit.inputs import Call, Inputs, example_calls
+from retrofit.layers.lambdas import lambda_values
+from retrofit.record import record_of, unwrapped
 from retrofit.surgery.execute import strength_of
-from retrofit.surgery.identity_check import IdentityCheck, is_detector, own_input_size
 from retrofit.utils.batches import images_of
+from retrofit.utils.copying import copied
+from retrofit.utils.evaluating import evaluating
 from retrofit.utils.files import ensure_writable
 from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
+from retrofit.utils.placement import placement_of
 
-EXACT_TOLERANCE = 1e-4
 APPROXIMATE_TOLERANCE = 0.05
-NARROW = {  # what passes, and what to do about what does not
-    "float16": (0.02, "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"),
-    "int8": (0.3, "bake the network first, give other images, or raise `tolerance` if you can accept that"),
-}
-BATCH = 32  # images at a time
+NARROW = {"float16": 0.02, "int8": 0.3}  # what passes
 Fold = Literal["exact", "poly"]
+_REPORT_IT = "please report it, or raise `tolerance` if you can accept that"
 
 
 def fold(
     model: nn.Module,
     fold: Fold = "exact",
     *,
+    inputs: Inputs | None = None,
     input_size: Sequence[int] | None = None,
+    batch: int | None = None,
     runtime: Runtime | None = None,
     degree: int | None = None,
     tolerance: float | None = None,
     calibrate: Iterable[Any] | None = None,
     freeze_lambda: bool = False,
+    dynamic_size: bool = False,
 ) -> nn.Module:
-    """Return a copy of a network for inference, its normalization layers folded: the network that is exported.
+    """Return a network for inference, its normalization layers folded: the computation that is exported.
 
-    The copy is compared with the network on seeded random input, and on the images given; an approximate one on images
-    that it was not fitted on (on seeded input without images).
+    It is captured with example inputs and takes the same arguments, with any number of samples; another call ends in an
+    error. It is compared with the network on these inputs and on the images given; an approximate one on images that
+    it was not fitted on, if there are any. A network that torch.export cannot capture is not folded: a warning says so,
+    and a copy comes back in which each layer computes by plain torch operations.
 
     Args:
         model: Any network, converted or not; it is not changed.
         fold: "exact", the same function to rounding, or "poly", polynomials or lines in place of the power transform.
+        inputs: Example inputs as the network takes them, in place of random images: one tensor, a tuple of positional
+            arguments, or a dict of keyword arguments.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
+        batch: The number of samples, fixed, for networks that cannot be captured with any number.
         runtime: As `export_onnx` takes it, as are those that follow.
         degree: Of all, or the number of lines.
         tolerance: Largest difference of an output that passes; the choice of degrees has to meet it.
         calibrate: Images to fit and judge on.
         freeze_lambda: Whether to freeze lambda.
+        dynamic_size: Whether height and width may vary too.
 
     Returns:
-        The copy, in evaluation mode and float32: for torch.compile or AOTInductor.
+        The folded network, in evaluation mode and float32: for torch.compile or AOTInductor.
 
     Raises:
         UsageError: If an argument is out of range.
-        RetrofitError: If the network does not take an input of that size, no degree meets the tolerance, or the copy is
+        RetrofitError: If the network does not take such inputs, no degree meets the tolerance, or the folded network is
             not the same function.
     """
-    size = _size(model, input_size)
-    wanted = _approximation(fold, runtime, degree, tolerance, _images(calibrate, size), freeze_lambda, size, "float32")
-    folded, _ = _checked_fold(model, size, *wanted)
-    return folded.model
+    job = _Job.of(model, inputs, input_size, batch, dynamic_size, calibrate)
+    folded = _checked_fold(job, _wanted(job, fold, runtime, degree, tolerance, freeze_lambda, "float32"))
+    if folded.program.note:
+        warnings.warn(f"nothing is fused: {folded.program.note}", stacklevel=2)
+    if folded.comparison.not_checked:
+        warnings.warn(str(folded.comparison), stacklevel=2)
+    module: nn.Module = folded.program.module
+    return module
 
 
 def export_onnx(
@@ -87,6 +107,8 @@ def export_onnx(
     input_size: Sequence[int] | None = None,
     opset: int = 18,
     *,
+    inputs: Inputs | None = None,
+    batch: int | None = None,
     runtime: Runtime | None = None,
     degree: int | None = None,
     tolerance: float | None = None,
@@ -104,11 +126,14 @@ def export_onnx(
     exact ones, and with the network on images that it was not fitted on (on seeded input without images).
 
     Args:
-        model: Any network of one image input, converted or not; it is not changed.
+        model: Any network, converted or not; it is not changed.
         path: The file.
         fold: "exact", the same function to rounding, or "poly", polynomials or lines in place of the power transform.
         input_size: Shape of one sample, (C, H, W); the model's own if None.
         opset: ONNX operator set, 18 to 22.
+        inputs: Example inputs as the network takes them, in place of random images: one tensor, a tuple of positional
+            arguments, or a dict of keyword arguments, by which several inputs of the file are named.
+        batch: The number of samples, fixed, for networks that cannot be captured with any number.
         runtime: What an approximation is for: "onnxruntime" (None is the same), polynomials, or "openvino", continuous
             piecewise-linear functions and polynomials, for runtimes that fuse elementwise operations. In INT8 both are
             polynomials: for "onnxruntime" quantized up to degree 3, for "openvino" left in float32.
@@ -122,11 +147,12 @@ def export_onnx(
         freeze_lambda: Give layers that estimate lambda from their input (layer, group and instance normality
             normalization) its mean over the images instead.
         dynamic_size: Whether height and width may vary, besides the batch.
-        precision: "float16" halves the file. "int8" quantizes convolutions and matrix products, per channel, with the
-            ranges that every second image of `calibrate` shows. Either is compared with the network in its own
-            precision, on the other images.
-        report: A file for the report: a page (.html), or `ExportReport.to_dict` (.json). It is written when the model
-            has passed its check, and complete before either file gets its name: the model's first, then the report's.
+        precision: "float16" halves the file; it is judged in ONNX Runtime and by arithmetic in which each operation
+            gives float16, so that what overflows there is refused. "int8" quantizes convolutions and matrix products,
+            per channel, with the ranges that every second image of `calibrate` shows. Either is compared with the
+            network in its own precision, on the other images.
+        report: A .json file for the report, `ExportReport.to_dict`. It is written when the model has passed its check,
+            and complete before either file gets its name: the model's first, then the report's.
         force: Whether existing files may be replaced.
 
     Returns:
@@ -137,42 +163,53 @@ def export_onnx(
         RetrofitError: If the network cannot be exported, the check fails, or the file cannot be written.
     """
     check_opset(opset)
-    size = _size(model, input_size)
-    images = _images(calibrate, size)
-    fitted, judged = _narrow_images(precision, images, size)
-    own = tolerance
-    if precision != "float32":  # the tolerance judges the file; what is approximated must not be further off than that
-        approximated = fold == "poly" or freeze_lambda
-        own = max(tolerance, APPROXIMATE_TOLERANCE) if approximated and tolerance is not None else None
-    wanted = _approximation(fold, runtime, degree, own, images, freeze_lambda, size, precision)
-    approximation = wanted[0]
-    target = ensure_writable(path, force)
+    job = _Job.of(model, inputs, input_size, batch, dynamic_size, calibrate)
+    if precision not in get_args(Precision):
+        raise UsageError(f"there is no precision {precision!r}; use {', '.join(get_args(Precision))}")
+    if precision == "int8" and len(job.images) < 2:
+        raise UsageError(
+            "INT8 takes its ranges from images and is judged on others; give `calibrate` images, 2 or more"
+        )
+    wanted = _wanted(job, fold, runtime, degree, tolerance, freeze_lambda, precision)
+    file = ensure_writable(path, force)
     if report is not None:
-        check_report(report, target, force)
-    folded, check = _checked_fold(model, size, *wanted)
-    labels = _labels(model, check)
-    proto = to_onnx(folded.model, size, opset, dynamic_size, _metadata(model, fold, precision, size, labels))
-    checks = [check]
+        check_report(report, file, force)
+    folded = _checked_fold(job, wanted)
+    program = folded.program
+    if program.note:
+        advice = "leave out `dynamic_size`" if dynamic_size else "some networks need a fixed `batch=1`"
+        raise RetrofitError(program.note if batch is not None else f"{program.note}; {advice}")
+    record, sample = record_of(model), [int(n) for n in job.sample]
+    preprocess = {} if record.preprocess is None else {**record.preprocess.to_dict(), "input_size": sample}
+    target, strength = record.plans[-1].to if record.plans else None, _strength(model)
+    labels = record.labels if _has_labels(program, record.labels) else None
+    facts = {
+        "schema": SCHEMA,
+        "retrofit": retrofit.__version__,
+        "model": type(job.network).__name__ if record.source is None else str(record.source),
+        **{"target": target, "strength": strength},
+        **{"fold": fold, "precision": precision, "input_size": sample, "labels": labels},
+        **preprocess,
+    }
+    proto, exported = to_onnx(program, opset, {key: _text(value) for key, value in facts.items() if value is not None})
+    checks: list[Check] = [(folded.reference, _REPORT_IT)]
     if precision != "float32":
-        proto = to_int8(proto, fitted, runtime or "onnxruntime") if precision == "int8" else to_float16(proto)
-        allowed, advice = NARROW[precision]
-        checks = [Check(judged, reference(model, judged), tolerance or allowed, advice)]
-    elif approximation is not None:
-        seeded = sample_inputs(size)
-        checks.insert(0, Check(seeded, reference(folded.model, seeded), EXACT_TOLERANCE))
-    with report_beside(report, force) as keep, written(proto, target, force, checks) as (parity, length):
-        source, preprocess = _known(model, "source"), _preprocess(model, size)
+        proto, checks = _narrowed(job, proto, exported, precision, runtime, tolerance)
+    elif wanted.approximates:
+        checks.insert(0, (Reference(program.module, job.calls), _REPORT_IT))
+    with report_beside(report, force) as keep, written(proto, file, force, checks) as (parity, length):
         found = ExportReport(
-            model=None if source is None else source.name,
-            **_conversion(model),
-            weights=_known(model, "weights"),
+            model=None if record.source is None else record.source.name,
+            target=target,
+            strength=strength,
+            weights=record.weights,
             fold=fold,
             precision=precision,
             opset=opset,
             output=str(path),
             bytes=length,
             parity=parity,
-            judged_on=_judged_on(images, mixed=precision == "float32" and approximation is None),
+            judged_on=job.judged_on(mixed=precision == "float32" and not wanted.approximates),
             nodes=node_counts(proto),
             preprocess=preprocess or None,
             labels=None if labels is None else len(labels),
@@ -182,58 +219,112 @@ def export_onnx(
     return found
 
 
-def _checked_fold(
-    model: nn.Module,
-    size: tuple[int, ...],
-    approximation: Approximation | None,
-    inputs: Sequence[Tensor],
-    tolerance: float,
-) -> tuple[Folded, Check]:
-    """Fold a copy of a network, compare the two, and return the copy and what it was compared on."""
-    folded = fold_network(model, size, approximation)
-    check = Check(inputs, reference(model, inputs), tolerance)
-    if is_detector(model):  # what is sorted and suppressed may be another box for a rounding error
-        result = IdentityCheck(model, size).compare(folded.model, layers=False)
-        found = Parity(identity_check.BATCHES, result.max_abs_diff, result.scale, None, tolerance)
-    else:
-        found = compare(lambda batch: answer(folded.model, batch), check)
-    if found.share > tolerance:
-        if approximation is not None and approximation.freeze_lambda:
-            advice = "raise `tolerance` if you can accept that, or leave out `freeze_lambda`"
-            raise ParityError(found, "the network with constant lambdas differs from the given one", advice)
-        if approximation is not None and approximation.degree is not None:
-            advice = "raise `degree` or leave it out, or raise `tolerance` if you can accept that"
-            raise ParityError(found, "the approximation differs from the given network", advice)
-        raise ParityError(found, "the folded network differs from the given one")
-    return folded, check
+@dataclass(frozen=True)
+class _Job:
+    """What is folded, and on what it is run.
+
+    Attributes:
+        network: The network, in float32 at least.
+        calls: Example calls.
+        images: Images to fit and judge on.
+        are_given: Whether the calls are the user's.
+        batch: The number of samples, if fixed.
+        dynamic_size: Whether height and width may vary.
+    """
+
+    network: nn.Module
+    calls: list[Call]
+    images: list[Tensor]
+    are_given: bool
+    batch: int | None
+    dynamic_size: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        inputs: Inputs | None,
+        input_size: Sequence[int] | None,
+        batch: int | None,
+        dynamic_size: bool,
+        calibrate: Iterable[Any] | None,
+    ) -> _Job:
+        if batch is not None and batch < 1:
+            raise UsageError(f"`batch={batch}` is no number of samples; give 1 or more")
+        network = unwrapped(model)
+        if placement_of(network)[1] in (torch.float16, torch.bfloat16):  # its own rounding is no part of its function
+            network = copied(network).float()
+        calls = example_calls(network, inputs, input_size)
+        if batch is not None:
+            if inputs is not None and calls[0].batch != batch:
+                raise UsageError(f"`inputs` are {calls[0].batch} samples, `batch` says {batch}; make them the same")
+            calls = [with_rows(calls[-1], batch)]
+        elif inputs is not None:  # what is captured must do for other numbers too, where the network does
+            calls += [with_rows(calls[0], rows) for rows in (1, 3) if rows != calls[0].batch]
+        job = cls(network, calls, [], inputs is not None, batch, dynamic_size)
+        job.images.extend([] if calibrate is None else (image for few in images_of(calibrate) for image in few))
+        for image in job.images:
+            if image.ndim != len(job.sample) or image.shape[0] != job.sample[0]:
+                shape = ", ".join(str(size) for size in ("N", *job.sample))
+                raise UsageError(f"`calibrate` takes batches of images, ({shape}); got images of {tuple(image.shape)}")
+        return job
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """The shape of one sample; empty for a network of several inputs."""
+        tensors = [leaf for leaf in tree_leaves((self.calls[0].args, dict(self.calls[0].kwargs)))]
+        return tuple(tensors[0].shape[1:]) if len(tensors) == 1 and isinstance(tensors[0], Tensor) else ()
+
+    def batches(self, images: Sequence[Tensor]) -> list[Call]:
+        """Return calls with all of some images: one alone, three, and the others in larger batches."""
+        sizes = [1, 3, *[32] * (len(images) // 32 + 1)] if self.batch is None else [self.batch] * len(images)
+        ends = [0, *accumulate(sizes)]
+        device, dtype = placement_of(self.network)
+        stacks = [torch.stack(list(images[a:b])) for a, b in pairwise(ends) if a < len(images)]
+        return [Call((stack.to(device, dtype),)) for stack in stacks if self.batch in (None, len(stack))]
+
+    def judged_on(self, mixed: bool) -> str:
+        """Say what a file was compared on: the calls, and images if `mixed`; else images that no fit has seen."""
+        calls = "given inputs" if self.are_given else "random inputs"
+        if mixed:
+            return f"{calls} and images" if self.images else calls
+        return "images" if len(self.images) > 1 else calls
 
 
-def _size(model: nn.Module, input_size: Sequence[int] | None) -> tuple[int, ...]:
-    return tuple(input_size or own_input_size(model))
+@dataclass(frozen=True)
+class _Wanted:
+    """How a network is to be folded.
+
+    Attributes:
+        approximation: Of power transforms; None leaves them exact.
+        freeze_lambda: Whether layers take the mean of the lambdas that they estimate.
+        fit: Images to fit on.
+        check: Calls to judge on.
+        tolerance: Largest difference that passes.
+    """
+
+    approximation: Approximation | None
+    freeze_lambda: bool
+    fit: list[Call]
+    check: list[Call]
+    tolerance: float
+
+    @property
+    def approximates(self) -> bool:
+        """Whether the folded network is another function."""
+        return self.approximation is not None or self.freeze_lambda
 
 
-def _images(calibrate: Iterable[Any] | None, size: Sequence[int]) -> list[Tensor]:
-    images = [] if calibrate is None else [image for batch in images_of(calibrate) for image in batch]
-    for image in images:
-        if image.ndim != len(size) or image.shape[0] != size[0]:
-            raise UsageError(
-                f"`calibrate` takes batches of images, (N, {', '.join(map(str, size))}); got images of "
-                f"{tuple(image.shape)}"
-            )
-    return images
-
-
-def _approximation(
+def _wanted(
+    job: _Job,
     fold: str,
     runtime: Runtime | None,
     degree: int | None,
     tolerance: float | None,
-    images: Sequence[Tensor],
     freeze_lambda: bool,
-    size: Sequence[int],
     precision: Precision,
-) -> tuple[Approximation | None, list[Tensor], float]:
-    """Check arguments; return what may be approximated, the batches to compare on, and the tolerance."""
+) -> _Wanted:
+    """Check what a user asks for."""
     if fold not in ("exact", "poly"):
         raise UsageError(f"there is no fold {fold!r}; use exact or poly")
     if runtime is not None and runtime not in RUNTIMES:
@@ -244,94 +335,126 @@ def _approximation(
     if degree is not None and not 2 <= degree <= MAX_SIZE:
         raise UsageError(f"`degree={degree}` is not supported; use 2 to {MAX_SIZE}, or leave it out")
     if tolerance is not None and not tolerance > 0:
-        raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; {EXACT_TOLERANCE:g} is usual")
-    if freeze_lambda and not images:
+        raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; {TOLERANCE:g} is usual")
+    if freeze_lambda and not job.images:
         raise UsageError("`freeze_lambda` takes the mean of lambda over images; give `calibrate` images too")
     if fold == "exact" and not freeze_lambda:
-        return None, [*sample_inputs(size), *_batches(images)], tolerance or EXACT_TOLERANCE
-    if len(images) == 1:
+        narrow = precision != "float32"  # the tolerance judges the file
+        return _Wanted(None, False, [], job.calls + job.batches(job.images), (not narrow and tolerance) or TOLERANCE)
+    if len(job.images) == 1:
         raise UsageError("one image cannot be fitted on and checked on; give `calibrate` more")
-    tolerance = tolerance or APPROXIMATE_TOLERANCE
-    check = _batches(images[1::2]) if images else sample_inputs(size)
-    family: Runtime | None = (runtime or "onnxruntime") if fold == "poly" else None
-    if family == "openvino" and precision == "int8":
-        family = "onnxruntime"  # what lies between lines would be quantized, in its own range and not in the sum's
-    wanted = Approximation(family, degree, freeze_lambda, tolerance, _batches(images[::2]), check)
-    return wanted, check, tolerance
+    allowed = tolerance or APPROXIMATE_TOLERANCE
+    if precision != "float32":  # what is approximated must not be further off than the file
+        allowed = max(allowed, APPROXIMATE_TOLERANCE)
+    fit = job.batches(job.images[::2])
+    check = job.batches(job.images[1::2]) if job.images else job.calls
+    approximation = None
+    if fold == "poly":
+        # In INT8 what lies between lines would be quantized, in its own range and not in the sum's.
+        family = "onnxruntime" if runtime is None or precision == "int8" else runtime
+        approximation = Approximation(family, degree, allowed, fit, check)
+    return _Wanted(approximation, freeze_lambda, fit, check, allowed)
 
 
-def _narrow_images(
-    precision: Precision, images: Sequence[Tensor], size: Sequence[int]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the images to take ranges from, and those to judge a narrow file on."""
-    if precision not in get_args(Precision):
-        raise UsageError(f"there is no precision {precision!r}; use {', '.join(get_args(Precision))}")
-    if precision == "int8" and len(images) < 2:
-        raise UsageError("INT8 takes its ranges from images and is judged on others; give `calibrate` images")
-    return _batches(images[::2]), _batches(images[1::2]) if len(images) > 1 else sample_inputs(size)
+@dataclass(frozen=True)
+class _Folded:
+    """A folded network, what became of its layers, and what the given network answered."""
+
+    program: Program
+    layers: list[FoldedLayer]
+    reference: Reference
+    comparison: Comparison
 
 
-def _batches(images: Sequence[Tensor]) -> list[Tensor]:
-    """Return images as a batch of 1, one of 3 and larger ones, as far as they go."""
-    ends = [0, *BATCHES, *range(sum(BATCHES) + BATCH, len(images) + BATCH, BATCH)]
-    ends[2] += ends[1]
-    return [torch.stack(list(images[a:b])) for a, b in pairwise(ends) if a < len(images)]
+def _checked_fold(job: _Job, wanted: _Wanted) -> _Folded:
+    """Capture a network, fold it, and compare the two."""
+    reference = Reference(job.network, wanted.check, tolerance=wanted.tolerance)
+    if "NaN" in reference.not_checked:
+        raise RetrofitError(reference.not_checked)
+    lambdas = _mean_lambdas(job.network, wanted.fit) if wanted.freeze_lambda else {}
+    call = job.calls[0 if job.are_given else -1]
+    program = capture(job.network, call, batch=job.batch, dynamic_size=job.dynamic_size, lambdas=lambdas)
+    layers: list[FoldedLayer]
+    fits: dict[Node, Fit] = {}
+    if not program.note:
+        if wanted.approximation is not None:
+            powers = [Transform.of(program.module, node) for node in calls_of(program.module.graph, POWER)]
+            fits = choose(program.module, [one for one in powers if one.lmbda.numel() > 1], wanted.approximation)
+        errors = {layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()}
+        fold_program(program, fits)
+        layers = [FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()]
+    elif wanted.approximation is not None:
+        raise RetrofitError(f"{program.note}; use `fold='exact'`")
+    else:
+        layers = [FoldedLayer(name, form) for name, form in program.layers.items()]
+    found = reference.compare(program.module)
+    if found.differs:
+        what, advice = "the folded network differs from the given one", _REPORT_IT
+        if wanted.freeze_lambda:
+            what = "the network with constant lambdas differs from the given one"
+            advice = "raise `tolerance` if you can accept that, or leave out `freeze_lambda`"
+        elif wanted.approximation is not None and wanted.approximation.degree is not None:
+            what = "the approximation differs from the given network"
+            advice = "raise `degree` or leave it out, or raise `tolerance` if you can accept that"
+        raise ComparisonError(found, what, advice)
+    return _Folded(program, layers, reference, found)
 
 
-def _known(model: nn.Module, name: str, attribute: str | None = None) -> Any:
-    """Return what the command line or `retrofit.load` noted about a network; None if nothing."""
-    found = getattr(record_of(model), name)
-    return found if attribute is None or found is None else getattr(found, attribute)
-
-
-def _preprocess(model: nn.Module, size: Sequence[int]) -> dict[str, Any]:
-    """Return how to make the network's input of an image, at the size of the file; nothing if that is not known."""
-    known: Preprocess | None = _known(model, "preprocess")
-    return {} if known is None else {**known.to_dict(), "input_size": list(size)}
-
-
-def _judged_on(images: Sequence[Tensor], mixed: bool) -> str:
-    """Say what a file was compared on: random inputs, and images if `mixed`; else on images that no fit has seen."""
-    if mixed:
-        return "random inputs and images" if images else "random inputs"
-    return "images" if len(images) > 1 else "random inputs"
-
-
-def _labels(model: nn.Module, check: Check) -> list[str] | None:
-    """Return the names of the outputs; None if they are unknown, or of a classifier that the network had before."""
-    labels: list[str] | None = _known(model, "labels")
-    outputs = check.expected[0]
-    if not labels or (len(outputs) == 1 and outputs[0].ndim == 2 and len(labels) != outputs[0].shape[1]):
-        return None
-    return labels
-
-
-def _conversion(model: nn.Module) -> dict[str, Any]:
-    """Return what a network was converted to last, and the strength of its layers; None where they differ."""
-    plans = record_of(model).plans
-    try:
-        strength = strength_of(model)
-    except RetrofitError:
-        strength = None
-    return {"target": plans[-1].to if plans else None, "strength": strength}
-
-
-def _metadata(
-    model: nn.Module, fold: str, precision: str, size: Sequence[int], labels: list[str] | None
-) -> Mapping[str, str]:
-    """Return what a user of the file may need to know, each value a string or JSON."""
-    source = _known(model, "source")
-    found: dict[str, Any] = {
-        "schema": SCHEMA,
-        "retrofit": retrofit.__version__,
-        "model": type(model).__name__ if source is None else str(source),
-        **_conversion(model),
-        "fold": fold,
-        "precision": precision,
-        "input_size": list(size),
-        "labels": labels,
-    }
-    found |= _preprocess(model, size)
+def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
+    """Return the mean lambda, strength included, of each layer that estimates it, over images."""
+    found: dict[str, list[Tensor]] = {}
+    with evaluating(network):
+        for call in calls:
+            for name, values in lambda_values(network, call.args[0]).items():
+                found.setdefault(name, []).append(values.double().mean())
+    layers: dict[str, Any] = {name: network.get_submodule(name) for name in found}
+    means = {name: float(torch.stack(values).mean()) for name, values in found.items()}
     return {
-        key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items() if value is not None
+        name: 1 + float(layer.effective_alpha) * (means[name] - 1)
+        for name, layer in layers.items()
+        if layer.channel_map() is None
     }
+
+
+def _narrowed(
+    job: _Job,
+    proto: onnx.ModelProto,
+    exported: torch.export.ExportedProgram,
+    precision: Precision,
+    runtime: Runtime | None,
+    tolerance: float | None,
+) -> tuple[onnx.ModelProto, list[Check]]:
+    """Return a model in less than 32 bits, and what it has to answer."""
+    judged = job.batches(job.images[1::2]) if len(job.images) > 1 else job.calls
+    reference = Reference(job.network, judged, tolerance=tolerance or NARROW[precision])
+    if precision == "int8":
+        fitted = [call.args[0] for call in job.batches(job.images[::2])]
+        advice = "bake the network first, give other images, or raise `tolerance` if you can accept that"
+        return to_int8(proto, fitted, runtime or "onnxruntime"), [(reference, advice)]
+    advice = "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"
+    half = reference.compare(HalfRun(exported))
+    if half.share == math.inf:
+        raise ComparisonError(half, "values of the network overflow float16", "keep float32")
+    if half.differs:
+        raise ComparisonError(half, "float16 differs from PyTorch", advice)
+    return to_float16(proto), [(reference, advice)]
+
+
+def _has_labels(program: Program, labels: Sequence[str] | None) -> bool:
+    """Whether names of outputs are known, and not of a classifier that the network had before."""
+    if not labels:
+        return False
+    with torch.no_grad():
+        outputs = list(tensors_of(program.call.on(program.module)))
+    return len(outputs) != 1 or outputs[0].ndim != 2 or outputs[0].shape[1] == len(labels)
+
+
+def _strength(model: nn.Module) -> float | None:
+    try:
+        return strength_of(model)
+    except RetrofitError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

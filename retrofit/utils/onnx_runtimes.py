@@ -17,7 +17,7 @@ Runtime = Literal["onnxruntime", "openvino"]
 RUNTIMES: dict[Runtime, str] = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 
 Array = np.ndarray[Any, Any]
-Run = Callable[[Array], list[Array]]
+Run = Callable[..., list[Array]]
 
 
 def open_onnx(
@@ -28,7 +28,7 @@ def open_onnx(
     threads: int | None = None,
     advice: str = "please report it",
 ) -> Run:
-    """Return a function that takes the images (N, C, H, W) in float32, and returns the model's outputs.
+    """Return a function that takes the model's inputs, images (N, C, H, W) in float32 say, and returns its outputs.
 
     Args:
         model: The model, or its file.
@@ -54,9 +54,9 @@ def open_onnx(
     except Exception as error:  # the runtimes' exceptions have no common class
         raise refused(error) from error
 
-    def answer(images: Array) -> list[Array]:
+    def answer(*inputs: Array) -> list[Array]:
         try:
-            return run(images)
+            return run(*inputs)
         except Exception as error:
             raise refused(error) from error
 
@@ -93,8 +93,8 @@ def _in_onnxruntime(model: bytes | Path, _shape: Sequence[int] | None, threads: 
     options.intra_op_num_threads = threads or 0
     content = model if isinstance(model, bytes) else str(model)
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return lambda images: session.run(None, {name: images})
+    names = [value.name for value in session.get_inputs()]
+    return lambda *inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
 
 def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int | None) -> Run:
@@ -108,4 +108,4 @@ def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int 
     if threads is not None:
         settings["INFERENCE_NUM_THREADS"] = threads
     request = core.compile_model(read, "CPU", settings).create_infer_request()
-    return lambda images: [value.copy() for value in request.infer({0: images}).values()]
+    return lambda *inputs: [value.copy() for value in request.infer(dict(enumerate(inputs))).values()]

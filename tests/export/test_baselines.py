@@ -13,8 +13,8 @@ import torchvision
 from torch import nn
 
 import retrofit
-from retrofit.export.approximation.choose import mean_lambdas
-from retrofit.export.forms.fused_layers import channel_map
+from retrofit.export.api import _mean_lambdas
+from retrofit.inputs import Call
 from retrofit.layers import GroupNormalNorm, LayerNormalNorm
 from retrofit.layers.lambdas import lambda_values
 from tests.export.networks import norm, train_a_little
@@ -93,13 +93,11 @@ def test_alpha_is_in_every_form(alpha: float, tmp_path: Path) -> None:
             module.alpha = alpha
             module.set_strength(0.8)
     model.eval()
-    found = channel_map(model[1])
-    assert found is not None
+    found = model[1].channel_map()
     torch.testing.assert_close(found.lmbda, 1 + 0.8 * alpha * (model[1].running_lambda.double() - 1))
     file = exported(model, tmp_path / "out.onnx", 8)
     assert any(node.op_type == "Log" for node in file.graph.node) == bool(alpha)
     images = torch.randn(4, 3, 8, 8).exp()
-    for layer, frozen in mean_lambdas(model, [images]).items():
-        (name,) = [name for name, module in model.named_modules() if module is layer]
+    for name, frozen in _mean_lambdas(model, [Call((images,))]).items():
         estimate = float(lambda_values(model, images)[name].double().mean())
         assert frozen == pytest.approx(1 + 0.8 * alpha * (estimate - 1), abs=1e-6)

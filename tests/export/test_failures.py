@@ -11,8 +11,8 @@ import onnx
 import pytest
 
 from retrofit.errors import RetrofitError
-from retrofit.export.onnx.model import silence
 from retrofit.export.onnx.write import check_model
+from retrofit.export.silence import silence
 
 SCRIPT = """
 import sys, torch, retrofit
@@ -45,7 +45,7 @@ def test_a_failing_export_prints_three_lines_at_most(arguments: list[str], tmp_p
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert len(lines) <= 3
-    assert lines[-1].startswith("error: torch.onnx cannot export the network (")
+    assert lines[-1].startswith("error: torch.export cannot capture the network (")
     assert len(lines[-1]) < 400
     assert not done.stdout
     assert not list(tmp_path.iterdir())

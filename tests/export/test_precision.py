@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.forms.operations import Polynomial, constant_norm
+from retrofit.export.capture import capture
 from retrofit.export.onnx.model import node_counts, to_onnx
 from retrofit.export.onnx.precision import _steps_to_convolutions
+from retrofit.export.power_forms import Polynomial
+from retrofit.inputs import Call
+from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.onnx_runtimes import open_onnx
 from tests.half_resnet import HALF
 
@@ -137,8 +140,8 @@ def test_steps_as_convolutions_are_the_same_function(tmp_path: Path, ndim: int) 
 
         def __init__(self) -> None:
             super().__init__()
-            self.polynomial = Polynomial(torch.tensor([[1.0, -2.0, 0.5], [3.0, 4.0, 1e-4], [0.1, -0.2, 7.0]]), ndim)
-            self.norm = constant_norm(torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3), ndim)
+            self.polynomial = Polynomial(torch.tensor([[1.0, -2.0, 0.5], [3.0, 4.0, 1e-4], [0.1, -0.2, 7.0]]))
+            self.norm = ConstantNorm(torch.zeros(3), torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3))
 
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.silu(self.norm(self.polynomial(x))) + x * x.mean(dim=-1, keepdim=True)
@@ -146,7 +149,7 @@ def test_steps_as_convolutions_are_the_same_function(tmp_path: Path, ndim: int) 
     size = (3, *range(5, 3 + ndim))
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     wanted = Powers()(images)
-    proto = to_onnx(Powers().eval(), size, 18, False, {})
+    proto, _ = to_onnx(capture(Powers(), Call((images,))), 18, {})
     assert len(_steps_to_convolutions(proto)) == 2
     assert node_counts(proto) | {"Conv": 2, "BatchNormalization": 1} == node_counts(proto)
     onnx.checker.check_model(proto, full_check=True)

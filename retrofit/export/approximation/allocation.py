@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torch import nn
+from torch.fx import Node
 
 from retrofit.export.approximation.fit import Fit
 
@@ -25,7 +25,7 @@ class Candidate:
         elements: Of its output.
     """
 
-    layer: nn.Module
+    layer: Node
     fits: Sequence[Fit]
     costs: Sequence[float]
     harm: float
@@ -50,12 +50,12 @@ class Candidate:
         return [((a[1] - b[1]) / (b[0] - a[0]), b[2], b[1]) for a, b in pairwise(hull)]
 
 
-def allocations(candidates: Sequence[Candidate]) -> Iterator[dict[nn.Module, Fit]]:
+def allocations(candidates: Sequence[Candidate]) -> Iterator[dict[Node, Fit]]:
     """Yield choices of approximations for the layers, from the cheapest on, with ever less squared error.
 
     A layer that is missing is to stay exact; that all of them do is not among the choices.
     """
-    state: dict[nn.Module, Fit | None] = {one.layer: one.fits[0] for one in candidates}
+    state: dict[Node, Fit | None] = {one.layer: one.fits[0] for one in candidates}
     errors = {one.layer: one.error(one.fits[0]) for one in candidates}
     steps = [(worth, one.layer, fit, error) for one in candidates for worth, fit, error in one.upgrades()]
     steps.sort(key=lambda step: step[0])

@@ -7,14 +7,11 @@ exponential tail with the mean excess of those, as of peaks over a threshold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-from retrofit.utils.hooks import hooked
+from torch import Tensor
 
 _SAMPLES = 2048  # of each channel, over all batches
 _EXTREMES = 32  # largest, and smallest, of each channel in a batch
@@ -65,7 +62,7 @@ def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSampl
 
 
 class Observer:
-    """Collects the values of layers while a network runs.
+    """Collects values while a network runs.
 
     Args:
         images: How many are to come, in batches of any size.
@@ -75,24 +72,21 @@ class Observer:
         """Begin with none."""
         self._images = images
         self._generator = torch.Generator().manual_seed(0)
-        self._found: dict[nn.Module, list[tuple[Tensor, Tensor, int]]] = {}
+        self._found: dict[Hashable, list[tuple[Tensor, Tensor, int]]] = {}
 
-    def observing(self, layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Collect the inputs of layers for a while."""
-        return hooked(layer.register_forward_pre_hook(self._take) for layer in layers)
-
-    def samples(self) -> dict[nn.Module, WeightedSample]:
-        """Return what was seen of each layer, as the layer saw it, with what may lie beyond."""
-        return {layer: self._merged(parts) for layer, parts in self._found.items()}
-
-    def _take(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        values = args[0].movedim(1, 0).flatten(1)
+    def take(self, key: Hashable, values: Tensor) -> None:
+        """Keep some of the values, (N, C, *), that a batch brings about at one place."""
+        share = max(1, _SAMPLES * len(values) // self._images)
+        values = values.movedim(1, 0).flatten(1)
         count = values.shape[1]
-        share = max(1, _SAMPLES * len(args[0]) // self._images)
         chosen = torch.randint(count, (share,), generator=self._generator, device="cpu").to(values.device)
         few = min(_EXTREMES, count)
         extremes = [values.topk(few, 1, largest).values for largest in (True, False)]
-        self._found.setdefault(layer, []).append((values[:, chosen], torch.cat(extremes, 1), count))
+        self._found.setdefault(key, []).append((values[:, chosen], torch.cat(extremes, 1), count))
+
+    def samples(self) -> dict[Hashable, WeightedSample]:
+        """Return what was seen at each place, with what may lie beyond."""
+        return {key: self._merged(parts) for key, parts in self._found.items()}
 
     def _merged(self, parts: Sequence[tuple[Tensor, Tensor, int]]) -> WeightedSample:
         samples, extremes, counts = zip(*parts, strict=True)

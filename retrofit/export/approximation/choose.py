@@ -1,29 +1,29 @@
-"""Which layers are approximated how well, and which lambdas are frozen: judged on images, not on formulas."""
+"""Which power transforms are approximated how well: judged on images, not on formulas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from retrofit.compare import largest_gap, scale_of, tensors_of
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.allocation import Candidate, allocations
 from retrofit.export.approximation.calibration import Observer, gaussian
 from retrofit.export.approximation.fit import MAX_SIZE, Fit, Fitter, LayerFunction
 from retrofit.export.approximation.lines import LineFitter
 from retrofit.export.approximation.polynomial import PolynomialFitter
-from retrofit.export.forms import fused_layers as channel_map
-from retrofit.export.forms.operations import constant_norm
-from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.lambdas import lambda_values
-from retrofit.surgery.identity_check import largest_gap, scale_of
+from retrofit.export.capture import with_rows
+from retrofit.export.nodes import Transform, shape_of
+from retrofit.export.power_forms import POWER
+from retrofit.inputs import Call
+from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.onnx_runtimes import Runtime
-from retrofit.utils.placement import device_of
 
 AFFINE = 1e-3  # with a degree given: what is as good as affine
 _FEW = 8  # images that show what errors do
@@ -53,70 +53,52 @@ FAMILIES: Mapping[Runtime, Sequence[Family]] = {
 
 
 @dataclass(frozen=True)
-class Transform:
-    """A layer that may be approximated.
-
-    Attributes:
-        map: What it computes, upright.
-        shape: Of its input.
-        high: Upper limit of the ReLU (inf) or ReLU6 behind it; None if there is none.
-        activation: That ReLU, if it can be taken away.
-    """
-
-    map: ChannelMap
-    shape: Sequence[int]
-    high: float | None
-    activation: nn.Module | None
-
-
-Transforms = Mapping[nn.Module, Transform]
-
-
-@dataclass(frozen=True)
 class Approximation:
     """What may be approximated, and how well the network must then agree with itself.
 
     Attributes:
-        runtime: What constant transforms are approximated for; None leaves them exact.
+        runtime: What transforms are approximated for.
         degree: Of all polynomials, or the number of lines; None for as few as meet the tolerance.
-        freeze_lambda: Whether layers that estimate lambda take its mean over the images instead.
         tolerance: Largest difference of an output, as a share of its scale.
-        fit: Batches of images to fit on; without any, the running statistics have to do.
-        check: Batches to judge on.
+        fit: Calls with images to fit on; without any, the running statistics have to do.
+        check: Calls to judge on.
     """
 
-    runtime: Runtime | None
+    runtime: Runtime
     degree: int | None
-    freeze_lambda: bool
     tolerance: float
-    fit: Sequence[Tensor]
-    check: Sequence[Tensor]
+    fit: Sequence[Call]
+    check: Sequence[Call]
 
 
-def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dict[nn.Module, Fit]:
-    """Approximate transforms, with as little computation as keeps the network within the tolerance.
+Instead = Mapping[Node, Callable[[Tensor], Tensor]]
+"""What takes the place of nodes of one input."""
+
+
+@torch.no_grad()
+def choose(module: fx.GraphModule, transforms: Sequence[Transform], wanted: Approximation) -> dict[Node, Fit]:
+    """Approximate power transforms, with as little computation as keeps the network within the tolerance.
 
     Args:
-        net: The network, in evaluation.
-        transforms: What may be approximated, by layer.
+        module: The captured network.
+        transforms: What may be approximated.
         wanted: The tolerance and the images.
 
     Returns:
-        A fit for each layer that is approximated; the others stay exact.
+        A fit for each transform that is approximated, by node; the others stay exact.
 
     Raises:
         RetrofitError: If no choice of degrees meets the tolerance.
     """
-    assert wanted.runtime is not None
-    functions = _functions(net, transforms, wanted.fit)
+    by_node = {one.node: one for one in transforms}
+    functions = _functions(module, by_node, wanted.fit)
     families = FAMILIES[wanted.runtime]
     if wanted.degree is not None:
-        return {layer: _of_size(function, families[0].fitter, wanted.degree) for layer, function in functions.items()}
+        return {node: _of_size(function, families[0].fitter, wanted.degree) for node, function in functions.items()}
     limit, best = _ROOM * wanted.tolerance, math.inf
-    expected = [answers(net, [batch]) for batch in wanted.check]
-    for chosen in allocations(_candidates(net, transforms, functions, families, wanted.fit or wanted.check)):
-        with _approximated(transforms, chosen):
-            difference = _difference(net, wanted.check, expected, limit)
+    expected = [answers(module, [call]) for call in wanted.check]
+    for chosen in allocations(_candidates(module, by_node, functions, families, wanted.fit or wanted.check)):
+        difference = _difference(module, approximated(by_node, chosen), wanted.check, expected, limit)
         if difference <= limit:
             return chosen
         best = min(best, difference)
@@ -127,36 +109,59 @@ def choose(net: nn.Module, transforms: Transforms, wanted: Approximation) -> dic
     )
 
 
-def mean_lambdas(net: nn.Module, images: Sequence[Tensor]) -> dict[nn.Module, float]:
-    """Return the mean lambda, strength included, of each layer that estimates it, over images."""
-    device = device_of(net)
-    found: dict[nn.Module, list[Tensor]] = {}
-    for batch in images:
-        for name, values in lambda_values(net, batch.to(device)).items():
-            found.setdefault(net.get_submodule(name), []).append(values.double().mean())
-    return {
-        layer: 1 + float(layer.effective_alpha) * (float(torch.stack(means).mean()) - 1)  # type: ignore[arg-type]
-        for layer, means in found.items()
-        if channel_map.estimates(layer)
-    }
+class _Run(fx.Interpreter):
+    """A run of a captured network, with other functions for some nodes, and a look at what transforms take."""
+
+    def __init__(self, module: fx.GraphModule, instead: Instead, look: Callable[[Node, Tensor], None] | None) -> None:
+        super().__init__(module)
+        self._instead, self._look = instead, look
+
+    def run_node(self, n: Node) -> object:
+        """Compute the value of a node."""
+        if self._look is not None and n.target is POWER:
+            self._look(n, self.env[n.args[0]])  # type: ignore[index]
+        return self._instead[n](self.env[n.args[0]]) if n in self._instead else super().run_node(n)  # type: ignore[index]
 
 
 @torch.no_grad()
-def answers(net: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that a network gives for each batch, one after the other."""
-    device = device_of(net)
-    return [leaf for batch in inputs for leaf in tree_leaves(net(batch.to(device))) if isinstance(leaf, Tensor)]
+def answers(
+    module: fx.GraphModule,
+    calls: Sequence[Call],
+    instead: Instead | None = None,
+    look: Callable[[Node, Tensor], None] | None = None,
+) -> list[Tensor]:
+    """Return the tensors that a captured network answers to each call, one after the other."""
+    run = _Run(module, instead or {}, look)
+    return [out for call in calls for out in tensors_of(run.run(*tree_leaves((call.args, dict(call.kwargs)))))]
 
 
-def _difference(net: nn.Module, batches: Sequence[Tensor], expected: Sequence[Sequence[Tensor]], limit: float) -> float:
-    """Return how far off the output is that is furthest off for its scale; of batches up to the first beyond a limit.
+def approximated(transforms: Mapping[Node, Transform], fits: Mapping[Node, Fit]) -> Instead:
+    """Return what takes the place of the nodes of some transforms, and of the ReLUs that their fits include."""
+    instead: dict[Node, Callable[[Tensor], Tensor]] = {}
+    for node, fit in fits.items():
+        one = transforms[node]
+        norm = ConstantNorm(torch.zeros_like(fit.shift), one.sign * fit.scale, fit.shift)
+        instead[node] = nn.Sequential(norm, *fit.parts())
+        if fit.has_activation and one.relu is not None:
+            instead[one.relu] = nn.Identity()
+    return instead
 
-    As `parity.compare` will judge the folded network: each output by its own scale, over all batches.
+
+def _difference(
+    module: fx.GraphModule,
+    instead: Instead,
+    calls: Sequence[Call],
+    expected: Sequence[Sequence[Tensor]],
+    limit: float,
+) -> float:
+    """Return how far off the output is that is furthest off for its scale; of calls up to the first beyond a limit.
+
+    As the folded network will be judged: each output by its own scale, over all batches.
     """
     scales = [max(map(scale_of, leaves)) for leaves in zip(*expected, strict=True)]
     largest = 0.0
-    for batch, leaves in zip(batches, expected, strict=True):
-        gaps = map(largest_gap, leaves, answers(net, [batch]))
+    for call, leaves in zip(calls, expected, strict=True):
+        gaps = map(largest_gap, leaves, answers(module, [call], instead))
         for gap, scale in zip(gaps, scales, strict=True):
             largest = max(largest, gap / scale if scale else math.inf if gap else 0.0)
         if largest > limit:
@@ -164,16 +169,16 @@ def _difference(net: nn.Module, batches: Sequence[Tensor], expected: Sequence[Se
     return largest
 
 
-def _functions(net: nn.Module, transforms: Transforms, images: Sequence[Tensor]) -> dict[nn.Module, LayerFunction]:
-    """Return what is to be approximated, on the values that the images bring about."""
-    observer = Observer(sum(map(len, images)))
-    with observer.observing(transforms):
-        answers(net, images)
+def _functions(
+    module: fx.GraphModule, transforms: Mapping[Node, Transform], calls: Sequence[Call]
+) -> dict[Node, LayerFunction]:
+    """Return what is to be approximated, on the values that some calls bring about."""
+    observer = Observer(sum(call.batch for call in calls))
+    answers(module, calls, look=observer.take)
     seen, functions = observer.samples(), {}
-    for layer, one in transforms.items():
-        scale, shift = one.map.scale, one.map.shift
-        data = seen[layer].affine(scale, shift) if layer in seen else gaussian(len(scale), scale.device)
-        functions[layer] = LayerFunction(one.map, data, one.high)
+    for node, one in transforms.items():
+        data = seen[node].affine(one.sign, 0 * one.sign) if node in seen else gaussian(len(one.sign), one.sign.device)
+        functions[node] = LayerFunction(one, data, one.high)
     return functions
 
 
@@ -183,47 +188,27 @@ def _of_size(function: LayerFunction, fitter: type[Fitter], size: int) -> Fit:
 
 
 def _candidates(
-    net: nn.Module,
-    transforms: Transforms,
-    functions: Mapping[nn.Module, LayerFunction],
+    module: fx.GraphModule,
+    transforms: Mapping[Node, Transform],
+    functions: Mapping[Node, LayerFunction],
     families: Sequence[Family],
-    images: Sequence[Tensor],
+    calls: Sequence[Call],
 ) -> list[Candidate]:
-    """Fit all kinds and sizes, and see what an error of each layer alone does to the output."""
-    few = torch.cat(list(images))[:_FEW]
-    expected = answers(net, [few])
+    """Fit all kinds and sizes, and see what an error of each transform alone does to the output."""
+    few = next((call for call in calls if call.batch >= _FEW), calls[-1])
+    few = with_rows(few, min(_FEW, few.batch))
+    expected = answers(module, [few])
     found = []
-    for layer, function in functions.items():
+    for node, function in functions.items():
         fits, costs = [function.affine()], [0.0]
         for family in families:
             fitter = family.fitter(function)
             for size in range(2, MAX_SIZE + 1):
                 fits.append(fitter.fit(size))
                 costs.append(family.base + size * family.each)
-        with _approximated(transforms, {layer: fits[1]}):
-            gaps = [(a.double() - b) / (scale_of(a) or 1.0) for a, b in zip(expected, answers(net, [few]), strict=True)]
+        changed = answers(module, [few], approximated(transforms, {node: fits[1]}))
+        gaps = [(a.double() - b) / (scale_of(a) or 1.0) for a, b in zip(expected, changed, strict=True)]
         change = sum(float(gap.square().sum()) for gap in gaps)
         harm = change / max(fits[1].rms_error ** 2, 1e-30)
-        found.append(Candidate(layer, fits, costs, harm, math.prod(transforms[layer].shape)))
+        found.append(Candidate(node, fits, costs, harm, math.prod(shape_of(node)[1:])))
     return found
-
-
-@contextmanager
-def _approximated(transforms: Transforms, fits: Mapping[nn.Module, Fit]) -> Iterator[None]:
-    """Let layers answer with their approximations for a while."""
-    with ExitStack() as stack:
-        for layer, fit in fits.items():
-            one = transforms[layer]
-            stack.enter_context(layer.register_forward_hook(_replacer(one, fit)))
-            if fit.has_activation and one.activation is not None:
-                one.activation.forward = lambda x: x  # a hook would come too late: the ReLU may work in place
-                stack.callback(delattr, one.activation, "forward")
-        yield
-
-
-def _replacer(one: Transform, fit: Fit) -> Callable[..., Tensor]:
-    """Return a forward hook that answers with the approximation of a layer."""
-    ndim = len(one.shape)
-    norm = constant_norm(one.map.scale * fit.scale, one.map.shift * fit.scale + fit.shift, ndim)
-    form = nn.Sequential(norm, *fit.parts(ndim))
-    return lambda _layer, args, _out: form(args[0])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.export.approximation.calibration import WeightedSample
+from retrofit.export.nodes import Transform
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.yeo_johnson import yeo_johnson
 
@@ -19,14 +20,14 @@ MAX_SIZE = 8
 
 @dataclass(frozen=True)
 class Fit:
-    """An approximation of one layer, behind `ChannelMap.upright`: an affine map of h and what follows it.
+    """An approximation of one layer, with gamma >= 0: an affine map of h and what follows it.
 
     Attributes:
         form: "affine", "polynomial" or "lines".
         size: Degree of the polynomial, or number of lines; 1 is affine.
         scale: (C,) in float64; the parts take scale * h + shift.
         shift: (C,).
-        parts: Makes what follows, for input of a number of dimensions.
+        parts: Makes what follows.
         has_activation: Whether a ReLU behind the layer is included; else it stays.
         max_error: Largest error on what was seen, as a share of the standard deviation of the layer's output.
         rms_error: Root mean square of the same, what may follow included.
@@ -36,7 +37,7 @@ class Fit:
     size: int
     scale: Tensor
     shift: Tensor
-    parts: Callable[[int], list[nn.Module]]
+    parts: Callable[[], list[nn.Module]]
     has_activation: bool = False
     max_error: float = 0.0
     rms_error: float = 0.0
@@ -44,7 +45,7 @@ class Fit:
     def __call__(self, h: Tensor) -> Tensor:
         """Evaluate for h, (C, S), in the precision of a folded network."""
         y = torch.addcmul(self.shift[:, None], h, self.scale[:, None]).T.float()
-        for part in self.parts(y.ndim):
+        for part in self.parts():
             y = part(y)
         return y.T.to(h)
 
@@ -63,12 +64,12 @@ class LayerFunction:
     """The function of one layer.
 
     Args:
-        found: The layer, upright.
+        found: Its constants.
         data: What it sees, standardised.
         high: Upper limit of a ReLU (inf) or ReLU6 behind it; None if there is none.
     """
 
-    def __init__(self, found: ChannelMap, data: WeightedSample, high: float | None) -> None:
+    def __init__(self, found: ChannelMap | Transform, data: WeightedSample, high: float | None) -> None:
         """Evaluate the function."""
         self.found, self.data, self.high = found, data, high
         self.h, self.weight = data.h, data.weight / data.weight.sum()
@@ -109,7 +110,7 @@ class LayerFunction:
         centred = self.h - centre[:, None]
         power = centred.square() @ weight
         slope = torch.where(power > 0, (centred * value) @ weight / power, 0.0)
-        return self.measured(Fit("affine", 1, slope, mean - slope * centre, lambda _: []))
+        return self.measured(Fit("affine", 1, slope, mean - slope * centre, list))
 
     def measured(self, fit: Fit) -> Fit:
         """Return a fit with its errors."""

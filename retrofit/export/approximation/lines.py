@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.export.approximation.fit import Fit, LayerFunction
-from retrofit.export.forms.operations import ChannelAffine
+from retrofit.layers.forms import ChannelAffine
 
 _ROUNDS = 50
 _FLAT = 1e-6  # slope, of the channel's largest, below which it counts as that
@@ -67,7 +67,7 @@ class LineFitter:
         lifts = torch.where(live, lifts, nn.functional.pad(self.function.found.beta[:, None], (0, size - 2)))
         last, bends = torch.where(live, slopes, 0.0)[:, -1], slopes[:, :-1] / slopes[:, 1:]  # m_K, m_(k-1) / m_k
 
-        def parts(_ndim: int) -> list[nn.Module]:
+        def parts() -> list[nn.Module]:
             pairs = zip(bends.T.flip(0), lifts.T.flip(0), strict=True)
             return [part for bend, lift in pairs for part in (_prelu(bend), ChannelAffine(torch.ones_like(lift), lift))]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from retrofit.export.approximation.fit import MAX_SIZE, Fit, LayerFunction
-from retrofit.export.forms.operations import Clamp, Polynomial
+from retrofit.export.power_forms import Clamp, Polynomial
 
 _ROOM = 0.5  # of the data's range, at most, between it and a root below: the polynomial is to see more than a sliver
 _SHARES = (1.0, 0.75, 0.56, 0.42, 0.32, 0.24, 0.18, 0.13)  # of that range to try
@@ -87,7 +87,7 @@ class PolynomialFitter:
                 size,
                 scale,
                 shift,
-                lambda ndim: [Clamp(low, 1.0), Polynomial(coefficients, ndim)],
+                lambda: [Clamp(low, 1.0), Polynomial(coefficients)],
                 has_activation=low == 0,
             )
         )

@@ -1,26 +1,20 @@
-"""From a folded network to an ONNX model, by torch's exporter, without a word from it and the same bytes every time."""
+"""From a captured program to an ONNX model, by torch's exporter: the same bytes every time."""
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from io import StringIO
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.export.graph_signature import TensorArgument
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.utils.placement import placement_of
-from retrofit.utils.text import with_class
+from retrofit.export.capture import Program
+from retrofit.export.silence import cause_of, silence
 
 OPSETS = range(18, 23)
-INPUT = "input"
 
 
 def check_opset(opset: int) -> None:
@@ -34,57 +28,51 @@ def check_opset(opset: int) -> None:
 
 
 def to_onnx(
-    net: nn.Module, size: Sequence[int], opset: int, dynamic_size: bool, metadata: Mapping[str, str]
-) -> onnx.ModelProto:
-    """Export a network in evaluation mode.
+    program: Program, opset: int, metadata: Mapping[str, str]
+) -> tuple[onnx.ModelProto, torch.export.ExportedProgram]:
+    """Write a captured program as ONNX.
 
     Args:
-        net: Takes one tensor, (N, *size), and gives tensors.
-        size: Shape of one sample.
+        program: A captured program. Its input is named `input` if it is the only one, else as the argument.
         opset: ONNX operator set.
-        dynamic_size: Whether all dimensions after the channels may vary, besides the batch.
         metadata: Key-value pairs for the file.
 
     Returns:
-        The model; nothing in it depends on where or when it was made.
+        The model, in which nothing depends on where or when it was made, and the program of the operations that became
+        its nodes.
 
     Raises:
-        RetrofitError: If the network cannot be exported so.
+        RetrofitError: If the exporter cannot write it.
     """
-    device, dtype = placement_of(net)
-    example = torch.zeros(2, *size, device=device, dtype=dtype)
-    dims: dict[int, Any] = {0: torch.export.Dim.DYNAMIC}
-    if dynamic_size:
-        dims |= dict.fromkeys(range(2, example.ndim), torch.export.Dim.DYNAMIC)
-    with torch.no_grad():
-        outputs = [leaf for leaf in tree_leaves(net(example)) if isinstance(leaf, torch.Tensor)]
-    names = ["output"] if len(outputs) == 1 else [f"output{i}" for i in range(len(outputs))]
+    exported = program.exported()
+    signature = exported.graph_signature
+    inputs, outputs = _tensors(signature.input_specs, "USER_INPUT"), _tensors(signature.output_specs, "USER_OUTPUT")
     try:
         with silence(), torch.no_grad():
-            program = torch.onnx.export(
-                net,
-                (example,),
+            written = torch.onnx.export(
+                exported,
                 dynamo=True,
                 opset_version=opset,
-                input_names=[INPUT],
-                output_names=names,
-                dynamic_shapes=(dims,),
+                input_names=["input"] if len(inputs) == 1 else inputs,
+                output_names=["output"] if len(outputs) == 1 else [f"output{i}" for i in range(len(outputs))],
                 verbose=False,
             )
-    except Exception as error:  # torch.export raises anything that the network's code does
-        advice = (
-            "leave out `dynamic_size`" if dynamic_size else "only networks that torch.export can trace can be exported"
-        )
-        raise RetrofitError(f"torch.onnx cannot export the network ({_cause(error)}); {advice}") from error
-    assert program is not None
-    model = program.model_proto
-    found = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-    if found != opset:
-        raise RetrofitError(f"the exporter cannot write this network for opset {opset}; use `opset={found}`")
-    _anonymous(model, dynamic_size)
+    except Exception as error:  # the exporter's exceptions have no common class
+        raise RetrofitError(f"torch.onnx cannot export the network ({cause_of(error)})") from error
+    assert written is not None
+    assert written.exported_program is not None
+    model = written.model_proto
+    version = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    if version != opset:
+        raise RetrofitError(f"the exporter cannot write this network for opset {opset}; use `opset={version}`")
+    _anonymize(model)
     for key, value in metadata.items():
         model.metadata_props.add(key=key, value=value)
-    return model
+    return model, written.exported_program
+
+
+def _tensors(specs: Sequence[Any], kind: str) -> list[str]:
+    return [spec.arg.name for spec in specs if spec.kind.name == kind and isinstance(spec.arg, TensorArgument)]
 
 
 def node_counts(model: onnx.ModelProto) -> dict[str, int]:
@@ -93,44 +81,18 @@ def node_counts(model: onnx.ModelProto) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-@contextmanager
-def silence() -> Iterator[None]:
-    """Keep the exporter's warnings, log lines and prints from the user: a network that it fails on, it prints whole."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def _anonymous(model: onnx.ModelProto, dynamic_size: bool) -> None:
+def _anonymize(model: onnx.ModelProto) -> None:
     """Take out what the exporter notes about the source code, and give the dynamic dimensions plain names."""
-    model.producer_name, model.doc_string = "retrofit", ""
-    model.graph.doc_string, model.graph.name = "", "network"
-    del model.metadata_props[:], model.graph.metadata_props[:]
-    for node in model.graph.node:
-        node.doc_string = ""
-        del node.metadata_props[:]
-    for value in (*model.graph.value_info, *model.graph.input, *model.graph.output):
-        value.doc_string = ""
-        del value.metadata_props[:]
-    for tensor in model.graph.initializer:
-        tensor.doc_string = ""
-        del tensor.metadata_props[:]
-    names = {}
-    for axis, dim in enumerate(model.graph.input[0].type.tensor_type.shape.dim):
+    graph = model.graph
+    model.producer_name, graph.name = "retrofit", "network"
+    for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        part.doc_string = ""
+        del part.metadata_props[:]
+    names: dict[str, str] = {}
+    for axis, dim in enumerate(graph.input[0].type.tensor_type.shape.dim):
         if dim.dim_param:
-            names[dim.dim_param] = "batch" if axis == 0 else ("height", "width", "depth")[axis - 2]
-    for value in (*model.graph.value_info, *model.graph.input, *model.graph.output):
+            names[dim.dim_param] = ("batch", "channels", "height", "width", "depth")[axis]
+    for value in (*graph.value_info, *graph.input, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in names:
                 dim.dim_param = names[dim.dim_param]
-
-
-def _cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return with_class(error).rstrip(".")

@@ -8,6 +8,7 @@ steps of polynomials, whose channels share their limits, where the runtime has i
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 import onnx_ir
+import torch
 from onnx import NodeProto, helper, numpy_helper
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError
-from retrofit.export.onnx.model import INPUT, silence
+from retrofit.export.silence import silence
 from retrofit.utils.onnx_runtimes import Runtime
 from retrofit.utils.text import one_line
 
@@ -61,7 +64,7 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor], runtime: Runtime)
                 quantize_static(
                     written,
                     target,
-                    _Images(batches),
+                    _Images(model.graph.input[0].name, batches),
                     quant_format=QuantFormat.QDQ,
                     op_types_to_quantize=[*_QUANTIZED, "Mul"],
                     nodes_to_exclude=_in_float(wide, products),
@@ -71,6 +74,11 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor], runtime: Runtime)
                     weight_type=QuantType.QInt8,
                 )
                 return _tidied(onnx.load(target), model)
+        except OSError as error:
+            raise RetrofitError(
+                f"cannot write into the temporary folder {tempfile.gettempdir()} ({one_line(error)}); free some space "
+                "there, or set TMPDIR to another folder"
+            ) from error
         except Exception as error:  # its exceptions have no common class
             raise RetrofitError(
                 f"ONNX Runtime cannot quantize the model ({one_line(error)}); please report it"
@@ -94,16 +102,51 @@ def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
         ) from error
 
 
+class HalfRun(fx.Interpreter):
+    """A run of an exported program in which each operation takes and gives float16.
+
+    ONNX Runtime's CPU provider has no float16 and computes in float32 between most nodes, where nothing overflows that
+    does on a GPU. Here the result of each operation is rounded, as of hardware that accumulates in float32.
+    """
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        super().__init__(program.module())
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """Return the arguments of a node, numbers as the file holds them."""
+        return tree_map_only(float, _held, super().fetch_args_kwargs_from_env(n))
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Compute the value of a node, and round it."""
+        return tree_map_only(Tensor, _rounded, super().run_node(n))
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program."""
+        return self.run(*tree_leaves((args, kwargs)))
+
+
+def _held(value: float) -> float:
+    """Return a number as ONNX Runtime's converter writes it."""
+    largest = float(np.finfo(np.float16).max)
+    return float(np.float16(min(max(value, -largest), largest))) if math.isfinite(value) else value
+
+
+def _rounded(value: Tensor) -> Tensor:
+    return value.half().float() if value.dtype == torch.float32 else value
+
+
 class _Images:
     """What ONNX Runtime's calibration reads."""
 
-    def __init__(self, batches: Sequence[Tensor]) -> None:
+    def __init__(self, name: str, batches: Sequence[Tensor]) -> None:
+        self._name = name
         self._left: Iterator[Tensor] = iter(batches)
 
     def get_next(self) -> dict[str, Any] | None:
         """Return the next batch; None after the last."""
         batch = next(self._left, None)
-        return None if batch is None else {INPUT: batch.float().numpy()}
+        return None if batch is None else {self._name: batch.float().numpy()}
 
 
 def _steps_to_convolutions(model: onnx.ModelProto) -> list[str]:

@@ -7,17 +7,25 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
 from onnx.external_data_helper import set_external_data
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from retrofit.compare import Comparison, Reference
 from retrofit.errors import RetrofitError
-from retrofit.export.parity import Check, Parity, ParityError, compare
+from retrofit.export.report import ComparisonError
 from retrofit.utils.files import atomic_write, ensure_writable, termination_unwinds, writing
 from retrofit.utils.onnx_runtimes import Run, open_onnx
 from retrofit.utils.text import one_line
+
+Check = tuple[Reference, str]
+"""What a file has to answer, and what to do where it does not."""
+
+Written = Iterator[tuple[Comparison, int]]
 
 LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
 SMALL = 1024  # bytes of a tensor that stays in it
@@ -25,7 +33,7 @@ SMALL = 1024  # bytes of a tensor that stays in it
 
 def written(
     model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]
-) -> AbstractContextManager[tuple[Parity, int]]:
+) -> AbstractContextManager[tuple[Comparison, int]]:
     """Check a model and write it aside; it gets its name when the body ends. If anything fails, there is no file.
 
     Args:
@@ -44,7 +52,7 @@ def written(
 
 
 @contextmanager
-def _whole(model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]) -> Iterator[tuple[Parity, int]]:
+def _whole(model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]) -> Written:
     check_model(model)
     content = model.SerializeToString(deterministic=True)
     found = _checked(open_onnx(content), checks)
@@ -54,7 +62,7 @@ def _whole(model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Che
 
 
 @contextmanager
-def _apart(model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]) -> Iterator[tuple[Parity, int]]:
+def _apart(model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]) -> Written:
     data = ensure_writable(path.with_name(path.name + ".data"), force)
     with (
         writing(path),
@@ -96,12 +104,13 @@ def check_model(model: onnx.ModelProto | Path) -> None:
         raise RetrofitError(f"the exported model is not valid ONNX ({one_line(error)}); please report it") from error
 
 
-def _checked(run: Run, checks: Sequence[Check]) -> Parity:
-    def answers(images: Tensor) -> list[Tensor]:
-        return [torch.from_numpy(values) for values in run(images.float().numpy())]
+def _checked(run: Run, checks: Sequence[Check]) -> Comparison:
+    def answers(*args: Any, **kwargs: Any) -> list[Tensor]:
+        arrays = [leaf.cpu().numpy() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return [torch.from_numpy(values) for values in run(*arrays)]
 
-    for check in checks:
-        found = compare(answers, check)
+    for reference, advice in checks:
+        found = reference.compare(answers)
         if not found.passed:
-            raise ParityError(found, "ONNX Runtime differs from PyTorch", check.advice)
+            raise ComparisonError(found, "ONNX Runtime differs from PyTorch", advice)
     return found

@@ -8,30 +8,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch.fx import Graph, Node
 
 from retrofit.export.approximation.allocation import Candidate, allocations
 from retrofit.export.approximation.fit import Fit
 
 
 def fit(degree: int, error: float) -> Fit:
-    return Fit("polynomial", degree, torch.ones(1), torch.zeros(1), lambda _: [], False, error, error)
+    return Fit("polynomial", degree, torch.ones(1), torch.zeros(1), list, False, error, error)
 
 
 def candidate(errors: list[float], harm: float = 1.0, elements: int = 1) -> Candidate:
     fits = [fit(degree, error) for degree, error in enumerate(errors, 1)]
-    return Candidate(nn.Identity(), fits, [cost_of(one) for one in fits], harm, elements)
+    return Candidate(Graph().placeholder("x"), fits, [cost_of(one) for one in fits], harm, elements)
 
 
 def cost_of(fit: Fit | None) -> float:
     return 1.0 if fit is None else fit.size / 60 * (fit.size > 1)
 
 
-def total(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
+def total(candidates: list[Candidate], chosen: dict[Node, Fit]) -> float:
     return sum(one.harm * chosen[one.layer].rms_error ** 2 for one in candidates if one.layer in chosen)
 
 
-def cost(candidates: list[Candidate], chosen: dict[nn.Module, Fit]) -> float:
+def cost(candidates: list[Candidate], chosen: dict[Node, Fit]) -> float:
     return sum(one.elements * cost_of(chosen.get(one.layer)) for one in candidates)
 
 

@@ -10,15 +10,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
-from torch import Tensor, nn
+from torch import nn
 
 import retrofit
 from retrofit.export.approximation.calibration import gaussian
-from retrofit.export.approximation.choose import Approximation
 from retrofit.export.approximation.fit import LayerFunction
 from retrofit.export.approximation.lines import LineFitter
-from retrofit.export.folding.network import fold_network
-from tests.export.approximation.test_polynomial import LMBDA, channels, network, plain, rms, truth
+from tests.export.approximation.test_polynomial import LMBDA, Folded, channels, network, plain, rms, truth
 
 
 @pytest.mark.parametrize("high", [None, float("inf"), 1.5])
@@ -116,22 +114,18 @@ def test_no_data_between_the_limits_of_a_relu6(size: int) -> None:
     assert fit(torch.linspace(-3, 20, 100, dtype=torch.float64).expand(3, -1)).isfinite().all()
 
 
-def approximation(images: list[Tensor], **changes: Any) -> Approximation:
-    options: dict[str, Any] = {"runtime": "openvino", "degree": None, "freeze_lambda": False, "tolerance": 0.05}
-    return Approximation(**{**options, **changes}, fit=images, check=images)
-
-
-@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.SiLU()], ids=str)
-def test_network_within_tolerance_keeps_its_activation(act: nn.Module) -> None:
-    images, model = list(torch.randn(3, 8, 4, 9, 9)), network(0.2, 1.8, act)
-    folded = fold_network(model, (4, 9, 9), approximation(images, degree=4))
-    assert (folded.layers[0].form, folded.layers[0].degree) == ("lines", 4)
-    assert type(folded.model[2]) is type(act)
-    for tolerance in (0.1, 0.02):
-        folded = fold_network(model, (4, 9, 9), approximation(images, tolerance=tolerance))
-        with torch.no_grad():
-            expected, found = model(torch.cat(images)), folded.model(torch.cat(images))
-        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+def test_network_within_tolerance_keeps_its_activation() -> None:
+    images = list(torch.randn(3, 8, 4, 9, 9))
+    for act, kind in ((nn.ReLU(), "relu"), (nn.ReLU6(), "hardtanh"), (nn.SiLU(), "silu")):
+        model = network(0.2, 1.8, act)
+        folded = Folded(model, images, runtime="openvino", degree=4)
+        assert (folded.layers, folded.degrees) == ({"1": "lines"}, [4])
+        assert kind in {node.name for node in folded.model.graph.nodes}
+        for tolerance in (0.1, 0.02):
+            folded = Folded(model, images, runtime="openvino", tolerance=tolerance)
+            with torch.no_grad():
+                expected, found = model(torch.cat(images)), folded.model(torch.cat(images))
+            assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def test_exported_lines_are_prelus(tmp_path: Any) -> None:

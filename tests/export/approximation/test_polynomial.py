@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximation import choose as choosing
+from retrofit.export.api import fold_program
 from retrofit.export.approximation import polynomial
 from retrofit.export.approximation.calibration import WeightedSample, gaussian
-from retrofit.export.approximation.choose import Approximation
-from retrofit.export.approximation.fit import Fit, LayerFunction
+from retrofit.export.approximation.choose import Approximation, answers, approximated, choose
+from retrofit.export.approximation.fit import LayerFunction
 from retrofit.export.approximation.polynomial import PolynomialFitter
-from retrofit.export.folding import network as folding
-from retrofit.export.folding.network import Folded, fold_network
+from retrofit.export.capture import Program, capture
+from retrofit.export.nodes import Transform, calls_of, layer_of
+from retrofit.export.power_forms import POWER
+from retrofit.inputs import Call
 from retrofit.layers.channel_map import ChannelMap
 from tests.export.networks import norm, train_a_little
 
@@ -117,11 +119,27 @@ def network(low: float, high: float, act: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 8, 3), layer, act, nn.Conv2d(8, 5, 3, padding=1)).eval()
 
 
-def fold(model: nn.Module, images: list[Tensor], **changes: Any) -> Folded:
-    options: dict[str, Any] = {"runtime": "onnxruntime", "degree": None, "freeze_lambda": False, "tolerance": 0.05}
-    return fold_network(
-        model, tuple(images[0].shape[1:]), Approximation(**{**options, **changes}, fit=images, check=images)
-    )
+class Folded:
+    """A network folded with approximations."""
+
+    def __init__(self, model: nn.Module, images: list[Tensor], **changes: Any) -> None:
+        options: dict[str, Any] = {"runtime": "onnxruntime", "degree": None, "tolerance": 0.05}
+        calls = [Call((batch,)) for batch in images]
+        self.program: Program = capture(model, calls[0])
+        module = self.program.module
+        transforms = [Transform.of(module, node) for node in calls_of(module.graph, POWER)]
+        fits = choose(module, transforms, Approximation(**{**options, **changes}, fit=calls, check=calls))
+        by_node = {one.node: one for one in transforms}
+        self.judged = answers(module, calls, approximated(by_node, fits))
+        self.fits = {layer_of(node): fit for node, fit in fits.items()}
+        fold_program(self.program, fits)
+        self.model, self.layers = module, self.program.layers
+        self.kinds = {type(part).__name__ for part in module.modules()}
+
+    @property
+    def degrees(self) -> list[int]:
+        """By layer; 9 where the transform is exact."""
+        return [self.fits[name].size if name in self.fits else 9 for name in self.layers]
 
 
 @pytest.fixture
@@ -131,22 +149,21 @@ def images() -> list[Tensor]:
 
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.SiLU()], ids=str)
 def test_lowest_degree_within_tolerance(act: nn.Module, images: list[Tensor]) -> None:
-    model = network(0.2, 1.8, act)
-    degrees = []
+    model, degrees = network(0.2, 1.8, act), []
     for tolerance in (0.2, 0.02, 0.01 if isinstance(act, nn.SiLU) else 0.002):
-        folded = fold(model, images, tolerance=tolerance)
+        folded = Folded(model, images, tolerance=tolerance)
         with torch.no_grad():
             expected, found = model(torch.cat(images)), folded.model(torch.cat(images))
         assert (found - expected).abs().max() <= tolerance * expected.abs().max() * 1.01
-        degrees.append(folded.layers[0].degree or 9)
-        if folded.layers[0].form == "polynomial":
-            assert isinstance(folded.model[2], nn.SiLU if isinstance(act, nn.SiLU) else nn.Identity)
+        degrees += folded.degrees
+        if folded.layers["1"] == "polynomial":
+            assert not {"relu", "hardtanh"} & {node.name for node in folded.model.graph.nodes}
     assert degrees == sorted(degrees)
     assert degrees[0] < degrees[-1]  # 9: exact
 
 
-class Functional(nn.Module):
-    """One activation, called twice, so that neither call has a module of its own."""
+class Shared(nn.Module):
+    """One activation, called twice."""
 
     def __init__(self, low: float, high: float) -> None:
         super().__init__()
@@ -157,24 +174,12 @@ class Functional(nn.Module):
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_what_is_judged_is_what_is_folded(
-    shared: bool, runtime: str, images: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Functional(1.5, 3.5).eval() if shared else network(1.5, 3.5, nn.ReLU(inplace=True))
+def test_what_is_judged_is_what_is_folded(runtime: str, images: list[Tensor]) -> None:
     images = [5 * x for x in images]  # far enough for parabolas to dip below zero
-    judged: list[Tensor] = []
-
-    def choose(net: nn.Module, transforms: choosing.Transforms, wanted: Approximation) -> dict[nn.Module, Fit]:
-        chosen = choosing.choose(net, transforms, wanted)
-        with choosing._approximated(transforms, chosen):
-            judged.extend(choosing.answers(net, images))
-        return chosen
-
-    monkeypatch.setattr(folding, "choose", choose)
-    folded = fold(model, images, runtime=runtime, degree=2)
-    assert folded.layers[0].degree == 2
-    torch.testing.assert_close(choosing.answers(folded.model, images), judged, atol=1e-5, rtol=1e-5)
+    folded = Folded(Shared(1.5, 3.5).eval(), images, runtime=runtime, degree=2)
+    assert folded.degrees == [2]
+    found = answers(folded.model, [Call((x,)) for x in images])
+    torch.testing.assert_close(found, folded.judged, atol=1e-5, rtol=1e-5)
 
 
 class Branches(nn.Module):
@@ -190,9 +195,10 @@ class Branches(nn.Module):
 
 
 def test_a_layer_gets_what_its_errors_cost_the_network(images: list[Tensor]) -> None:
-    loud, quiet = fold(Branches().eval(), images, tolerance=0.003).layers
-    assert loud.name.startswith("loud")
-    assert (loud.degree or 9) > (quiet.degree or 9)
+    folded = Folded(Branches().eval(), images, tolerance=0.003)
+    assert next(iter(folded.layers)).startswith("loud")
+    loud, quiet = folded.degrees
+    assert loud > quiet
 
 
 class TwoOutputs(nn.Module):
@@ -215,35 +221,32 @@ def test_each_output_is_met_by_its_own_scale(images: list[Tensor]) -> None:
 
 
 def test_nearly_affine_layer_folds_away(images: list[Tensor]) -> None:
-    folded = fold(network(0.9999, 1.0001, nn.ReLU()), images)
-    assert folded.layers[0].form == "folded"
-    assert folded.layers[0].degree == 1
-    assert isinstance(folded.model[1], nn.Identity)
+    folded = Folded(network(0.9999, 1.0001, nn.ReLU()), images)
+    assert folded.layers == {"1": "folded"}
+    assert folded.degrees == [1]
 
 
 def test_tolerance_that_no_degree_meets(images: list[Tensor]) -> None:
     with pytest.raises(RetrofitError, match="raise `tolerance`"):
-        fold(network(-1.5, 3.5, nn.SiLU()), images, tolerance=1e-9)
+        Folded(network(-1.5, 3.5, nn.SiLU()), images, tolerance=1e-9)
 
 
 def test_given_degree(images: list[Tensor]) -> None:
-    folded = fold(network(0.4, 1.6, nn.ReLU()), images, degree=3)
-    assert (folded.layers[0].form, folded.layers[0].degree) == ("polynomial", 3)
-    assert 0 < folded.layers[0].rms_error < folded.layers[0].max_error  # type: ignore[operator]
+    folded = Folded(network(0.4, 1.6, nn.ReLU()), images, degree=3)
+    assert (folded.layers, folded.degrees) == ({"1": "polynomial"}, [3])
+    assert 0 < folded.fits["1"].rms_error < folded.fits["1"].max_error
 
 
 def test_frozen_lambda(images: list[Tensor]) -> None:
-    model = nn.Sequential(
-        nn.Conv2d(4, 8, 3), retrofit.layers.GroupNormalNorm(2, 8, noise=0.0), nn.Conv2d(8, 3, 1)
-    ).eval()
-    folded = fold(model, images, runtime=None, freeze_lambda=True)
-    assert [layer.form for layer in folded.layers] == ["frozen"]
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), retrofit.layers.GroupNormalNorm(2, 8, noise=0.0), nn.Conv2d(8, 3, 1))
+    options: Any = {"input_size": (4, 9, 9), "calibrate": images, "tolerance": 1.0}
+    folded = retrofit.fold(model.eval(), freeze_lambda=True, **options)
     h = model[0](torch.cat(images)).detach().unflatten(1, (2, 4)).flatten(2)
-    lmbda = retrofit.layers.normality_norm.normality_norm(h, None, None, dim=(2,), eps=1e-5)[1].lmbda
+    lmbda = retrofit.layers.normality_norm.normality_norm(h[::2], None, None, dim=(2,), eps=1e-5)[1].lmbda
     h = (h - h.mean(2, keepdim=True)) / (h.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
     expected = torch.from_numpy(yeojohnson(h.double().numpy().ravel(), float(lmbda.mean()))).view(len(h), 8, 7, 7)
     with torch.no_grad():
-        torch.testing.assert_close(folded.model(torch.cat(images)), model[2](expected.float()), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(folded(torch.cat(images)), model[2](expected.float()), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,435 @@
+"""Fold constants into the convolutions and linear layers of a captured graph, where who uses what is a fact.
+
+An affine map per channel (evaluation's batch normalization, products and sums with constants) goes into what computes
+its input or what takes its output; a whitening into the convolution before it. Of a power transform a form is left.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from retrofit.export.approximation.fit import Fit
+from retrofit.export.capture import Program
+from retrofit.export.linear import LINEAR, Linear
+from retrofit.export.nodes import (
+    ATEN,
+    Transform,
+    arguments,
+    attribute_of,
+    calls_of,
+    layer_of,
+    shape_of,
+    users_of,
+)
+from retrofit.export.power_forms import POWER, Clamp, OneBranch
+from retrofit.layers.forms import ChannelAffine, ConstantNorm, TwoBranch
+
+_NORM = ATEN._native_batch_norm_legit_no_training.default
+_SUMS = {ATEN.add.Tensor: 1.0, ATEN.sub.Tensor: -1.0}
+_PRODUCTS = {ATEN.mul.Tensor: 1.0, ATEN.div.Tensor: -1.0}
+_COMMUTE = (ATEN.add.Tensor, ATEN.mul.Tensor)
+_PADS = (
+    *(ATEN.pad.default, ATEN.constant_pad_nd.default),
+    *(ATEN.reflection_pad1d.default, ATEN.reflection_pad2d.default, ATEN.reflection_pad3d.default),
+    *(ATEN.replication_pad1d.default, ATEN.replication_pad2d.default, ATEN.replication_pad3d.default),
+)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """scale * x + shift along a dimension.
+
+    Attributes:
+        scale: (C,) in float64.
+        shift: (C,) in float64.
+        dim: The dimension of the channels: 1, or the last.
+        layers: The layers that it is, or is a part of.
+        is_norm: Whether it was a batch normalization, so that one may stand for it.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    dim: int = 1
+    layers: frozenset[str] = frozenset()
+    is_norm: bool = False
+
+    def then(self, other: Affine) -> Affine:
+        """Return the map that applies this one, then the other."""
+        shift = other.scale * self.shift + other.shift
+        is_norm = self.is_norm or other.is_norm
+        return Affine(self.scale * other.scale, shift, self.dim, self.layers | other.layers, is_norm)
+
+
+def affine(x: Node) -> Node:
+    """Stand for an `Affine` in a graph that is being folded."""
+    raise NotImplementedError
+
+
+@torch.no_grad()
+def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
+    """Fold the constants of a captured program, in place.
+
+    Args:
+        program: The program; its `layers` say afterwards what became of each.
+        fits: Approximations that take the place of power transforms, by node.
+    """
+    folding = _Folding(program)
+    folding.find_affine_maps()
+    for node in calls_of(folding.graph, POWER):
+        folding.replace_power(Transform.of(folding.module, node), fits.get(node))
+    folding.fold_affine_maps()
+    folding.merge_square_convolutions()
+    folding.lower_affine_maps()
+    folding.graph.eliminate_dead_code(_has_effect)
+    _drop_unused_attributes(folding.module)
+    folding.module.recompile()
+
+
+class _Folding:
+    """The graph of one program while it is folded."""
+
+    def __init__(self, program: Program) -> None:
+        self.layers, self.batch_norms = program.layers, program.batch_norms
+        self.module: fx.GraphModule = program.module
+        self.graph = self.module.graph
+        self.maps: dict[Node, Affine] = {}
+        self.values: dict[Node, Any] = {}
+        self.made = 0
+        self.constants = _constants(self.graph)
+        attributes = self.graph.find_nodes(op="get_attr")
+        self.readers = Counter(_memory(attribute_of(self.module, node)) for node in attributes for _ in node.users)
+
+    # Affine maps
+
+    def find_affine_maps(self) -> None:
+        """Replace each operation that is an affine map per channel by an `affine` node."""
+        for node in list(self.graph.nodes):
+            found = self._batch_norm(node) or self._arithmetic(node)
+            if found is not None:
+                name = layer_of(node)
+                if name in self.batch_norms:
+                    self.layers.setdefault(name, "affine")
+                unpacked = node.args[0] if node.target is operator.getitem else None
+                self._replace(node, self._affine(node, *found))
+                if unpacked is not None and not unpacked.users:
+                    self.graph.erase_node(unpacked)
+
+    def _batch_norm(self, node: Node) -> tuple[Node, Affine] | None:
+        """Return the input and the map of evaluation's batch normalization, whose output `node` is."""
+        norm: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+        if norm is None or norm.target is not _NORM:
+            return None
+        values = arguments(norm)
+        names = ("weight", "bias", "running_mean", "running_var")
+        constants = [self._constant(values[name]) for name in names]
+        if any(found is None and values[name] is not None for name, found in zip(names, constants, strict=True)):
+            return None
+        weight, bias, mean, var = (None if value is None else value.double() for value in constants)
+        assert mean is not None
+        assert var is not None
+        scale = torch.rsqrt(var + values["eps"])
+        scale = scale if weight is None else scale * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        return values["input"], Affine(scale, shift, 1, frozenset([layer_of(norm)]), is_norm=True)
+
+    def _arithmetic(self, node: Node) -> tuple[Node, Affine] | None:
+        """Return the input and the map of a sum with, or a product by, one constant for each channel."""
+        if node.op != "call_function" or node.target not in (*_SUMS, *_PRODUCTS) or node.kwargs:
+            return None
+        place = 1 if node.target in _COMMUTE and self._constant(node.args[0]) is not None else 0
+        x, value = node.args[place], self._constant(node.args[1 - place])
+        if value is None or not isinstance(x, Node) or self._constant(x) is not None:
+            return None
+        channels = _per_channel(value, x, node)
+        if channels is None:
+            return None
+        dim, vector = channels
+        scale = torch.ones_like(vector) if node.target in _SUMS else vector ** _PRODUCTS[node.target]
+        shift = vector * _SUMS[node.target] if node.target in _SUMS else torch.zeros_like(vector)
+        return (x, Affine(scale, shift, dim, frozenset([layer_of(node)]))) if scale.isfinite().all() else None
+
+    def fold_affine_maps(self) -> None:
+        """Merge affine maps with each other, and with the layers before and after them."""
+        for node in calls_of(self.graph, affine):
+            x: Any = node.args[0]
+            before = self.maps.get(x)
+            if before is not None and users_of(x) == [node] and before.dim == self.maps[node].dim:
+                self.maps[node] = before.then(self.maps[node])
+                self._replace(x, x.args[0])
+            self._fold_into_feeder(node)
+        for node in reversed(calls_of(self.graph, affine)):
+            self._fold_into_consumer(node)
+
+    def _fold_into_feeder(self, node: Node) -> None:
+        x: Any = node.args[0]
+        one, feeder = self.maps[node], self._linear(x)
+        if feeder is None or users_of(x) != [node] or not _fits(x, one, feeder.outputs):
+            return
+        self._set(x, feeder.then(one.scale, one.shift))
+        self._replace(node, x)
+
+    def _fold_into_consumer(self, node: Node) -> None:
+        """Fold a map into the layer that alone takes its output, if need be through padding.
+
+        A shift is wrong at a border of zeros: there only the scale is folded.
+        """
+        one, last, zeros = self.maps[node], node, False
+        while len(users := users_of(last)) == 1 and users[0].target in _PADS:
+            border = _border(users[0])
+            if one.dim != 1 or border is None:
+                return
+            last, zeros = users[0], zeros or border == "zeros"
+        consumer = self._linear(users[0]) if len(users) == 1 and users[0].args[0] is last else None
+        if consumer is None or not _fits(users[0], one, consumer.inputs):
+            return
+        rest = torch.zeros_like(one.shift)
+        if (zeros or consumer.pads_zeros) and bool(one.shift.any()):
+            if one.is_norm or not bool((one.scale > 0).all()):
+                return
+            rest = one.shift / one.scale
+        self._set(users[0], consumer.after(one.scale, one.shift if not rest.any() else 0 * rest))
+        self.maps[node] = Affine(torch.ones_like(rest), rest, one.dim, one.layers if bool(rest.any()) else frozenset())
+
+    def lower_affine_maps(self) -> None:
+        """Put operations in the place of the maps that are left, and note which layers are folded."""
+        named = {name for one in self.maps.values() for name in one.layers}
+        for node in calls_of(self.graph, affine):
+            one = self.maps[node]
+            if bool((one.scale == 1).all() and (one.shift == 0).all()):
+                self._replace(node, node.args[0])
+                continue
+            named -= one.layers
+            if one.is_norm and one.dim == 1:
+                form: nn.Module = ConstantNorm(torch.zeros_like(one.shift), one.scale, one.shift)
+            else:
+                form = ChannelAffine(one.scale, one.shift, last=one.dim != 1)
+            self._replace(node, self._call(node, node.args[0], form))
+        for name in named:
+            if self.layers.get(name) == "affine":
+                self.layers[name] = "folded"
+
+    # Whitening
+
+    def merge_square_convolutions(self) -> None:
+        """Merge convolutions of size 1, of as many channels a group as they take, into the layer before them."""
+        for node in calls_of(self.graph, *LINEAR):
+            x: Any = node.args[0]
+            matrix, feeder = self._matrix(node), self._linear(x)
+            if matrix is None or feeder is None or users_of(x) != [node] or _channel_dim(x) != _channel_dim(node):
+                continue
+            if feeder.outputs != matrix.outputs or not feeder.from_same(matrix.outputs // matrix.groups):
+                continue
+            self._set(x, feeder.then_groups(matrix))
+            if self.layers.get(layer_of(node)) == "group convolution":
+                self.layers[layer_of(node)] = "folded"
+            self._replace(node, x)
+
+    def _matrix(self, node: Node) -> Linear | None:
+        """Return a layer that multiplies each group of channels by a square matrix; None for others."""
+        layer, values = self._linear(node), arguments(node)
+        if layer is None or layer.transposed or layer.inputs != layer.outputs or layer.weight[0, 0].numel() != 1:
+            return None
+        moves = set(values.get("stride", [1])) != {1} or layer.pads_zeros
+        return None if moves else layer
+
+    # Power transforms
+
+    def replace_power(self, found: Transform, fit: Fit | None) -> None:
+        """Put a form in the place of a power transform: the fit, or the transform itself."""
+        node, name = found.node, layer_of(found.node)
+        scale, shift, after = found.sign, torch.zeros_like(found.sign), torch.ones_like(found.sign)
+        drops_relu = False
+        if fit is not None:
+            label, scale, shift, forms = fit.form, scale * fit.scale, fit.shift, fit.parts()
+            drops_relu = fit.has_activation and found.relu is not None
+        elif (branch := _one_branch(found)) is not None:
+            label, drops_relu, (scale, shift, forms, after) = "one branch", True, branch
+        else:
+            label, forms = "two branches", [TwoBranch(found.lmbda, found.gamma, found.beta)]
+        x = self._affine(
+            node, node.args[0], Affine(scale, shift, 1, frozenset([name] if label == "affine" else ()), True)
+        )
+        for form in forms:
+            x = self._call(node, x, form)
+        x = self._affine(node, x, Affine(after, torch.zeros_like(after)))
+        if self.layers.get(name) != "frozen":
+            self.layers[name] = label
+        if drops_relu:
+            assert found.relu is not None
+            self._replace(found.relu, x)
+            self.graph.erase_node(node)
+        else:
+            self._replace(node, x)
+
+    # Nodes
+
+    def _constant(self, value: Any) -> Tensor | None:
+        """Return the value of an argument that no input reaches."""
+        if not isinstance(value, Node) or value not in self.constants:
+            return None
+        if value not in self.values:
+            self.values[value] = (
+                attribute_of(self.module, value)
+                if value.op == "get_attr"
+                else value.target(*map_arg(value.args, self._constant), **map_arg(value.kwargs, self._constant))  # type: ignore[operator]
+            )
+        return self.values[value]
+
+    def _linear(self, node: Any) -> Linear | None:
+        """Return a convolution or linear layer whose weight is a constant that nothing else uses; None for others."""
+        if not isinstance(node, Node) or node.target not in LINEAR:
+            return None
+        values = arguments(node)
+        weight, bias = (self._constant(values[name]) for name in ("weight", "bias"))
+        if weight is None or (bias is None and values["bias"] is not None) or len(values["weight"].users) != 1:
+            return None
+        if values["weight"].op == "get_attr" and self.readers[_memory(weight)] != 1:
+            return None
+        if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
+            return None  # a single sample without its batch
+        return Linear.of(node, weight, bias)
+
+    def _set(self, node: Node, layer: Linear) -> None:
+        """Give a convolution or linear layer other constants."""
+        values = arguments(node)
+        for name, value in (("weight", layer.weight), ("bias", layer.bias)):
+            if value is not None:
+                values[name] = self._stored(node, values[name], value.float())
+        node.args, node.kwargs = tuple(values.values()), {}
+
+    def _stored(self, before: Node, held: Any, value: Tensor) -> Node:
+        """Return a node of a constant: under the name of what it replaces, if nothing else uses that."""
+        given = held is not None and held.op == "get_attr" and len(held.users) == 1
+        if given and self.readers[_memory(self._constant(held))] == 1:
+            owner, _, name = str(held.target).rpartition(".")
+            tables = self.module.get_submodule(owner)
+            if name in tables._parameters:
+                tables._parameters[name] = nn.Parameter(value, requires_grad=False)
+            else:
+                tables._buffers[name] = value
+            node = held
+        else:
+            self.made += 1
+            self.module.register_buffer(f"_folded_{self.made}", value)
+            with self.graph.inserting_before(before):
+                node = self.graph.get_attr(f"_folded_{self.made}")
+            self.constants.add(node)
+        self.values[node] = value
+        self.readers[_memory(value)] = 1
+        return node
+
+    def _affine(self, before: Node, x: Any, one: Affine) -> Node:
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(affine, (x,))
+        node.meta["val"] = before.meta["val"]
+        self.maps[node] = one
+        return node
+
+    def _call(self, before: Node, x: Any, form: nn.Module) -> Node:
+        self.made += 1
+        self.module.add_module(f"_form_{self.made}", form.eval())
+        with self.graph.inserting_before(before):
+            node = self.graph.call_module(f"_form_{self.made}", (x,))
+        node.meta["val"] = before.meta["val"]
+        return node
+
+    def _replace(self, node: Node, other: Any) -> None:
+        node.replace_all_uses_with(other)
+        self.graph.erase_node(node)
+
+
+def _one_branch(found: Transform) -> tuple[Tensor, Tensor, list[nn.Module], Tensor] | None:
+    """Return the parts of a transform whose negative branch the ReLU behind it makes dead; the ReLU is among them.
+
+    Returns:
+        Scale and shift of what it takes, the forms, and the scale of what they give; None where both branches live.
+    """
+    lmbda, gamma, beta, high = found.lmbda, found.gamma, found.beta, found.high
+    if high is None or bool((beta > 0).any()) or lmbda.numel() == 1:
+        return None
+    ratio = -beta / torch.where(gamma > 0, gamma, 1.0)
+    root = torch.where(lmbda == 0, ratio, torch.log1p(lmbda * ratio) / torch.where(lmbda == 0, 1.0, lmbda))
+    live = (gamma > 0) & root.isfinite() & root.exp().isfinite()  # root is log(1 + h0), where h0 is the function's zero
+    to_u = torch.where(live, torch.exp(-root), 0.0)
+    form = OneBranch(lmbda, torch.where(live, gamma - lmbda * beta, 0.0))
+    after = form.take_scale() if high == float("inf") else torch.ones_like(beta)
+    parts: list[nn.Module] = [Clamp(1.0), form]
+    if high < float("inf"):
+        parts.append(Clamp(None, high))
+    return found.sign * to_u, torch.where(live, to_u, 1.0), parts, after
+
+
+def _constants(graph: fx.Graph) -> set[Node]:
+    """Return the nodes whose values no input reaches, nothing writes to, and no random number is in."""
+    found: set[Node] = set()
+    written = [node.args[0] for node in calls_of(graph, ATEN.copy_.default)]
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            constant = node not in written
+        else:
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            constant = node.op == "call_function" and not random and not node.is_impure()
+            constant = constant and found.issuperset(node.all_input_nodes)
+        if constant:
+            found.add(node)
+    return found
+
+
+def _per_channel(value: Tensor, x: Node, out: Node) -> tuple[int, Tensor] | None:
+    """Return the dimension of the channels that a constant has one value for each of, and the values, float64."""
+    shape = shape_of(x)
+    same = shape == shape_of(out) and x.meta["val"].dtype == out.meta["val"].dtype == value.dtype == torch.float32
+    wide = (1,) * (len(shape) - value.ndim) + tuple(value.shape)
+    dims = [dim for dim, size in enumerate(wide) if size != 1]
+    if not same or len(wide) != len(shape) or len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
+        return None
+    return (dims[0], value.flatten().double()) if wide[dims[0]] == shape[dims[0]] else None
+
+
+def _channel_dim(node: Node) -> int:
+    """Return the dimension that a convolution or linear layer mixes."""
+    return len(shape_of(node)) - 1 if node.target is ATEN.linear.default else 1
+
+
+def _fits(node: Node, one: Affine, channels: int) -> bool:
+    return _channel_dim(node) == one.dim and channels == len(one.scale)
+
+
+def _border(node: Node) -> Literal["zeros", "values"] | None:
+    """Return what a padding puts beside maps (N, C, *): zeros, or values from within; None for anything else."""
+    values = arguments(node)
+    pads, fill = values.get("pad") or values["padding"], values.get("value")
+    if len(pads) > 2 * (len(shape_of(node)) - 2):
+        return None  # it pads the channels
+    if node.target is ATEN.constant_pad_nd.default or values.get("mode") == "constant":
+        return None if fill else "zeros"
+    return "values"
+
+
+def _memory(value: Any) -> int:
+    """Return where a tensor's values lie: tied weights are two attributes of one memory."""
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else id(value)
+
+
+def _has_effect(node: Node) -> bool:
+    return node.op in ("placeholder", "output", "call_module") or node.is_impure()
+
+
+def _drop_unused_attributes(module: fx.GraphModule) -> None:
+    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    called = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
+    for prefix, owner in list(module.named_modules()):
+        if any(prefix == name or prefix.startswith(f"{name}.") for name in called):
+            continue
+        for table in (owner._parameters, owner._buffers):
+            for name in [name for name in table if ".".join(filter(None, (prefix, name))) not in used]:
+                del table[name]

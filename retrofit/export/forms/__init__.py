@@ -1,1 +1,0 @@
-"""What stands in for a normalization layer at inference, and what each layer computes."""

@@ -1,0 +1,93 @@
+"""What the nodes of a captured graph say: arguments, users, shapes, the layers that they come from."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+ATEN = torch.ops.aten
+_CHECKS = (ATEN._assert_tensor_metadata.default,)
+
+
+def calls_of(graph: fx.Graph, *targets: Any) -> list[Node]:
+    """Return the calls of some functions, in the order of the graph."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of a call of an ATen operator by name, in their order, defaults included."""
+    expected = node.target._schema.arguments  # type: ignore[union-attr]
+    values = dict(zip((argument.name for argument in expected), node.args, strict=False)) | node.kwargs
+    return {argument.name: values.get(argument.name, argument.default_value) for argument in expected}
+
+
+def users_of(node: Node) -> list[Node]:
+    """Return the nodes that use a value; what only checks its type does not."""
+    return [user for user in node.users if user.target not in _CHECKS]
+
+
+def shape_of(node: Node) -> tuple[Any, ...]:
+    """Return the shape of a node's value."""
+    return tuple(node.meta["val"].shape)
+
+
+def layer_of(node: Node) -> str:
+    """Return the name of the innermost module that a node comes from."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def attribute_of(module: fx.GraphModule, node: Node) -> Any:
+    """Return the value of a `get_attr` node."""
+    return operator.attrgetter(str(node.target))(module)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A power transform of a graph, with gamma >= 0: gamma * psi(sign * h; lambda) + beta.
+
+    gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda) makes it so.
+
+    Attributes:
+        node: Its node, which takes h, (N, C, *).
+        sign: -1 where gamma was negative, else 1; (C,) in float64, as are those that follow.
+        lmbda: lambda.
+        gamma: gamma.
+        beta: beta.
+        relu: The ReLU or ReLU6 that alone takes its output, or None.
+        high: The upper limit of that one: inf, or 6; None without one.
+    """
+
+    node: Node
+    sign: Tensor
+    lmbda: Tensor
+    gamma: Tensor
+    beta: Tensor
+    relu: Node | None
+    high: float | None
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, node: Node) -> Transform:
+        """Return the transform of a `retrofit::power` node."""
+        lmbda, gamma, beta = (attribute_of(module, arg).double() for arg in node.args[1:])  # type: ignore[arg-type]
+        sign = torch.where(gamma < 0, -1.0, 1.0).to(gamma)
+        users = users_of(node)
+        high = _upper_limit(users[0]) if len(users) == 1 else None
+        relu = None if high is None else users[0]
+        return cls(node, sign, torch.where(gamma < 0, 2 - lmbda, lmbda), gamma.abs(), beta, relu, high)
+
+
+def _upper_limit(node: Node) -> float | None:
+    """Return the limit above of a function that is 0 below 0 and else the identity up to it; None for others."""
+    if node.target is ATEN.relu.default:
+        return float("inf")
+    if node.target not in (ATEN.hardtanh.default, ATEN.clamp.default):
+        return None
+    values = arguments(node)
+    low, high = (values.get(name) for name in (("min_val", "max_val") if "min_val" in values else ("min", "max")))
+    return None if low != 0 or isinstance(high, Node) else float("inf" if high is None else high)

@@ -1,0 +1,159 @@
+"""What export wrote and how it was checked; as a file beside the exported one: both appear, or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from retrofit.compare import Comparison
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.export.onnx.precision import Precision
+from retrofit.utils.files import atomic_write, ensure_writable, writing
+from retrofit.utils.json_text import json_text
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class FoldedLayer:
+    """What became of one layer.
+
+    Attributes:
+        name: Its name in the given network.
+        form: "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "lines",
+            "normalization" (of its source's kind), "group", "group convolution" (of size 1, a whitening), "estimated"
+            or "frozen"; "kept" where its forward is somebody's own.
+        degree: Of the polynomial, or the number of lines.
+        max_error: Largest error of the approximation on the values fitted, as a share of the standard deviation of the
+            layer's output.
+        rms_error: Root mean square of the same.
+    """
+
+    name: str
+    form: str
+    degree: int | None = None
+    max_error: float | None = None
+    rms_error: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its form, with the degree of a polynomial or the number of lines."""
+        if self.form == "lines":
+            return f"{self.degree} lines"
+        return self.form if self.degree is None else f"{self.form} of degree {self.degree}"
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written, and how it was checked.
+
+    Attributes:
+        model: The network's name, if known.
+        target: What it was converted to last; None if it was not.
+        strength: Of its converted layers; None where there are none, or they differ.
+        weights: Where they are from, if known.
+        fold: "exact" or "poly".
+        precision: "float32", "float16" or "int8".
+        opset: ONNX operator set.
+        output: The file.
+        bytes: Its size, external data included.
+        parity: ONNX Runtime against the given network in PyTorch, in its own precision.
+        judged_on: What the samples of `parity` are: "random inputs", "given inputs", "images" or "... and images".
+        nodes: Number of nodes of each operator.
+        preprocess: How to make the network's input of an image, as in the file's metadata; None if unknown.
+        labels: How many names of outputs the file's metadata hold; None if they are unknown.
+        layers: What became of each normalization layer.
+    """
+
+    model: str | None
+    target: str | None
+    strength: float | None
+    weights: Mapping[str, Any] | None
+    fold: str
+    precision: Precision
+    opset: int
+    output: str
+    bytes: int
+    parity: Comparison
+    judged_on: str
+    nodes: dict[str, int]
+    preprocess: Mapping[str, Any] | None
+    labels: int | None
+    layers: tuple[FoldedLayer, ...]
+
+    @property
+    def judged(self) -> str:
+        """How many samples of what the file was compared on."""
+        return f"{sum(self.parity.batches)} {self.judged_on}"
+
+    @property
+    def guessed(self) -> bool:
+        """Whether something is approximated, and no picture was there to judge it on."""
+        return self.judged_on == "random inputs" and any(layer.max_error is not None for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        layers = [asdict(layer) for layer in self.layers]
+        return {"schema": SCHEMA, **vars(self), "parity": self.parity.to_dict(), "layers": layers}
+
+
+class ComparisonError(RetrofitError):
+    """An exported or folded network is not the function that the given one is.
+
+    Args:
+        comparison: By how much.
+        what: What was compared with what, "A differs from B".
+        advice: What to do.
+    """
+
+    def __init__(self, comparison: Comparison, what: str, advice: str) -> None:
+        self.comparison = comparison
+        if comparison.not_checked:
+            super().__init__(f"not checked: {comparison.not_checked}")
+            return
+        limit = f"more than {comparison.tolerance:g}"
+        super().__init__(f"{what} by {comparison.share:.2g} of the output's scale, {limit}; {advice}")
+
+
+def check_report(path: str | Path, output: str | Path, force: bool = False) -> None:
+    """Check, before any long work, that a report may be written at `path`.
+
+    Args:
+        path: The report to come.
+        output: The exported file.
+        force: Whether existing files may be replaced.
+
+    Raises:
+        UsageError: If the name does not end in .json, or is the exported file's.
+        RetrofitError: As `ensure_writable`.
+    """
+    if Path(path).suffix != ".json":
+        raise UsageError(f"a report is a .json file, not {path}; give `report` a name that ends in .json")
+    if ensure_writable(path, force) == ensure_writable(output, force):
+        raise UsageError(f"{path} is the exported file itself; give `report` another name")
+
+
+@contextmanager
+def report_beside(path: str | Path | None, force: bool = False) -> Iterator[Callable[[ExportReport], None]]:
+    """Give what writes the report aside; it gets its name when the body ends, and is gone if the body fails.
+
+    The exported file is written aside and named within the body. So a report that cannot be written stops the file too,
+    and there is no report of a file that is not there.
+
+    Args:
+        path: The report; None for none.
+        force: Whether an existing one may be replaced.
+    """
+    if path is None:
+        yield lambda _: None
+        return
+    with atomic_write(path, force) as aside:
+
+        def keep(report: ExportReport) -> None:
+            with writing(path):
+                aside.write_text(json_text(report.to_dict()) + "\n", encoding="utf-8")
+
+        yield keep
