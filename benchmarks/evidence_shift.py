@@ -89,12 +89,12 @@ def main() -> None:
         return {"images": len(tensors(run["img_size"])["clean"][1]), **made}
 
     lines = measured(args, corruptions)
-    seeds = sorted({line["seed"] for line in lines})
+    seeds = sorted({len({line["seed"] for line in lines if line["arm"] == arm}) for arm in args.arms})
     counts = {line["images"] for line in lines}
     text = [
-        f"Top-1 in percent, mean over {len(seeds)} seeds, {max(counts):,} test pictures under each corruption at each "
-        "severity; a row of a corruption is the mean over the severities. In brackets the paired difference to the "
-        "baseline, ± standard error over seeds."
+        f"Top-1 in percent, mean over {' or '.join(map(str, seeds))} seeds, {max(counts):,} test pictures under each "
+        "corruption at each severity; a row of a corruption is the mean over the severities. In brackets the paired "
+        "difference to the baseline, ± standard error over seeds."
     ]
     for batch in args.batch_sizes:
         text += ["", *table(lines, args.arms, batch)]

@@ -53,14 +53,14 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
         Raises:
             RetrofitError: If a function asks that replaces every BatchNorm by one of its own.
         """
-        asking = sys._getframe(1).f_code.co_name
-        if asking in _INSTEAD:
+        caller = sys._getframe(1).f_code.co_name
+        if caller in _INSTEAD:
             raise RetrofitError(
-                f"{asking} would put a plain BatchNorm in the place of {type(self).__name__}, without its transform; "
-                f"{_INSTEAD[asking]}"
+                f"{caller} would put a plain BatchNorm in the place of {type(self).__name__}, without its transform; "
+                f"{_INSTEAD[caller]}"
             )
-        if asking in ("freeze_batch_norm_2d", "unfreeze_batch_norm_2d"):
-            self.frozen = asking == "freeze_batch_norm_2d"
+        if caller in ("freeze_batch_norm_2d", "unfreeze_batch_norm_2d"):
+            self.frozen = caller == "freeze_batch_norm_2d"
             self.training = not self.frozen
         return super().named_children()
 

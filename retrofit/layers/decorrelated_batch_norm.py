@@ -183,12 +183,12 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
         return h
 
     @torch.no_grad()
-    def _track(self, found: Statistics, covariance: Tensor) -> None:
+    def _track(self, statistics: Statistics, covariance: Tensor) -> None:
         momentum = self._momentum(1)
         running_lambda = getattr(self, "running_lambda", None)
-        _update_running(self.running_mean, self.running_var, running_lambda, found, momentum)
+        _update_running(self.running_mean, self.running_var, running_lambda, statistics, momentum)
         if self.running_covariance is not None and self.running_whitening is not None:
-            unbiased = covariance * (found.size / (found.size - 1))
+            unbiased = covariance * (statistics.size / (statistics.size - 1))
             self.running_covariance.mul_(1 - momentum).add_(unbiased.to(self.running_covariance.dtype) * momentum)
             self.running_whitening.copy_(self._root(self.running_covariance.to(covariance.dtype)))
 

@@ -52,8 +52,8 @@ class FrozenBatchNorm(ConvertedLayer):
     ) -> None:
         super().__init__()
         self.num_features, self.eps, self.affine = num_features, eps, affine
-        for name, fill, wanted in (("weight", torch.ones, affine), ("bias", torch.zeros, affine and bias)):
-            value = nn.Parameter(fill(num_features, device=device, dtype=dtype)) if wanted else None
+        for name, fill, present in (("weight", torch.ones, affine), ("bias", torch.zeros, affine and bias)):
+            value = nn.Parameter(fill(num_features, device=device, dtype=dtype)) if present else None
             self.register_parameter(name, value)
         self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
         self.register_buffer("running_var", torch.ones(num_features, device=device, dtype=dtype))

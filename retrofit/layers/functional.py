@@ -67,8 +67,8 @@ def batch_normal_norm(
     if x.numel() == 0 and group is None:
         return _empty(x, gamma, beta)
     sets, dim = batch_sets(x)
-    out, found = normality_norm(sets, gamma, beta, dim=dim, eps=eps, group=group, **options)
-    _update_running(running_mean, running_var, running_lambda, found, momentum)
+    out, statistics = normality_norm(sets, gamma, beta, dim=dim, eps=eps, group=group, **options)
+    _update_running(running_mean, running_var, running_lambda, statistics, momentum)
     return out
 
 
@@ -189,9 +189,9 @@ def instance_normal_norm(
     if x.numel() == 0:
         return _empty(x, gamma, beta)
     sets, dim = instance_sets(x)
-    out, found = normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)
-    mean, var, lmbda = (s.mean(0) for s in found[:3])
-    _update_running(running_mean, running_var, running_lambda, Statistics(mean, var, lmbda, found.size), momentum)
+    out, statistics = normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)
+    mean, var, lmbda = (s.mean(0) for s in statistics[:3])
+    _update_running(running_mean, running_var, running_lambda, Statistics(mean, var, lmbda, statistics.size), momentum)
     return out
 
 
@@ -223,12 +223,11 @@ def _update_running(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     running_lambda: Tensor | None,
-    found: Statistics,
+    statistics: Statistics,
     momentum: float | Tensor,
 ) -> None:
-    size = found.size.to(torch.float32) if isinstance(found.size, Tensor) else found.size
-    bessel = size / (size - 1)
-    for running, new in ((running_mean, found.mean), (running_var, found.var * bessel), (running_lambda, found.lmbda)):
+    size = statistics.size.to(torch.float32) if isinstance(statistics.size, Tensor) else statistics.size
+    var = statistics.var * (size / (size - 1))  # unbiased
+    for running, new in ((running_mean, statistics.mean), (running_var, var), (running_lambda, statistics.lmbda)):
         if running is not None:
-            new = new.reshape(running.shape).to(running.dtype)  # noqa: PLW2901
-            running.mul_(1 - momentum).add_(new * momentum)
+            running.mul_(1 - momentum).add_(new.reshape(running.shape).to(running.dtype) * momentum)

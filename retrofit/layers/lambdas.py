@@ -35,14 +35,14 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
             values[name] = torch.empty(0, dtype=torch.float32, device="cpu")
             estimating[name] = module
 
-    def look(name: str, layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
+    def collect(name: str, layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
         values[name] = torch.cat([values[name], _estimates(layer, inputs[0].float()).flatten().cpu()])
 
     if estimating and images is not None:
-        watched = hooked(layer.register_forward_pre_hook(partial(look, name)) for name, layer in estimating.items())
+        watched = hooked(layer.register_forward_pre_hook(partial(collect, name)) for name, layer in estimating.items())
         with watched, torch.no_grad():
             model(images)
-    return {name: found for name, found in values.items() if found.numel()}
+    return {name: lmbda for name, lmbda in values.items() if lmbda.numel()}
 
 
 def _estimates(layer: NormalityMixin, x: Tensor) -> Tensor:

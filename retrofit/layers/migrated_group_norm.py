@@ -93,11 +93,11 @@ def migrated_group_norm(
     constants = running_mean.detach().to(dtype), rstd.detach(), gain.detach()
     # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
     if transformed():
-        found = *moments(maps.to(dtype)), *constants
-        out, _, _ = group_affine(maps, *found, gamma, beta, t.detach(), num_groups, eps)
+        tables = *moments(maps.to(dtype)), *constants
+        out, _, _ = group_affine(maps, *tables, gamma, beta, t.detach(), num_groups, eps)
     else:
-        found = *moments(maps.detach().to(dtype)), *constants
-        out = GroupAffine.apply(maps, *found, gamma, beta, t, num_groups, eps)
+        tables = *moments(maps.detach().to(dtype)), *constants
+        out = GroupAffine.apply(maps, *tables, gamma, beta, t, num_groups, eps)
     return out.view_as(x) if x.ndim == 2 else out
 
 
@@ -309,24 +309,17 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         return ", ".join([*parts, f"affine={self.affine}, bias={self.bias is not None}"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the source's checkpoint: with no `gain` in it, gain and group eps are settled by what it holds."""
-        given = {name: state_dict.get(prefix + name, getattr(self, name)) for name in ("weight", "running_var")}
-        missing = {prefix + name for name in ("gain", "eps", "group_eps")} - state_dict.keys()
-        if prefix + "gain" in missing and self._settles(**given):
-            eps = float(self.eps)
-            gain = group_gain(given["weight"], self.num_groups)
-            state_dict[prefix + "gain"] = torch.ones_like(self.gain) if gain is None else gain
-            settled = settled_eps(given["weight"], given["running_var"], eps, self.num_groups)
-            state_dict[prefix + "group_eps"] = torch.full_like(self.group_eps, settled)
-        for key in missing - state_dict.keys():
-            state_dict[key] = self._buffers[key.removeprefix(prefix)].detach().clone()  # type: ignore[union-attr]
+        """Accept the source's checkpoint: with no `gain` in it, gain and group_eps are settled by what it holds."""
+        weight, var = (state_dict.get(prefix + name, getattr(self, name)) for name in ("weight", "running_var"))
+        defaults = {name: getattr(self, name).detach().clone() for name in ("gain", "eps", "group_eps")}
+        fits = all(t is None or (t.shape == self.gain.shape and not t.is_meta) for t in (weight, var, self.gain))
+        if prefix + "gain" not in state_dict and fits:
+            gain = group_gain(weight, self.num_groups)
+            defaults["gain"] = torch.ones_like(self.gain) if gain is None else gain
+            defaults["group_eps"].fill_(settled_eps(weight, var, float(self.eps), self.num_groups))
+        for name, value in defaults.items():
+            state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _settles(self, weight: Tensor | None, running_var: Tensor) -> bool:
-        """Whether tensors of a state dict fit and have values."""
-        return all(
-            t is None or (t.shape == self.running_var.shape and not t.is_meta) for t in (weight, running_var, self.gain)
-        )
 
 
 class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):

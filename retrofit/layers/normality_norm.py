@@ -65,10 +65,10 @@ def apply_statistics(
         The result in `x`'s shape and dtype; computed in float32 (float64 for float64 input).
     """
     dtype = compute_dtype(x)
-    given = (mean, var, lmbda, weight, bias)
-    wanted = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, *given))
+    tensors = (mean, var, lmbda, weight, bias)
+    differentiated = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, *tensors))
     rstd = torch.rsqrt(var.to(dtype) + eps)
-    if wanted or not kernels.fits(x):
+    if differentiated or not kernels.fits(x):
         h = (x.to(dtype) - mean.to(dtype)) * rstd
         return affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
     ones = torch.ones_like(rstd)
@@ -119,12 +119,12 @@ def normality_norm(
         var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
         h = (values - mean) * torch.rsqrt(var + eps)
         y, lmbda = gaussianize(h, dim, strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha)
-        found = Statistics(mean.detach(), var.detach(), lmbda.detach(), distributed.set_size(x, dim, None))
-        return affine(y, weight, bias).to(x.dtype), found
+        statistics = Statistics(mean.detach(), var.detach(), lmbda.detach(), distributed.set_size(x, dim, None))
+        return affine(y, weight, bias).to(x.dtype), statistics
     factor = noise * t if noise else None
     if factor is not None and noise_kind != "scaled":
-        y, found = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
-        return affine(perturb(y.to(t.dtype), factor, noise_kind, dim), weight, bias).to(x.dtype), found
+        y, statistics = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
+        return affine(perturb(y.to(t.dtype), factor, noise_kind, dim), weight, bias).to(x.dtype), statistics
     effective_alpha = t if alpha == 1 else t * alpha
     weight, bias = (None if p is None else p.view((1,) * (x.ndim - p.ndim) + p.shape) for p in (weight, bias))
     out, (mean, var, _, step) = _NormalityNorm.apply(x, weight, bias, effective_alpha, factor, dim, eps, group)
@@ -238,14 +238,14 @@ class _OneStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         over = reductions(dim)
-        y, found = torch.empty_like(h), []
+        y, kept = torch.empty_like(h), []
         for block in blocks(h, dim):
             values = block(h)
             log = torch.log1p(values.abs())
             newton = first_step(values, over.means, step_bounds(*over.extremes(values)), log)
             block(y).copy_(formulas.transform(values, log, t * newton.step)[0])
-            found.append(torch.stack([newton.step, *newton.gradient()]))
-        stats = torch.cat(found, block.axis + 1)
+            kept.append(torch.stack([newton.step, *newton.gradient()]))
+        stats = torch.cat(kept, block.axis + 1)
         lmbda = 1 + stats[0]
         ctx.dim = dim
         ctx.save_for_backward(h, t, stats)

@@ -108,8 +108,8 @@ class ProxyNorm(StrengthMixin):
             value = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if params else None
             self.register_parameter(name, value)
         exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        for name, wanted in (("restore_scale", restore and scale), ("restore_shift", restore)):
-            self.register_buffer(name, torch.empty(num_features, device=device, dtype=exact) if wanted else None)
+        for name, present in (("restore_scale", restore and scale), ("restore_shift", restore)):
+            self.register_buffer(name, torch.empty(num_features, device=device, dtype=exact) if present else None)
         self._register_strength(strength, device)
         hold_settings(self, {"scale": bool}, device)
         if isinstance(activation, nn.Module) and activation.state_dict():
@@ -239,16 +239,16 @@ class ProxyNorm(StrengthMixin):
     def forward(self, x: Tensor) -> Tensor:
         """Return phi(x), proxy-normalized; `x` is the output of the norm, gamma and beta included."""
         if x.ndim < 2 or x.shape[self.channel_dim] != self.num_features:
-            found = f"dimension {self.channel_dim} of {tuple(x.shape)}"
-            raise ValueError(f"ProxyNorm expects {self.num_features} channels in {found}")
+            where = f"dimension {self.channel_dim} of {tuple(x.shape)}"
+            raise ValueError(f"ProxyNorm expects {self.num_features} channels in {where}")
         kind = channelwise.known(self.activation)
         if kind is not None:
-            given = *self._affine(), self.proxy_scale, self.proxy_bias, self.restore_scale, self.restore_shift
-            layout = channelwise.layout_of(x, *given, channel_dim=self.channel_dim)
+            tensors = *self._affine(), self.proxy_scale, self.proxy_bias, self.restore_scale, self.restore_shift
+            layout = channelwise.layout_of(x, *tensors, channel_dim=self.channel_dim)
             if layout is not None:
                 numbers = kind, self.eps, float(self.strength), self.scale, self.samples
                 constants = channelwise.ProxyConstants(*numbers)
-                out: Tensor = channelwise.ProxyActivation.apply(x, *given, constants, layout)
+                out: Tensor = channelwise.ProxyActivation.apply(x, *tensors, constants, layout)
                 return out
         scale, shift = self.constants(compute_dtype(x))
         shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)

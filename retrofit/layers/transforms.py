@@ -42,10 +42,10 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
         if torch.compiler.is_compiling() or transformed():
             return backward(ctx, *grads)
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            gradients = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return found
-        refuse = torch._C._functions.DelayedError(_REFUSAL, len(found))
-        return refuse(*(None if grad is None else grad.detach().requires_grad_() for grad in found))  # type: ignore[arg-type]
+            return gradients
+        refuse = torch._C._functions.DelayedError(_REFUSAL, len(gradients))
+        return refuse(*(None if grad is None else grad.detach().requires_grad_() for grad in gradients))  # type: ignore[arg-type]
 
     return wrapper

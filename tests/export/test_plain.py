@@ -236,6 +236,18 @@ class Untraced(nn.Module):
         return kept + self.encoder[1:](kept)
 
 
+class UntracedList(nn.Module):
+    """The same, by a reference that names nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU())
+        self.first = [self.encoder[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.first[0](sample) for sample in x]) + self.encoder(x)
+
+
 class Uncalled(Block):
     """A norm of the block that no trace shows may come before or after the other."""
 
@@ -258,6 +270,7 @@ USES: dict[str, tuple[type[nn.Module], list[Any]]] = {
     "second call": (SecondCall, [lambda m, x: m(x), lambda m, x: m(x, again=True)]),
     "outer call": (OuterCall, [lambda m, x: m(x), lambda m, x: m(x, raw=True)]),
     "untraced": (Untraced, [lambda m, x: m(x)]),
+    "untraced list": (UntracedList, [lambda m, x: m(x)]),
     "uncalled": (Uncalled, [lambda m, x: m(x), lambda m, x: vars(m).update(use_spare=True) or m(x)]),
 }
 

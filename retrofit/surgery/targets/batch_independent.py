@@ -19,7 +19,7 @@ from retrofit.errors import UsageError
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.site import Site, Sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
-from retrofit.layers.migrated_group_norm import group_gain
+from retrofit.layers.migrated_group_norm import group_gain, settled_eps
 from retrofit.surgery.converter import (
     Converter,
     Decision,
@@ -153,7 +153,8 @@ class BatchIndependentConverter(Converter):
             reason = f"with {plural(groups, 'group')} its output changes by {error:.0%}"
         else:
             groups, reason = group_count(found.name, channels, options, self.groups)
-        settled: dict[str, Any] = {"num_groups": groups, "eps": _group_eps(module, groups)}
+        eps = settled_eps(module.weight, module.running_var, module.eps, groups)
+        settled: dict[str, Any] = {"num_groups": groups, "eps": eps}
         if self._drops_shift(found, options, sites):
             settled["bias"] = False
         target = MigratedGroupNormAct if found.known_class in _FUSED else MigratedGroupNorm
@@ -189,19 +190,6 @@ class BatchIndependentConverter(Converter):
 
 def _migratable(module: nn.Module) -> bool:
     return getattr(module, "running_mean", None) is not None
-
-
-def _group_eps(module: Any, groups: int) -> float:
-    """BatchNorm's eps as it counts in standardised units, so that a group's variance and eps add up to one on average.
-
-    Standardising leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
-    with BatchNorm's own eps would scale what is left up again, and the network with it.
-    """
-    if module.running_var.is_meta:
-        return float(module.eps)
-    short = module.eps / (module.running_var.double() + module.eps)
-    gain = group_gain(module.weight, groups)
-    return float((short if gain is None else gain.square() * short).mean())
 
 
 def _activation(model: nn.Module, site: Site, converted: set[str], settled: dict[str, Any]) -> EditRow:

@@ -1,0 +1,249 @@
+"""The pictures of README and docs, drawn from the recorded results: SVG, one for light pages and one for dark.
+
+    python benchmarks/figures.py
+    python benchmarks/figures.py --terminal --checkpoint lite0.pth --data-dir photos.tar --class-map classes.txt
+
+`--terminal` runs inspect, convert and evaluate instead, and records what they print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from retrofit.layers import yeo_johnson
+
+RESULTS = Path(__file__).parent / "results"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+THEMES = {"light": ("#1f2328", "#ffffff", "#d8dee4"), "dark": ("#e6edf3", "#0d1117", "#30363d")}
+OURS, BASELINE, TODAY = "#2f81f7", "#8b949e", "#e2701a"
+STYLES = {"ln": "o-", "gn-pn": "s-", "bnn": "^-"}
+
+
+def number(text: str) -> float:
+    """Return the first number of a cell of a table."""
+    found = re.search(r"-?\d+(\.\d+)?", text)
+    if found is None:
+        raise ValueError(f"no number in {text!r}")
+    return float(found[0])
+
+
+def table(file: str, heading: str, section: str = "") -> dict[str, list[str]]:
+    """Return the rows of a results table by their first cell, of the first table with such a heading in a section."""
+    text = (RESULTS / file).read_text()
+    lines = text[text.index(section) :].splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("|") and heading in line)
+    rows: dict[str, list[str]] = {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip().strip("*`") for cell in line.strip("|").split("|")]
+        rows[cells[0]] = cells[1:]
+    return rows
+
+
+def before_training(figure: Figure) -> None:
+    """Top-1 of a trained network before any training: the source, migrated, plainly swapped."""
+    rows = table("retention.md", "migrated")
+    source = number(re.search(r"scores (\S+)%", (RESULTS / "retention.md").read_text())[1])  # type: ignore[index]
+    bars = [("source", source, BASELINE)]
+    for target, name in (("ln", "ln"), ("gn-pn --groups 4", "gn-pn")):
+        migrated, swapped = (number(cell) for cell in rows[target])
+        bars += [(f"{name}, by retrofit", migrated, OURS), (f"{name}, weights copied", swapped, TODAY)]
+    horizontal(figure, bars, "top-1 before any training, %")
+
+
+def privacy(figure: Figure) -> None:
+    """Top-1 after training with differential privacy, by epsilon."""
+    rows = list(csv_rows(RESULTS / "dp.md"))
+    names = {
+        "Opacus's GroupNorm, norms and last layer": ("Opacus's own fixer", TODAY),
+        "frozen statistics, last layer alone": ("last layer alone", BASELINE),
+        "ln, norms and last layer": ("retrofit ln", "#79b8ff"),
+        "frozen, norms and last layer": ("retrofit frozen", OURS),
+    }
+    axes = figure.subplots()
+    for place, (row, (label, colour)) in enumerate(names.items()):
+        cells = {eps: number(top1) for name, eps, top1 in rows if name == row}
+        for group, eps in enumerate(("8", "3")):
+            bar = axes.bar(group + 0.2 * place, cells[eps], 0.18, color=colour, label=None if group else label)
+            axes.bar_label(bar, fmt="%.0f", fontsize=9)
+    axes.set_xticks([0.3, 1.3], ["epsilon 8", "epsilon 3"])
+    axes.set_ylabel("test top-1, %")
+    axes.axhline(10, color=BASELINE, linewidth=1, linestyle=":")
+    axes.grid(visible=False, axis="x")
+    legend(figure)
+
+
+def csv_rows(path: Path) -> list[tuple[str, str, str]]:
+    """Return (network, epsilon, top-1) of the rows of the first table of dp.md."""
+    lines = path.read_text().split("## ")[1].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return [(row[0].replace("`", ""), row[1], row[5]) for row in cells[1:]]
+
+
+def batch_size(figure: Figure) -> None:
+    """Top-1 against batch size, fine-tuned on 500 pictures."""
+    rows = table("evidence.md", "batch 1 ", "## cifar10, 500 training pictures")
+    sizes = (1, 2, 8, 32)
+    axes = figure.subplots()
+    for row, label, style in (
+        ("BatchNorm, batch statistics", "BatchNorm", dict(color=TODAY, marker="o")),
+        ("BatchNorm, then PreciseBN", "BatchNorm, then PreciseBN", dict(color=TODAY, marker="s", linestyle="--")),
+        ("BatchNorm, frozen statistics, affine trained", "retrofit frozen", dict(color=OURS, marker="o")),
+        ("ln, t to 1", "retrofit ln", dict(color=OURS, marker="^", linestyle="--")),
+    ):
+        values = [number(rows[row][2 * place]) for place in range(len(sizes))]
+        axes.plot(range(len(sizes)), values, label=label, **style)
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.set_xlabel("images in a batch")
+    axes.set_ylabel("test top-1, %")
+    axes.set_ylim(0, 75)
+    legend(figure)
+
+
+def strengths(figure: Figure) -> None:
+    """Top-1 against strength, before any training, and the plain swap as a flat line."""
+    with (RESULTS / "strengths.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    points = {(row["model"], row["target"], row["strength"]) for row in rows}
+    models = sorted(model for model, target, t in points if (target, t) == ("bnn", "1"))  # those that are complete
+    figure.set_figheight(0.8 + 2.4 * len(models))
+    for axes, model in zip(np.atleast_1d(figure.subplots(len(models), 1, sharex=True)), models, strict=True):
+        own = [row for row in rows if row["model"] == model]
+        for target, style in STYLES.items():
+            curve = [(float(row["strength"]), float(row["top1"])) for row in own if row["target"] == target]
+            axes.plot(*zip(*curve, strict=True), style, color=OURS if target != "bnn" else "#8957e5", label=target)
+        swap = next(float(row["top1"]) for row in own if row["target"] == "ln, plain swap")
+        axes.axhline(swap, color=TODAY, label="gamma and beta copied into ln")
+        axes.set_title(model)
+        axes.set_ylim(-3, 100)
+        axes.set_ylabel("top-1, %")
+    axes.set_xlabel("strength t")
+    legend(figure, axes)
+
+
+def path(figure: Figure) -> None:
+    """How a layer goes from t = 0 to 1: the power transform, and what a channel is normalized by."""
+    transform, share = figure.subplots(1, 2)
+    h = torch.linspace(-3, 3, 121)
+    for t in (0.0, 0.25, 0.5, 0.75, 1.0):
+        mix = tuple(
+            (1 - t) * a + t * b for a, b in zip(mpl.colors.to_rgb(BASELINE), mpl.colors.to_rgb(OURS), strict=True)
+        )
+        psi = yeo_johnson(h, torch.tensor(1 + t * (0.3 - 1)))
+        transform.plot(h, psi, color=mix, label=f"t = {t:g}")
+    transform.set_title("bnn: ψ(h; λ), λ = 1 + t (0.3 - 1)")
+    transform.set_xlabel("normalized value h")
+    t = np.linspace(0, 1, 2)
+    share.plot(t, 1 - t, color=BASELINE, label="running statistics")
+    share.plot(t, t, color=OURS, label="statistics of the image")
+    share.set_title("ln, gn: what normalizes")
+    share.set_xlabel("strength t")
+    share.set_ylim(-0.05, 1.35)
+    share.legend(fontsize=8, frameon=False, loc="upper center")
+    transform.legend(fontsize=8, frameon=False)
+
+
+def horizontal(figure: Figure, bars: Sequence[tuple[str, float, str]], label: str) -> None:
+    """Draw labelled bars with their values."""
+    axes = figure.subplots()
+    names, values, colours = zip(*reversed(bars), strict=True)
+    drawn = axes.barh(range(len(bars)), values, color=colours)
+    axes.bar_label(drawn, fmt="%.1f", padding=4, fontsize=10)
+    axes.set_yticks(range(len(bars)), names)
+    axes.set_xlabel(label)
+    axes.set_xlim(0, 108)
+    axes.grid(visible=False)
+
+
+def legend(figure: Figure, axes: Any = None) -> None:
+    """Explain the lines below the figure."""
+    handles, labels = (axes or figure.axes[0]).get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+
+
+FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
+    "before-training": (before_training, (5.6, 2.4)),
+    "strengths": (strengths, (5.2, 5.6)),
+    "batch-size": (batch_size, (5.2, 3.6)),
+    "privacy": (privacy, (5.2, 3.6)),
+    "path": (path, (6.4, 3.0)),
+}
+
+
+def draw(name: str) -> None:
+    """Write a figure for light and for dark pages."""
+    function, size = FIGURES[name]
+    for theme, (ink, paper, grid) in THEMES.items():
+        style = {
+            "figure.constrained_layout.use": True, "font.size": 10, "axes.titlesize": 10, "svg.hashsalt": name,
+            "svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Arial"],
+            "axes.grid": True, "axes.axisbelow": True, "grid.color": grid, "axes.edgecolor": grid,
+            "axes.spines.top": False, "axes.spines.right": False, "text.color": ink, "axes.labelcolor": ink,
+            "xtick.color": ink, "ytick.color": ink, "axes.facecolor": paper, "figure.facecolor": paper,
+        }  # fmt: skip
+        with mpl.rc_context(style):
+            figure = Figure(figsize=size)
+            function(figure)
+            figure.savefig(IMAGES / f"{name}-{theme}.svg", metadata={"Date": None})
+
+
+def record_terminal(args: argparse.Namespace) -> None:
+    """Run inspect, convert and evaluate, and write what they print as a picture of a terminal."""
+    from rich.console import Console
+    from rich.terminal_theme import DIMMED_MONOKAI, MONOKAI
+    from rich.text import Text
+
+    weights, photographs, names = (os.path.abspath(p) for p in (args.checkpoint, args.data_dir, args.class_map))
+    shown = {weights: "efficientnet-lite0.pth", photographs: "photos.tar", names: "classes.txt"}
+    lines = (
+        "inspect tf_efficientnet_lite0 --to ln",
+        f"convert tf_efficientnet_lite0 --to ln --strength 1 --checkpoint {weights} --match order",
+        f"evaluate tf_efficientnet_lite0-ln.safetensors --data-dir {photographs} --class-map {names}",
+    )
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115  nothing is printed
+    with tempfile.TemporaryDirectory() as folder:
+        for line in lines:
+            command = [sys.executable, "-m", "retrofit", *line.split()]
+            environment = {**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "0", "COLUMNS": "100"}
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+            text = f"$ retrofit {line}\n{done.stderr}"
+            for path, name in shown.items():
+                text = text.replace(path, name).replace(os.path.basename(path), name)
+            console.print(Text.from_ansi(text))
+    for theme, colours in (("light", DIMMED_MONOKAI), ("dark", MONOKAI)):
+        console.save_svg(str(IMAGES / f"terminal-{theme}.svg"), title="retrofit", theme=colours, clear=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES))
+    parser.add_argument("--terminal", action="store_true")
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--class-map")
+    args = parser.parse_args()
+    IMAGES.mkdir(exist_ok=True)
+    if args.terminal:
+        record_terminal(args)
+        return
+    for name in args.only:
+        draw(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What README and the pages say is run as written, and the figures of README stand in the recorded results."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from click.testing import CliRunner
+
+import retrofit
+from retrofit.cli import main
+from tests.pictures import write_folder, write_tar
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from figures import number, table  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the files that the pages take as given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_tar(write_folder(Path("photos"), wrong=0, each=8), Path("photos.tar"))
+    for target in ("ln", "frozen"):
+        model, _ = retrofit.convert(timm.create_model("test_efficientnet", num_classes=3), target)
+        retrofit.save(model, f"lite0-{target}.safetensors")
+    Path("runs/lite0-ln").mkdir(parents=True)
+    model = retrofit.load("lite0-ln.safetensors")
+    retrofit.set_strength(model, 1.0)
+    retrofit.save(model, "runs/lite0-ln/best.safetensors")
+    torch.save(timm.create_model("resnet18").state_dict(), "resnet18.pth")
+    return tmp_path
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> Iterator[tuple[list[str], str]]:
+    """The command lines of a page, each with the error that it shows, or nothing."""
+    lines = page.read_text().replace("\\\n", " ").splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if line.lstrip().startswith("$ retrofit "):
+            error = following.strip() if following.strip().startswith("error: ") else ""
+            yield shlex.split(line.strip().removeprefix("$ retrofit ")), error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+@pytest.mark.filterwarnings("ignore")  # Opacus's and matplotlib's
+@pytest.mark.usefixtures("folder")
+def test_a_guide_runs_as_written(page: Path) -> None:
+    code = blocks(page)
+    if page.stem == "own-network":
+        Path("mynet.py").write_text(code.pop(0))
+    for block in code:
+        exec(compile(block, page.name, "exec"), {"__name__": "page"})
+    for words, error in commands(page):
+        result = CliRunner().invoke(main, words)
+        assert (result.exit_code == 0) is not bool(error), (words, result.stderr)
+        assert error in result.stderr
+    sys.modules.pop("mynet", None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore")
+def test_the_notebook_runs() -> None:
+    names: dict[str, object] = {"__name__": "notebook"}
+    for cell in json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "quickstart.ipynb", "exec"), names)
+
+
+@pytest.mark.slow
+def test_readme_runs_as_written(folder: Path, real_weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "efficientnet-lite0.pth").symlink_to(real_weights)
+    Path("classes.txt").write_text("\n".join(["ant", "bee", "cat", *map(str, range(997))]))
+    for words, _ in commands(PAGES[0]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, (words, result.stderr)
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create(name))  # there is no hub here
+    loader = [(torch.randn(2, 3, 64, 64), torch.tensor([0, 1]))]
+    for block in blocks(PAGES[0]):
+        exec(compile(block, "README.md", "exec"), {"loader": loader, "ramp_steps": 2})
+    assert Path("resnet50-ln.onnx").is_file()
+
+
+@pytest.mark.parametrize("page", sorted([*PAGES, *(ROOT / "docs").rglob("*.md")]), ids=lambda page: page.stem)
+def test_the_code_of_a_page_parses_and_its_links_lead_somewhere(page: Path) -> None:
+    for block in blocks(page):
+        ast.parse(block)
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def first(name: str, row: str, column: int, file: str, heading: str, section: str = "") -> Any:
+    return pytest.param(name, number(table(file, heading, section)[row][column]), id=f"{name}-{row}")
+
+
+BN, FROZEN = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
+MAIN, DP = ("evidence.md", "batch 1 ", "## cifar10, 500"), "## tf_efficientnet_lite0 at 64 px, 500 pictures"
+HALF, CORRUPTED = ("half_reset.md", "batch 1 "), ("evidence_shift.md", "batches of 8")
+FIGURES = [
+    first("0.5%", "ln", 1, "retention.md", "migrated"),
+    first("85.0%", "ln", 0, "retention.md", "migrated"),
+    first("24.1%", BN, 0, "federated.md", "batch 8"),
+    first("49.4%", FROZEN, 0, "federated.md", "batch 8"),
+    first("49.0%", "ln, t to 1", 0, "federated.md", "batch 8"),
+    first("52.7%", BN, 4, *MAIN),
+    first("66.4%", FROZEN, 4, *MAIN),
+    first("66.1%", "ln, t to 1", 4, *MAIN),
+    first("34.3%", BN, 2, *HALF),
+    first("47.6%", FROZEN, 2, *HALF),
+    first("49.3%", "ln-pn, t to 1", 2, *HALF),
+    first("41.8%", "mean of all", 0, *CORRUPTED),
+    first("25.3%", "mean of all", 1, *CORRUPTED),
+    first("27.3%", "mean of all", 5, *CORRUPTED),
+]
+
+
+def top() -> str:
+    """The table of measurements in README."""
+    return next(part for part in PAGES[0].read_text().split("\n\n") if part.startswith("| situation"))
+
+
+@pytest.mark.parametrize(("figure", "recorded"), FIGURES)
+def test_a_figure_of_readme_is_the_recorded_one(figure: str, recorded: float) -> None:
+    assert figure in top()
+    assert f"{recorded:.1f}%" == figure
+
+
+def test_readme_has_no_other_figures() -> None:
+    dp = (ROOT / "benchmarks" / "results" / "dp.md").read_text()
+    known = {param.values[0] for param in FIGURES} | {"89.0%"}
+    known |= {f"{value}%" for value in re.findall(r"\| (\d+\.\d) ±", dp[dp.index(DP) :])}
+    assert "scores 89.0% top-1" in (ROOT / "benchmarks" / "results" / "retention.md").read_text()
+    assert set(re.findall(r"\d+\.\d%", top())) <= known
+
+
+def test_readme_is_short() -> None:
+    assert len(PAGES[0].read_text().split()) <= 900
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name not in ("reference", "appendix")]
+    counted = [page for page in pages if page.stem not in ("integrations", "coverage")]
+    assert sum(len(page.read_text().split()) for page in counted) <= 11_000
+
+
+def test_every_public_name_has_an_entry() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    for name in set(retrofit.__all__) - {"__version__", "callbacks", "layers"}:
+        assert f"::: retrofit.{name}\n" in page, name
+        assert getattr(retrofit, name).__doc__

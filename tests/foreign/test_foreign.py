@@ -1,0 +1,125 @@
+"""Networks of libraries that retrofit does not know, from conversion to ONNX: each is right, or refused as listed.
+
+Run with `--group foreign`. Each network is converted, its strength is raised, it is saved, loaded into a fresh build,
+folded, made plain and exported; what comes out is compared with the converted network in PyTorch here, apart from the
+comparisons that retrofit makes.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retrofit
+from retrofit.compare import tensors_of
+from retrofit.errors import RetrofitError
+from retrofit.surgery.families import find_norms
+from tests.foreign.networks import NETWORKS, build
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+STEPS = ("convert", "load", "fold", "plain", "export")
+# (network, step): what the one line of the refusal says.
+REFUSED: dict[tuple[str, str], str] = {}
+
+
+def answers(model: Any, inputs: Any) -> list[Tensor]:
+    """The tensors that a network answers with, in order."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        answer = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    return [tensor for tensor in tensors_of(answer) if tensor.is_floating_point()]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-3) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert a.shape == b.shape
+        assert float((a - b).abs().max()) <= tolerance * float(a.abs().max()) + 1e-7
+
+
+def target_of(model: nn.Module) -> str:
+    """A target that converts what the network holds most of."""
+    families = collections.Counter(norm.family for norm in find_norms(model) if norm.status == "known")
+    return {"bn": "ln", "ln": "lnn", "gn": "gnn", "in": "inn"}[families.most_common(1)[0][0] or "bn"]
+
+
+class Case:
+    """A converted network."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        source, self.given = build(name)
+        self.inputs = self.given if isinstance(self.given, Mapping) else (self.given,)
+        self.target = target_of(source)
+        before = answers(source, self.given)
+        self.model, self.report = retrofit.convert(source, self.target, inputs=self.inputs)
+        assert_same(before, answers(self.model, self.given), 1e-4)
+        retrofit.set_strength(self.model, 1.0 if self.target == "ln" else 0.5)
+        self.expected = answers(self.model, self.given)
+
+    def convert(self) -> None:
+        """Converted and compared, not only converted."""
+        assert not str(self.report).count("not checked")
+
+    def load(self) -> None:
+        path = self.folder / "a.safetensors"
+        retrofit.save(self.model, path, source="own")
+        model = retrofit.load(path, into=build(self.name)[0]).eval()
+        assert_same(self.expected, answers(model, self.given), 1e-5)
+
+    def fold(self) -> None:
+        folded = retrofit.fold(self.model, inputs=self.inputs)
+        assert_same(self.expected, answers(folded, self.given))
+
+    def plain(self) -> None:
+        if self.target != "ln":  # a power transform has no plain form
+            retrofit.set_strength(self.model, 0.0)
+        plain = retrofit.plain(self.model, inputs=self.inputs)
+        expected = answers(self.model, self.given)
+        retrofit.set_strength(self.model, 1.0 if self.target == "ln" else 0.5)
+        assert_same(expected, answers(plain, self.given))
+        ours = {type(module).__name__ for module in plain.modules() if type(module).__module__.startswith("retrofit")}
+        assert ours <= {"ConstantAffine"}
+
+    def export(self) -> None:
+        path = self.folder / "a.onnx"
+        retrofit.export_onnx(self.model, path, inputs=self.inputs)
+        session = onnxruntime.InferenceSession(str(path))
+        given = list(self.inputs.values()) if isinstance(self.inputs, Mapping) else list(self.inputs)
+        names = [one.name for one in session.get_inputs()]
+        found = session.run(None, {name: value.numpy() for name, value in zip(names, given, strict=True)})
+        assert_same(self.expected, [torch.from_numpy(one) for one in found if one.dtype.kind == "f"])
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("foreign"))
+
+
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [pytest.param(name, step, id=f"{name}-{step}") for name in NETWORKS for step in STEPS],
+    indirect=["case"],
+)
+def test_cell(case: Case, step: str) -> None:
+    if (expected := REFUSED.get((case.name, step))) is None:
+        getattr(case, step)()
+        return
+    with pytest.raises(RetrofitError, match=re.escape(expected)) as refusal:
+        getattr(case, step)()
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_documentation_counts_the_cells() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text()
+    total = len(NETWORKS) * len(STEPS)
+    assert f"{total - len(REFUSED)} of {total} cells are right, {len(REFUSED)} are refused" in " ".join(page.split())
