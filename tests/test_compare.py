@@ -178,7 +178,7 @@ def test_batches_that_the_network_takes(build: Callable[[], nn.Module], batches:
     assert result.batches == batches
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Answer:
     boxes: list[Tensor]
     more: object
