@@ -62,8 +62,11 @@ def _write(module: nn.Module, *_: Any) -> None:
     """Bring the buffers up to date with the attributes, which may have been set since."""
     for name in vars(module).get("_held_settings", ()):
         buffer = module._buffers[PREFIX + name]
-        if buffer is not None and not buffer.is_meta:
-            module._buffers[PREFIX + name] = torch.full_like(buffer, getattr(module, name))
+        if buffer is None or buffer.is_meta:
+            continue
+        written = torch.full_like(buffer, getattr(module, name))
+        if not torch.equal(written, buffer):  # else it stays the same tensor, by each of its layer's names
+            module._buffers[PREFIX + name] = written
 
 
 def _read(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
