@@ -223,6 +223,10 @@ class Recipe(BaseModel):
             return self.warmup_epochs
         return min(max(1.0, self.epochs / 10), self.epochs / 2)
 
+    def decisive(self) -> dict[str, Any]:
+        """Return the settings that an interrupted run must keep, as JSON values."""
+        return self.model_dump(mode="json", exclude=set(FREE | _PLACES))
+
     def save(self, path: Path) -> None:
         """Write the recipe so that `--recipe` reads it back."""
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
@@ -232,6 +236,7 @@ class Recipe(BaseModel):
 
 # What may differ between the parts of an interrupted run: it changes how the work is done, not its result.
 FREE = frozenset({"workers", "device", "checkpoint_every", "log_with"})
+_PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})  # may have moved; what lies there is looked at
 
 
 def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe:

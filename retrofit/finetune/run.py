@@ -45,6 +45,7 @@ from retrofit.networks import artifact
 from retrofit.networks.models import Network
 from retrofit.surgery import strength_layers
 from retrofit.utils.evaluating import evaluating
+from retrofit.utils.text import shortlist
 
 _SHOWN = 8  # images that lambda is estimated on for a picture
 _RECENTRED = 128  # images that moments are measured on before the way back
@@ -152,6 +153,12 @@ class Run:
                 f"the {what} to train on are not those that the run in {self.folder} began with; put them back, or "
                 "start a new run"
             )
+        settings = self.recipe.decisive()
+        if changed := [name for name in settings if settings[name] != state["recipe"][name]]:
+            raise RetrofitError(
+                f"{shortlist(changed)} of the recipe differ from those that the run in {self.folder} began with; pass "
+                f"the recipe that is in it, {recipe_of(self.folder).name}"
+            )
         for name, part in self._stateful():
             part.load_state_dict(state[name])
         self.position = Position(**state["position"])
@@ -165,6 +172,7 @@ class Run:
         if self.main:
             state = {name: part.state_dict() for name, part in self._stateful()}
             state |= {"generators": generators, "position": asdict(self.position), "data": self.data}
+            state |= {"recipe": self.recipe.decisive()}
             save_state(state_of(self.folder), {**state, "fresh": list(self.fresh), "origin": self.origin})
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.files import atomic_write
 from retrofit.utils.text import one_line
 
-SCHEMA = 1
+SCHEMA = 2
 LAST, PREVIOUS = "last.pt", "previous.pt"
 
 
@@ -74,7 +74,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     """Read the newest whole state.
 
     Raises:
-        RetrofitError: If there is none, or it is of a newer version.
+        RetrofitError: If there is none, or it is of another version.
     """
     reason = "there is none"
     for path in _files(folder):
@@ -83,8 +83,8 @@ def load_state(folder: Path) -> dict[str, Any]:
         except Exception as error:  # torch raises anything on a damaged file
             reason = f"{path.name}: {one_line(error)}"
             continue
-        if state["schema"] > SCHEMA:
-            raise RetrofitError(f"{path} was written by a newer retrofit; upgrade retrofit to resume it")
+        if state["schema"] != SCHEMA:
+            raise RetrofitError(f"{path} was written by another version of retrofit; resume it with that")
         return state
     raise RetrofitError(f"no state to resume in {folder} ({reason}); start the run anew with its recipe.yaml")
 

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchvision.datasets import ImageFolder
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.data import open_data
 from retrofit.finetune.loaders import Batches, Order, Part, Relabelled, training_transform
 from retrofit.finetune.recipe import Recipe
+from retrofit.images import dataset
 from retrofit.images.dataset import open_images
 from retrofit.record import Preprocess
 
@@ -123,16 +125,15 @@ def test_sub_folders_are_parts(pictures: Path, tmp_path: Path) -> None:
     assert (len(data.train.images), len(data.val.images), data.notes) == (23, 1, ())
 
 
-@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 @pytest.mark.parametrize("labels", [None, ["cat", "bee", "ant"], ["x", "y", "z"]], ids=str)
 def test_classes_that_the_part_to_validate_on_lacks_move_no_others(
-    labels: list[str] | None, dataset: str, pictures: Path, tmp_path: Path
+    labels: list[str] | None, pictures: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
     for part in ("train", "val"):
         shutil.copytree(pictures, root / part)
     shutil.rmtree(root / "val" / "ant")
-    data = open_data(recipe(root, dataset=dataset), labels, 3)
+    data = open_data(recipe(root), labels, 3)
     assert data.val is not None
     assert data.names is not None
     data.val.images.transform = np.asarray
@@ -140,16 +141,14 @@ def test_classes_that_the_part_to_validate_on_lacks_move_no_others(
     assert found == {1: data.names.index("bee"), 2: data.names.index("cat")}  # by colour
 
 
-@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
-def test_other_classes_to_validate_on_are_refused(dataset: str, pictures: Path, tmp_path: Path) -> None:
+def test_other_classes_to_validate_on_are_refused(pictures: Path, tmp_path: Path) -> None:
     for part in ("train", "val"):
         shutil.copytree(pictures, tmp_path / "root" / part)
     shutil.rmtree(tmp_path / "root" / "train" / "ant")
     with pytest.raises(RetrofitError, match=r"classes of 'val\w*' are not those of 'train' \(ant\)"):
-        open_data(recipe(tmp_path / "root", dataset=dataset), None, 3)
+        open_data(recipe(tmp_path / "root"), None, 3)
 
 
-@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 @pytest.mark.parametrize(
     ("parts", "settings", "message"),
     [
@@ -162,19 +161,13 @@ def test_other_classes_to_validate_on_are_refused(dataset: str, pictures: Path, 
     ],
 )
 def test_images_to_validate_on_are_not_trained_on(
-    parts: tuple[str, ...], settings: dict[str, Any], message: str, dataset: str, pictures: Path, tmp_path: Path
+    parts: tuple[str, ...], settings: dict[str, Any], message: str, pictures: Path, tmp_path: Path
 ) -> None:
     """Without the part to train on, timm would read all of the folder."""
     for part in parts:
         shutil.copytree(pictures, tmp_path / "root" / part, dirs_exist_ok=True)
     with pytest.raises(UsageError, match=message):
-        open_data(recipe(tmp_path / "root", dataset=dataset, **settings), None, 3)
-
-
-def test_a_named_folder_without_parts_is_divided(pictures: Path) -> None:
-    data = open_data(recipe(pictures, dataset="torch/image_folder", val_split="validation"), None, 3)
-    assert data.val is not None
-    assert (len(data.train.images), len(data.val.images)) == (22, 2)
+        open_data(recipe(tmp_path / "root", **settings), None, 3)
 
 
 @pytest.mark.parametrize("setting", ["train_split", "val_split"])
@@ -183,16 +176,32 @@ def test_other_words_for_parts_of_the_digits_are_refused(setting: str) -> None:
         open_data(Recipe(dataset="digits", **{setting: "exam"}), None, 3)
 
 
-def test_a_torchvision_dataset(pictures: Path, tmp_path: Path) -> None:
+def test_a_torchvision_dataset(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("train", "val"):
         shutil.copytree(pictures, tmp_path / "root" / part)
-    settings = recipe(tmp_path / "root", dataset="torch/image_folder")
-    data = open_data(settings, None, 3)
+    parts = {"train": "train", "validation": "val"}
+    monkeypatch.setattr(
+        dataset, "create_dataset", lambda *_, split, **__: ImageFolder(tmp_path / "root" / parts[split])
+    )
+    settings = recipe(tmp_path / "root", dataset="torch/cifar10")
+    data = open_data(settings, ["cat", "bee", "ant"], 3)
     assert data.val is not None
-    assert (data.outputs, data.names, len(data.val.images)) == (3, ("ant", "bee", "cat"), 24)
+    assert (data.outputs, data.names, len(data.val.images)) == (3, ("cat", "bee", "ant"), 24)
+    assert {data.val.images[number][1] for number in (0, 1)} == {2}  # ants
     images, targets = next(batches(settings).epoch(0))
     assert images.shape == (4, 3, 16, 16)
     assert targets.max() < 3
+
+
+def test_random_batches_hold_every_class(pictures: Path) -> None:
+    """The images lie sorted by class: batches of neighbours would have one class each, and too small a variance."""
+    part = Part(open_images(pictures).images)
+    part.transform = lambda image: torch.from_numpy(np.array(image))
+    found = list(part.batches(17, 6, seed=1, device=torch.device("cpu")))
+    assert [len(batch) for batch in found] == [6, 6, 5]
+    assert all(len({image[0, 0].argmax().item() for image in batch}) > 1 for batch in found)
+    for batch, same in zip(found, part.batches(17, 6, seed=1, device=torch.device("cpu")), strict=True):
+        assert torch.equal(batch, same)
 
 
 def test_labels_of_the_network_are_used_where_they_are_the_data_s(pictures: Path) -> None:

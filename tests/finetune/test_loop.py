@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,10 +94,7 @@ def test_a_network_that_was_raised_is_not_taken_back(train: Train, tmp_path: Pat
     assert [step.strength for step in listener.steps] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("fail_at", [pytest.param(4, marks=pytest.mark.slow), 6])  # before and after the turn
-def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(
-    train: Train, tmp_path: Path, fail_at: int
-) -> None:
+def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(train: Train, tmp_path: Path) -> None:
     torch.manual_seed(1)
     network, same = small_network("ln-pn"), small_network("ln-pn")
     same.model.load_state_dict(network.model.state_dict())
@@ -116,7 +112,7 @@ def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(
         assert torch.equal(found["bn1.strength"], strength_code(0.0))
         assert not torch.allclose(found["bn1.running_mean"], before)
     with pytest.raises(RuntimeError, match="the power went"):
-        train("broken", same, callback=Listener(fail_at), **settings)
+        train("broken", same, callback=Listener(6), **settings)  # after the turn
     train("broken", resume_network(tmp_path / "broken"), resume=True, **settings)
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
 
@@ -155,16 +151,15 @@ def test_the_folder_of_a_run(train: Train, tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
-@pytest.mark.parametrize("val_split", [pytest.param(0.25, marks=pytest.mark.slow), 0.0])
 @pytest.mark.parametrize(("name", "to"), [("test_resnet", "bnn"), ("test_vit", "lnn"), ("test_efficientnet_gn", "gnn")])
 def test_lambda_is_drawn_of_every_kind_of_layer(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: str, val_split: float
+    train: Train, monkeypatch: pytest.MonkeyPatch, name: str, to: str
 ) -> None:
     drawn: dict[str, Tensor] = {}
     monkeypatch.setattr(run_report, "plot_lambdas", lambda path, values: drawn.update(values))
     listener = Listener()
     network = small_network(to, name)
-    train("run", network, epochs=1, val_split=val_split, callback=listener)
+    train("run", network, epochs=1, val_split=0.0, callback=listener)
     assert drawn.keys() == {key for key, one in network.model.named_modules() if isinstance(one, NormalityMixin)}
     assert all(found.isfinite().all() and found.ne(1).any() for found in drawn.values())
     assert not [note for note in listener.notes if note.startswith("warning: a picture")]
@@ -201,15 +196,14 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("fail_at", [pytest.param(1, marks=pytest.mark.slow), 5])
-def test_an_interruption_changes_nothing(train: Train, tmp_path: Path, fail_at: int) -> None:
+def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
     torch.manual_seed(1)
     network, same = small_network(), small_network()
     same.model.load_state_dict(network.model.state_dict())
     whole = train("whole", network, **EVERYTHING)
     with pytest.raises(RuntimeError, match="the power went"):
-        train("broken", same, callback=Listener(fail_at), **EVERYTHING)
-    assert load_state(tmp_path / "broken" / "state")["position"]["step"] == fail_at - 1
+        train("broken", same, callback=Listener(5), **EVERYTHING)
+    assert load_state(tmp_path / "broken" / "state")["position"]["step"] == 4
     torch.rand(7)  # what happens in between does not matter, nor how many processes decode
     again = train("broken", resume_network(tmp_path / "broken"), resume=True, **{**EVERYTHING, "workers": 1})
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
@@ -232,6 +226,27 @@ def test_a_run_does_not_go_on_with_other_data(
     assert train("run", resume_network(tmp_path / "run"), resume=True, val_split=0.0).finished
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"), [({"lr": 0.5}, "lr"), ({"seed": 3, "model_ema": True}, "seed, model_ema")]
+)
+def test_a_run_does_not_go_on_with_other_settings(
+    train: Train, settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    train("run", stop=lambda: True)
+    with pytest.raises(RetrofitError, match=rf"^{named} of the recipe differ from those that the run in .* began with"):
+        train("run", resume_network(tmp_path / "run"), resume=True, **settings)
+    assert train("run", resume_network(tmp_path / "run"), resume=True, workers=1).finished
+
+
+def test_a_state_of_another_version_is_refused(train: Train, tmp_path: Path) -> None:
+    train("run", stop=lambda: True)
+    for name in ("last.pt", "previous.pt"):
+        path = tmp_path / "run" / "state" / name
+        torch.save({**torch.load(path, weights_only=True), "schema": 1}, path)
+    with pytest.raises(RetrofitError, match=r"last.pt was written by another version of retrofit; resume it with that"):
+        train("run", resume_network(tmp_path / "run"), resume=True)
+
+
 def test_a_damaged_state_falls_back_to_the_one_before(train: Train, tmp_path: Path) -> None:
     network, same = small_network(), small_network()
     same.model.load_state_dict(network.model.state_dict())
@@ -247,18 +262,9 @@ def test_a_damaged_state_falls_back_to_the_one_before(train: Train, tmp_path: Pa
         train("broken", resume_network(tmp_path / "broken"), resume=True)
 
 
-STOPS = [
-    (stood, at_once, val_split)
-    for stood in (0, 3, 4, 8)  # nowhere yet, within an epoch, at an epoch's end, at the run's end
-    for at_once in (True, False)
-    for val_split in (0.25, 0.0)
-]
-QUICK_STOPS = [(0, True, 0.25), (3, True, 0.0), (3, False, 0.25), (4, False, 0.0), (8, False, 0.25)]
-
-
 @pytest.mark.parametrize(
-    ("stood", "at_once", "val_split"),
-    [pytest.param(*stop, marks=[] if stop in QUICK_STOPS else [pytest.mark.slow]) for stop in STOPS],
+    ("stood", "at_once", "val_split"),  # nowhere yet, within an epoch, at an epoch's end, at the run's end
+    [(0, True, 0.25), (3, True, 0.0), (3, False, 0.25), (4, False, 0.0), (8, False, 0.25)],
 )
 def test_stopped_anywhere_it_goes_on_from_there(
     train: Train, tmp_path: Path, stood: int, at_once: bool, val_split: float
@@ -353,16 +359,14 @@ def test_the_head_is_replaced_where_classes_differ(train: Train, tmp_path: Path)
     assert start["conv1.0.weight"].any()
 
 
-@pytest.mark.parametrize("to", ["ln-pn", pytest.param("gn", marks=pytest.mark.slow)])
-def test_the_source_teaches_on_unlabelled_images(train: Train, pictures: Path, tmp_path: Path, to: str) -> None:
+def test_the_source_teaches_on_unlabelled_images(train: Train, pictures: Path, tmp_path: Path) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
     for number, file in enumerate(sorted(pictures.rglob("*.png"))):
         file.rename(flat / f"{number}.png")
-    network = small_network(to)
     result = train(
         "run",
-        network,
+        small_network("ln-pn"),
         data_dir=str(flat),
         teacher="source",
         task_loss_weight=0.0,
@@ -426,17 +430,9 @@ def test_mixed_precision_and_channels_last(train: Train) -> None:
     assert train("run", small_network(size=32), epochs=1, amp=True, channels_last=True).finished
 
 
-@pytest.mark.parametrize(
-    ("to", "name"),
-    [
-        *[(to, "test_resnet") for to in ("bnn", "gn-pn")],
-        *[pytest.param(to, "test_resnet", marks=pytest.mark.slow) for to in ("dbnn", "frozen")],
-        pytest.param("lnn", "test_vit", marks=pytest.mark.slow),
-        pytest.param("gnn", "test_efficientnet_gn", marks=pytest.mark.slow),
-    ],
-)
-def test_an_average_of_the_weights_keeps_what_is_constant(train: Train, tmp_path: Path, to: str, name: str) -> None:
-    network = small_network(to, name)
+@pytest.mark.parametrize("to", ["bnn", "gn-pn"])
+def test_an_average_of_the_weights_keeps_what_is_constant(train: Train, tmp_path: Path, to: str) -> None:
+    network = small_network(to)
     train("run", network, epochs=1, batch_size=6, model_ema=True, model_ema_decay=0.9, strength_ramp=1.0)
     start, last, average = (weights(tmp_path / "run", file) for file in ("state/start", "last", "best"))
     assert any(not torch.equal(average[key], last[key]) for key in last)
@@ -444,35 +440,12 @@ def test_an_average_of_the_weights_keeps_what_is_constant(train: Train, tmp_path
     buffers = {key for key, _ in layers.named_buffers()}
     constant = {key for key in buffers if torch.equal(start[key], last[key])}
     strengths = {key for key in last if key.endswith(".strength") or key == "strength"}
-    assert strengths or to == "frozen"
+    assert strengths
     for key in constant | strengths:
         assert torch.equal(average[key], last[key]), key
 
 
-def test_an_unconverted_network_is_trained_plainly(train: Train) -> None:
-    listener = Listener()
-    assert train("run", small_network(None), epochs=1, callback=listener).finished
-    assert listener.steps[-1].strength is None
-    assert any("plain training" in note for note in listener.notes)
-
-
-@pytest.mark.parametrize("noise", [{"noise": 0.4}, {"noise_kind": "unscaled"}], ids=["noise", "kind"])
-@pytest.mark.parametrize(("to", "said"), [("bnn", False), ("gn", True)])
-def test_noise_of_a_recipe_for_layers_that_draw_none(train: Train, to: str, said: bool, noise: dict[str, Any]) -> None:
-    listener = Listener()
-    assert train("run", small_network(to), epochs=1, callback=listener, **noise).finished
-    assert any("draws noise" in note for note in listener.notes) == said
-
-
-@pytest.mark.parametrize(("momentum", "warned"), [(0.01, True), (0.9, False)])
-def test_running_statistics_that_will_not_catch_up(train: Train, momentum: float, warned: bool) -> None:
-    listener = Listener()
-    train("run", epochs=1, bn_momentum=momentum, callback=listener)
-    assert any("raise `bn_momentum`" in note for note in listener.notes) is warned
-
-
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("to", [None, "bnn"])
+@pytest.mark.parametrize(("to", "average"), [(None, False), ("bnn", True)])
 def test_statistics_are_those_of_the_training_images(
     train: Train, tmp_path: Path, to: str | None, average: bool
 ) -> None:
@@ -489,27 +462,6 @@ def test_statistics_are_those_of_the_training_images(
         assert found
         for key, value in found.items():
             torch.testing.assert_close(value, model.get_buffer(key), rtol=1e-4, atol=1e-4)
-
-
-def test_statistics_are_taken_in_batches_of_every_class(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The images lie sorted by class: batches of neighbours would have one class each, and too small a variance."""
-    monkeypatch.setattr(run, "_PRECISE_BATCH", 6)
-    seen: list[Tensor] = []
-
-    def listen(loader: Iterable[Tensor], model: nn.Module) -> None:
-        seen.extend(loader)
-
-    monkeypatch.setattr(run, "update_bn", listen)
-    network = small_network(None)
-    train("run", network, epochs=1, precise_bn=17)
-    images = open_data(load_recipe(tmp_path / "run" / "recipe.yaml", {}), None, 3).train.images
-    images.transform = create_transform(**network.preprocess.to_dict())
-    known = list(images)
-    assert [len(batch) for batch in seen] == [6, 6, 5]
-    for batch in seen:
-        assert len({next(target for image, target in known if torch.equal(image, one)) for one in batch}) > 1
 
 
 def test_statistics_of_layers_that_are_not_converted_are_frozen_with_their_weights(
@@ -565,23 +517,6 @@ def test_all_processes_validate_the_network_that_is_saved(tmp_path: Path) -> Non
         assert_same(ours, theirs)
     saved = weights(tmp_path / "run-False")
     assert_same(one[1], {name: saved[name] for name in one[1]})
-
-
-@pytest.mark.parametrize(("to", "said"), [("bnn", False), ("ln", True)])
-def test_statistics_to_estimate_where_there_are_none(train: Train, to: str, said: bool) -> None:
-    listener = Listener()
-    assert train("run", small_network(to), epochs=1, callback=listener, precise_bn=8).finished
-    assert any("`precise_bn` does nothing" in note for note in listener.notes) == said
-
-
-@pytest.mark.parametrize("schedule", ["off", "linear"])
-def test_a_strength_that_nobody_set_is_warned_of(train: Train, schedule: str) -> None:
-    """As an average of weights leaves it: the run would train other layers than those of the averaged network."""
-    network, listener = small_network(), Listener()
-    retrofit.set_strength(network.model, 0.02531)
-    train("run", network, callback=listener, epochs=1, strength_sched=schedule)
-    warned = [note for note in listener.notes if "layers stand at strength 0.0253" in note]
-    assert len(warned) == (schedule == "off")  # a schedule sets it
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RetrofitError])

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.setup import check_images, fit_network
+from retrofit.finetune.setup import adjust_layers, check_images, fit_network
 from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import set_record
@@ -117,3 +118,34 @@ def test_classes_taken_for_outputs_by_order_are_said(
     found = [note for note in notes if "new classifier" not in note]
     assert len(found) == bool(said), notes
     assert all(re.match(rf"{unlike}.*if that is wrong, give `class_map`", note) for note in found)
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "said"),
+    [
+        (None, {}, "this is plain training"),
+        ("bnn", {}, None),
+        ("bnn", {"noise": 0.4, "noise_kind": "unscaled"}, None),
+        ("gn", {"noise": 0.4}, "no layer of the network draws noise"),
+        ("gn", {"noise_kind": "unscaled"}, "no layer of the network draws noise"),
+        ("bnn", {"bn_momentum": 0.01}, "after 8 batches 92% of them are those from before; raise `bn_momentum`"),
+        ("bnn", {"bn_momentum": 0.9}, None),
+        ("ln", {"precise_bn": 8}, "`precise_bn` does nothing"),
+        ("bnn", {"precise_bn": 8}, None),
+    ],
+    ids=str,
+)
+def test_settings_that_do_nothing_are_said(to: str | None, settings: dict[str, Any], said: str | None) -> None:
+    notes: list[str] = []
+    adjust_layers(small_network(to).model, Recipe(**{"bn_momentum": 0.9, **settings}), 8, notes.append)
+    assert len(notes) == (said is not None), notes
+    assert said is None or said in notes[0]
+
+
+@pytest.mark.parametrize("schedule", ["off", "linear"])
+def test_a_strength_that_nobody_set_is_warned_of(schedule: str) -> None:
+    """As an average of weights leaves it: the run would train other layers than those of the averaged network."""
+    model, notes = small_network().model, list[str]()
+    retrofit.set_strength(model, 0.02531)
+    adjust_layers(model, Recipe(strength_sched=schedule, bn_momentum=0.9), 8, notes.append)
+    assert any("layers stand at strength 0.0253" in note for note in notes) == (schedule == "off")  # else it is set

@@ -83,15 +83,12 @@ def test_labels_that_classes_taken_by_order_contradict(
         (("",), "val", "the data has no part 'val'"),
     ],
 )
-@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
-def test_parts_that_a_folder_lacks(
-    tmp_path: Path, parts: tuple[str, ...], split: str, message: str, dataset: str
-) -> None:
+def test_parts_that_a_folder_lacks(tmp_path: Path, parts: tuple[str, ...], split: str, message: str) -> None:
     """All of the folder in their place would hold what was trained on."""
     for part in parts:
         write_folder(tmp_path / "data" / part)
     with pytest.raises(UsageError, match=message):
-        open_images(tmp_path / "data", dataset=dataset, split=split)
+        open_images(tmp_path / "data", split=split)
 
 
 @pytest.mark.parametrize(("split", "count"), [("test", 3), ("training", 12), (".", 15)])
