@@ -10,7 +10,7 @@ from retrofit.errors import RetrofitError
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import Run
 from retrofit.finetune.run_callback import Result, RunCallback
-from retrofit.finetune.run_folder import owned, start_of, state_of
+from retrofit.finetune.run_folder import START, STATE, owned
 from retrofit.finetune.run_state import load_state
 from retrofit.finetune.setup import make_accelerator
 from retrofit.networks.models import Network, open_model
@@ -26,9 +26,9 @@ def resume_network(folder: Path, network: str | None = None) -> Network:
     Raises:
         RetrofitError: If there is no such run.
     """
-    if not start_of(folder).is_file():
+    if not (folder / START).is_file():
         raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without `resume`")
-    return open_model(str(start_of(folder)), network=network)
+    return open_model(str(folder / START), network=network)
 
 
 def finetune(
@@ -58,7 +58,7 @@ def finetune(
     accelerator = make_accelerator(recipe, folder)
     main = accelerator.is_main_process
     with owned(folder, resume) if main else nullcontext():
-        state = load_state(state_of(folder)) if resume else None
+        state = load_state(folder / STATE) if resume else None
         run = Run(network, recipe, folder, accelerator, callback if main and callback else RunCallback(), state)
         if state is None:
             run.begin()

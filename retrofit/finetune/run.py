@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from retrofit.finetune.objective import Objective
 from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm, unconverted_norms
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback, Step
-from retrofit.finetune.run_folder import recipe_of, start_of, state_of
+from retrofit.finetune.run_folder import RECIPE, START, STATE
 from retrofit.finetune.run_state import (
     Position,
     load_state,
@@ -133,9 +134,9 @@ class Run:
     def begin(self) -> None:
         """Fill the folder with what the run begins with."""
         if self.main:
-            state_of(self.folder).mkdir(exist_ok=True)
-            self.recipe.save(recipe_of(self.folder))
-            self._write_artifact(self.model, start_of(self.folder), self.network.weights)
+            (self.folder / STATE).mkdir(exist_ok=True)
+            self.recipe.save(self.folder / RECIPE)
+            self._write_artifact(self.model, self.folder / START, self.network.weights)
         self.callback.started(self.folder)
         seed_everything(self.recipe.seed + self.accelerator.process_index)
         self.checkpoint()
@@ -157,7 +158,7 @@ class Run:
         if changed := [name for name in settings if settings[name] != state["recipe"][name]]:
             raise RetrofitError(
                 f"{shortlist(changed)} of the recipe differ from those that the run in {self.folder} began with; pass "
-                f"the recipe that is in it, {recipe_of(self.folder).name}"
+                f"the recipe that is in it, {RECIPE}"
             )
         for name, part in self._stateful():
             part.load_state_dict(state[name])
@@ -173,7 +174,7 @@ class Run:
             state = {name: part.state_dict() for name, part in self._stateful()}
             state |= {"generators": generators, "position": asdict(self.position), "data": self.data}
             state |= {"recipe": self.recipe.decisive()}
-            save_state(state_of(self.folder), {**state, "fresh": list(self.fresh), "origin": self.origin})
+            save_state(self.folder / STATE, {**state, "fresh": list(self.fresh), "origin": self.origin})
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """Give what has a state of its own."""
@@ -273,8 +274,8 @@ class Run:
         """Say what is not finite, which layer went first, where the last good state is, and what to do."""
         with local_norms(self.model):  # the other processes do not take part
             cause = divergence_of(self.model, images, fault, self.recipe)
-        good = load_state(state_of(self.folder))["position"]["step"]
-        where = f"the last good state is {state_of(self.folder)}, step {good}"
+        good = load_state(self.folder / STATE)["position"]["step"]
+        where = f"the last good state is {self.folder / STATE}, step {good}"
         return RetrofitError(f"{what} is not finite at step {step} of {self.steps}: {cause[0]}; {where}; {cause[1]}")
 
     def _check_finite(self) -> None:
@@ -317,7 +318,8 @@ class Run:
             for model in dict.fromkeys((self.model, self.validated)):
                 update_bn(self.learned.batches(recipe.precise_bn, _PRECISE_BATCH, recipe.seed, self.device), model)
         accuracy = validate(self.validated, self.val, self.network.preprocess, recipe, self.accelerator)
-        self._list_unreadable(accuracy.skipped, "it is left out")
+        top1 = None if accuracy is None else accuracy.top1
+        self._list_unreadable(() if accuracy is None else accuracy.skipped, "it is left out")
         self._list_unreadable(
             [name for names in gather_object([position.unreadable]) for name in names], "it is left out"
         )
@@ -330,16 +332,16 @@ class Run:
             "noise": None if self.schedule is None else self.schedule.noise,
             "images_per_second": round(images / max(position.seconds, 1e-9), 1),
             "unreadable": len(position.unreadable),
-            "val_top1": accuracy.top1,
-            "val_top5": accuracy.top5,
-            "val_loss": accuracy.loss,
+            "val_top1": top1,
+            "val_top5": None if accuracy is None else accuracy.top5,
+            "val_loss": None if accuracy is None or math.isnan(accuracy.loss) else accuracy.loss,
         }
         position.rows.append(row)
         position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
         reached = self._strength or 0.0
         if self.schedule is not None and self.schedule.strength is not None:
             reached = 1 - self.schedule.remaining  # on a rising way, t
-        better = position.is_best(accuracy.top1, reached)
+        better = position.is_best(top1, reached)
         if self.main:
             if better:
                 self._write_artifact(self.validated, self.folder / "best.safetensors")
@@ -348,9 +350,9 @@ class Run:
             figures = {name: value for name, value in row.items() if name.startswith("val_") and value is not None}
             self.accelerator.log(figures, step=position.step)
         self.callback.epoch(row)
-        if self.main and (
-            warning := self.chance.warning(row, accuracy.images, self.validated, lambda: self._on_device(self.shown))
-        ):
+        images_seen = 0 if accuracy is None else accuracy.images
+        few = partial(self._on_device, self.shown)
+        if self.main and (warning := self.chance.warning(row, images_seen, self.validated, few)) is not None:
             self.callback.note(warning)
 
     def _on_device(self, part: Part) -> Tensor | None:

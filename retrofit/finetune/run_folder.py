@@ -11,22 +11,9 @@ from retrofit.errors import RetrofitError
 from retrofit.finetune.run_state import LAST, PREVIOUS, has_state
 from retrofit.utils.files import acquire, release, sweep, termination_unwinds
 
-_LOCK, _RECIPE, _STATE, _START = ".lock", "recipe.yaml", "state", "start.safetensors"
-
-
-def recipe_of(folder: Path) -> Path:
-    """Return where a run's resolved recipe is."""
-    return folder / _RECIPE
-
-
-def state_of(folder: Path) -> Path:
-    """Return the folder of a run's states."""
-    return folder / _STATE
-
-
-def start_of(folder: Path) -> Path:
-    """Return the artifact that a run began with."""
-    return folder / _STATE / _START
+RECIPE, STATE = "recipe.yaml", "state"
+START = f"{STATE}/start.safetensors"  # the artifact that a run began with
+_LOCK = ".lock"
 
 
 @contextmanager
@@ -57,7 +44,7 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
         )
     try:
         sweep(folder)
-        sweep(folder / _STATE)
+        sweep(folder / STATE)
         if not resume:
             _check_unused(folder)
             _clear(folder)
@@ -65,7 +52,7 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
             try:
                 yield
             finally:
-                if not resume and not (folder / _STATE / LAST).exists():
+                if not resume and not (folder / STATE / LAST).exists():
                     _clear(folder)
     finally:
         release(folder / _LOCK)
@@ -77,15 +64,15 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
 def _check_unused(folder: Path) -> None:
     """Refuse a folder that something lies in, but for a run without a whole state."""
     names = {path.name for path in folder.iterdir()} - {_LOCK}
-    states = {path.name for path in (folder / _STATE).iterdir()} if _STATE in names else set()
-    killed = _STATE in names and names <= {_RECIPE, _STATE} and states <= {_START, LAST, PREVIOUS}
-    if names and (not killed or has_state(folder / _STATE)):
+    states = {path.name for path in (folder / STATE).iterdir()} if STATE in names else set()
+    killed = STATE in names and names <= {RECIPE, STATE} and states <= {Path(START).name, LAST, PREVIOUS}
+    if names and (not killed or has_state(folder / STATE)):
         raise _taken(folder)
 
 
 def _clear(folder: Path) -> None:
-    (folder / _RECIPE).unlink(missing_ok=True)
-    shutil.rmtree(folder / _STATE, ignore_errors=True)
+    (folder / RECIPE).unlink(missing_ok=True)
+    shutil.rmtree(folder / STATE, ignore_errors=True)
 
 
 def _taken(folder: Path) -> RetrofitError:

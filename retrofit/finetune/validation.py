@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -12,31 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError
-from retrofit.evaluation.accuracy import evaluate, predictions
+from retrofit.evaluation.accuracy import Accuracy, evaluate, predictions
 from retrofit.finetune.loaders import Part, Relabelled
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import ImageData
 from retrofit.networks.models import Network
 from retrofit.record import Preprocess
-
-
-@dataclass(frozen=True)
-class Validation:
-    """The accuracy over all processes, in percent; None without images to validate on.
-
-    Attributes:
-        top1: Top-1.
-        top5: Top-5.
-        loss: Mean cross-entropy of the images whose scores are finite.
-        images: How many were evaluated.
-        skipped: Names of this process's images that could not be read.
-    """
-
-    top1: float | None = None
-    top5: float | None = None
-    loss: float | None = None
-    images: int = 0
-    skipped: tuple[str, ...] = ()
 
 
 def validation_share(
@@ -70,10 +52,14 @@ def validation_share(
 
 def validate(
     model: nn.Module, images: ImageData | None, preprocess: Preprocess, recipe: Recipe, accelerator: Accelerator
-) -> Validation:
-    """Evaluate the network; with several processes that of the first, whose running statistics are saved."""
+) -> Accuracy | None:
+    """Evaluate the network; with several processes that of the first, whose running statistics are saved.
+
+    Returns:
+        The accuracy over all processes, with this process's unreadable images; None without images to validate on.
+    """
     if images is None:
-        return Validation()
+        return None
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer.contiguous()))
@@ -90,8 +76,8 @@ def validate(
     own = result.images - result.not_finite
     counts = [result.images, result.correct1, result.correct5, own, result.loss * own if own else 0.0]
     seen, correct1, correct5, finite, loss = summed(counts, accelerator)
-    mean_loss = loss / finite if finite else None
-    return Validation(100 * correct1 / seen, 100 * correct5 / seen, mean_loss, round(seen), result.skipped)
+    mean_loss = loss / finite if finite else math.nan
+    return replace(result, images=round(seen), correct1=round(correct1), correct5=round(correct5), loss=mean_loss)
 
 
 def summed(figures: list[float], accelerator: Accelerator) -> list[float]:

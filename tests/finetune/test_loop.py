@@ -21,13 +21,13 @@ from torch.optim.swa_utils import update_bn
 
 import retrofit
 from retrofit.errors import RetrofitError
+from retrofit.evaluation.accuracy import Accuracy
 from retrofit.finetune import loop, run, run_report, validation
 from retrofit.finetune.data import open_data
 from retrofit.finetune.loop import resume_network
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_callback import RunCallback, Step
 from retrofit.finetune.run_state import load_state
-from retrofit.finetune.validation import Validation
 from retrofit.layers import NormalityMixin
 from retrofit.layers.base import strength_code
 from retrofit.networks import artifact
@@ -66,8 +66,8 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def test_the_best_is_of_the_strength_at_the_end(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: float, end: float
 ) -> None:
-    falling = iter([80.0, 70.0, 50.0, 60.0])  # the way costs accuracy
-    monkeypatch.setattr(run, "validate", lambda *_: Validation(next(falling), 90.0))
+    falling = iter([8, 7, 5, 6])  # the way costs accuracy
+    monkeypatch.setattr(run, "validate", lambda *_: Accuracy(10, next(falling), 9, 3, loss=0.5))
     result = train("run", epochs=4, strength_ramp=0.5, strength_start=start, strength_end=end)
     assert [row["strength"] for row in result.rows] == [0.5, end, end, end]
     assert torch.equal(weights(tmp_path / "run", "best")["bn1.strength"], strength_code(end))
@@ -80,8 +80,8 @@ def test_the_network_is_built_again_for_its_first_file_alone(
     built: list[None] = []
     identified = artifact._identified
     monkeypatch.setattr(artifact, "_identified", lambda *args: (built.append(None), identified(*args))[1])
-    rising = iter([10.0, 20.0, 30.0])
-    monkeypatch.setattr(run, "validate", lambda *_: Validation(next(rising), 90.0))
+    rising = iter([1, 2, 3])
+    monkeypatch.setattr(run, "validate", lambda *_: Accuracy(10, next(rising), 9, 3, loss=0.5))
     result = train("run", epochs=3)
     assert (len(built), result.best) == (1, 30)
     assert_same(weights(tmp_path / "run", "best"), weights(tmp_path / "run"))  # both come back, by `retrofit.load`
