@@ -1,4 +1,4 @@
-"""Where the norms are, at the level of calls: what feeds each, which activation follows, and what is left and why."""
+"""Where the norms are, at the level of calls: which activation follows each, and what is left and why."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FOLLOWERS = {
 def find_sites(
     model: nn.Module, norms: Collection[type[nn.Module]] | Callable[[nn.Module], bool] = kinds.is_norm
 ) -> Sites:
-    """Find every call of the norms asked for, what feeds it and which activation follows.
+    """Find every call of the norms asked for, and which activation follows.
 
     The model is traced in eval and in train mode, on every path through its code; see `trace`. What a site says holds
     on all of them.
@@ -96,19 +96,14 @@ class _Search(Flows):
     def _site(self, place: Place) -> Site:
         norm, steps = place.target, self.norms[place]
         activation, reason, ends = self._activation(place)
-        feeder, feeder_reason = self._feeder(norm)
         return Site(
             norm=self.names[norm],
             owner=self.names[place.owner],
             owner_type=type(place.owner).__name__,
             place=[other for other in self.norms if other.target is norm].index(place),
             places=self.places[norm],
-            feeder=feeder,
-            feeder_reason=feeder_reason,
             activation=activation,
             reason=reason,
-            norm_consumer=self._consumer(norm, [] if _fused_activation(norm) else steps),
-            activation_consumer=self._consumer(norm, ends if activation else []),
             last_before_pool=any(end.flow.reaches_final_pool(end.node) for end in ends),
             in_squeeze_excite=any(step.flow.in_squeeze_excite(step.node) for step in steps),
         )
@@ -201,41 +196,6 @@ class _Search(Flows):
         return self.places[module] == 1 and not any(
             holder in self.coverage.failures for holder, _ in self.holders[module]
         )
-
-    def _feeder(self, norm: nn.Module) -> tuple[str | None, str]:
-        """The layer whose output goes to a norm alone, on every call of either, or why there is none."""
-        if not self._called_once(norm):
-            return None, "the norm is called at several places, or in code that cannot be traced"
-        feeders: set[nn.Module] = set()
-        for steps in (steps for place, steps in self.norms.items() if place.target is norm):
-            for step in steps:
-                feeder, reason = step.flow.feeder(step.node)
-                if feeder is None:
-                    return None, reason
-                if self.counts[feeder] != self.counts[norm]:
-                    return None, f"{self.names[feeder]} is called elsewhere too"
-                feeders.add(feeder)
-        if len(feeders) > 1:
-            return None, "fed by different layers on different calls"
-        (feeder,) = feeders
-        reason = self._sharing(feeder)
-        return (None, reason) if reason else (self.names[feeder], "")
-
-    def _consumer(self, norm: nn.Module, ends: list[_Step]) -> str | None:
-        """The layer that alone takes what some steps of a site put out; None if there is none."""
-        consumers = {step.flow.consumer(step.node) for step in ends}
-        consumer = consumers.pop() if len(consumers) == 1 else None
-        if consumer is None or not self._called_once(norm) or self.counts[consumer] != len(ends):
-            return None
-        return None if self._sharing(consumer) else self.names[consumer]
-
-    def _sharing(self, layer: nn.Module) -> str:
-        """What else may use a layer or its parameters; empty if nothing does."""
-        if any(holder in self.coverage.failures for holder, _ in self.holders[layer]):
-            return f"{self.names[layer]} may be called in code that cannot be traced"
-        if self.is_shared(layer):
-            return f"{self.names[layer]} shares its parameters with another layer"
-        return f"the parameters of {self.names[layer]} are read elsewhere too" if layer in self.read else ""
 
     def _unmatched(self, sites: dict[Place, Site]) -> Iterator[UnmatchedActivation]:
         """The activations that traces show and no site claims."""

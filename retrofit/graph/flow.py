@@ -28,7 +28,6 @@ _WINDOWS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 _POOL_CALLS: Collection[Any] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _WINDOW_CALLS: Collection[Any] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
-_LINEAR = {"convolution", "linear"}
 # Steps that leave a value's channels to themselves, on the way to a mean pooling.
 _TO_POOL = {"same", "shape", "concatenation", "constant"}
 # Steps inside a squeeze-excite, before and after the activation in question.
@@ -88,33 +87,6 @@ class Flow:
         for user in self.consumers(node):
             found += self.after(user) if self.steps[user] == "same" else [user]
         return found
-
-    def feeder(self, node: fx.Node) -> tuple[nn.Module | None, str]:
-        """The convolution or linear layer whose output goes to `node` alone, or why there is none."""
-        found = self.source(node)
-        while found is not None and isinstance(self.modules.get(found), nn.Identity):
-            if len(self.consumers(found)) > 1:
-                return None, f"{self.describe(found)} feeds other layers too"
-            found = self.source(found)
-        if found is None:
-            return None, "fed by nothing that the trace shows"
-        if len(self.consumers(found)) > 1 and self.steps[found] in _LINEAR:
-            return None, f"{self.describe(found)} feeds other layers too"
-        return self._plain_affine(found, "fed by")
-
-    def consumer(self, node: fx.Node) -> nn.Module | None:
-        """The convolution or linear layer that alone takes `node`'s value; None if there is none."""
-        users = self.after(node)
-        return self._plain_affine(users[0], "")[0] if len(users) == 1 else None
-
-    def _plain_affine(self, node: fx.Node, how: str) -> tuple[nn.Module | None, str]:
-        """The layer that a node calls if affine maps fold into it, or why they do not."""
-        if self.steps[node] not in _LINEAR:
-            return None, f"{how} {self.describe(node)}"
-        module = self.modules[node]
-        if not kinds.is_plain_affine(module):
-            return None, f"{self.describe(node)} is not a plain convolution or linear layer"
-        return module, ""
 
     def describe(self, node: fx.Node) -> str:
         """Words for a node: a module's class and name, or a function's name."""

@@ -60,9 +60,6 @@ class Site:
         owner_type: Its class name.
         place: Which of the places that call the norm this is.
         places: How many places call the norm.
-        feeder: Dotted name of the convolution or linear layer whose output goes to this norm only, on every traced
-            path; None if there is no such layer.
-        feeder_reason: Why there is none.
         activation: The activation that directly follows, at most with dropouts in between, and is all that uses the
             norm's output; None if there is none.
         reason: Why there is none.
@@ -75,12 +72,8 @@ class Site:
     owner_type: str
     place: int
     places: int
-    feeder: str | None
-    feeder_reason: str
     activation: Activation | None
     reason: str
-    norm_consumer: str | None = None
-    activation_consumer: str | None = None
     last_before_pool: bool = False
     in_squeeze_excite: bool = False
 

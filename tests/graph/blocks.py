@@ -324,25 +324,6 @@ class Gate(nn.Module):
         return x * self.gate(self.bn_gate(self.conv(x)))
 
 
-class Feeders(nn.Module):
-    """Layers that may and may not take up an affine map of the norm's input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain, self.busy, self.twice = (nn.Conv2d(4, 4, 1) for _ in range(3))
-        self.tied1, self.tied2 = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
-        self.tied2.weight = self.tied1.weight
-        self.bn_plain, self.bn_busy, self.bn_twice, self.bn_tied, self.bn_pool = (nn.BatchNorm2d(4) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.bn_plain(self.plain(x))
-        busy = self.busy(x)
-        x = self.bn_busy(busy) + busy
-        x = self.bn_twice(self.twice(self.twice(x)))
-        x = self.tied2(self.bn_tied(self.tied1(x)))
-        return self.bn_pool(F.max_pool2d(x, 2))
-
-
 class Wrapped(nn.Module):
     """An activation in a module of its own, with a buffer, so that a replacement shows in the state dict."""
 

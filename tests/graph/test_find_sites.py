@@ -199,8 +199,6 @@ def test_a_norm_at_two_places() -> None:
     assert first.activation is not None
     assert second.activation is not None
     assert (first.activation.type, second.activation.type) == ("ReLU", "SiLU")
-    assert first.feeder is None
-    assert "several places" in first.feeder_reason
 
 
 def test_calls_of_one_mode_only() -> None:
@@ -226,7 +224,7 @@ def test_a_block_called_twice_is_one_site() -> None:
     block = blocks.Functional()
     model = nn.Sequential(block, block)
     assert [site.places for site in find_sites(model, is_bn).sites] == [1, 1]
-    assert all(site.activation and site.feeder for site in find_sites(model, is_bn).sites)
+    assert all(site.activation for site in find_sites(model, is_bn).sites)
 
 
 def test_what_no_trace_can_follow() -> None:
@@ -290,19 +288,6 @@ def test_squeeze_excite_and_gates() -> None:
     assert found["bn_gate"].reason == "feeds a gate: Sigmoid gate"
     left = {left.name: left.reason for left in find_sites(tv.mobilenet_v3_small(), is_bn).unmatched}
     assert left["features.1.block.1.activation"] == "inside a squeeze-excite"
-
-
-def test_feeders() -> None:
-    found = sites(blocks.Feeders())
-    assert found["bn_plain"].feeder == "plain"
-    reasons = {name: site.feeder_reason for name, site in found.items() if site.feeder is None}
-    assert reasons == {
-        "bn_busy": "Conv2d busy feeds other layers too",
-        "bn_twice": "twice is called elsewhere too",
-        "bn_tied": "tied1 shares its parameters with another layer",
-        "bn_pool": "fed by max_pool2d()",
-    }
-    assert sites(tv.resnet18())["layer2.0.downsample.1"].feeder == "layer2.0.downsample.0"
 
 
 @pytest.mark.parametrize(

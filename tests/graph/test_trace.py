@@ -95,7 +95,7 @@ def test_a_block_with_hooks_is_one_step_to_what_is_around_it() -> None:
     assert find_sites(model).sites[0].activation is not None
     model[0].register_forward_hook(lambda module, args, output: 2 * output)
     (site,) = find_sites(model).sites
-    assert (site.feeder, site.activation, site.reason) == ("0.0", None, "output of 0, which is traced on its own")
+    assert (site.activation, site.reason) == (None, "output of 0, which is traced on its own")
 
 
 def test_parts_without_a_norm_are_not_traced() -> None:
