@@ -312,6 +312,9 @@ def test_options_of_normality_reach_the_layer() -> None:
     residual = (noisy(x) - quiet).detach()
     assert residual.std().item() == pytest.approx(0.5 * (2 / torch.pi) ** 0.5, rel=0.1)  # the scale is a constant
     assert torch.equal(noisy.eval()(x), noisy(x))
+    spread = (quiet - quiet.mean((0, 2, 3), True)).abs().mean((0, 2, 3), True)
+    residual = ((build("2d", True, noise=0.5)(x) - quiet) / spread).detach()
+    assert residual.flatten(2).std((0, 2)).mean().item() == pytest.approx(0.5, rel=0.1)
 
 
 def test_norm_act_forms() -> None:
