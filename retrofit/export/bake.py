@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from retrofit.compare import tensors_of
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.capture import placed, select_rows
+from retrofit.export.strength_0 import per_channel, regress, representable, settle
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
-from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
+from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.batches import images_of
 from retrofit.utils.evaluating import evaluating, kept_values, put_back
@@ -156,7 +156,7 @@ def bake(
     layers = {name: model.get_submodule(name) for name in chosen.fits}
     before = kept_values(tensor for one in layers.values() for tensor in (*one.parameters(), *one.buffers()))
     for name, layer in layers.items():
-        _settle(layer, *chosen.fits[name])
+        settle(layer, *chosen.fits[name])
     stage = trial.judge(model, chosen.stage)
     if stage.error > 1.001 * tolerance:
         put_back(before)
@@ -242,17 +242,17 @@ class _Trial:
         def fit(name: str, plain: Any, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             """Fit the second half of the batch, that of the layers baked so far, to the first."""
             base, wanted = plain(args[0][len(out) // 2 :]), out[: len(out) // 2]
-            dims, shape = _per_channel(plain, base)
-            weight, bias, errors[name] = _regress(base, wanted, dims)
+            dims, shape = per_channel(plain, base)
+            weight, bias, errors[name] = regress(base, wanted, dims)
             if errors[name] > threshold:
                 return out
-            fits[name] = weight, bias = _representable(self._layers[name], weight, bias)
+            fits[name] = weight, bias = representable(self._layers[name], weight, bias)
             return torch.cat([wanted, base * weight.view(shape) + bias.view(shape)])
 
         def baked(name: str, plain: Any, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             if name not in fits:
                 return out
-            _, shape = _per_channel(plain, out)
+            _, shape = per_channel(plain, out)
             weight, bias = fits[name]
             return plain(*args) * weight.view(shape) + bias.view(shape)
 
@@ -343,56 +343,6 @@ def _activate_by_hook(layer: Any) -> None:
     if behind:
         layer.drop = layer.act = nn.Identity()
         layer.register_forward_hook(lambda _layer, _args, out: nn.Sequential(*behind)(out))
-
-
-def _representable(layer: Any, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the constants that a layer can have at strength 0: see `_settle`."""
-    if not isinstance(layer, MigratedGroupNorm):
-        return weight, bias
-    able = weight * layer.weight > 1e-3 * layer.weight.square()  # a channel of no weight is its bias, either way
-    return torch.where(able, weight, layer.weight), torch.where(able, bias, layer.bias)
-
-
-def _settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
-    """Set a layer to strength 0, where it is `weight` times its normalization there, plus `bias`.
-
-    A migrated norm holds that in its running statistics: a proxy activation behind it goes by its weight and bias.
-    """
-    layer.set_strength(0.0)
-    if not isinstance(layer, MigratedGroupNorm):
-        layer.weight.copy_(weight.view_as(layer.weight))
-        layer.bias.copy_(bias.view_as(layer.bias))
-        return
-    own_weight, own_bias, wanted, offset = (values.double() for values in (layer.weight, layer.bias, weight, bias))
-    off = own_weight == 0
-    rstd = torch.rsqrt(layer.running_var.double() + layer.eps) * torch.where(off, 1.0, wanted / own_weight)
-    shift = torch.where(off, 0.0, (offset - own_bias) / (own_weight * rstd))
-    layer.running_mean.copy_(layer.running_mean.double() - shift)
-    layer.running_var.copy_(rstd.square().reciprocal())
-    layer.eps.zero_()
-
-
-def _per_channel(layer: nn.Module, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the dimensions that a channel spans, and the shape in which its constants broadcast."""
-    if isinstance(layer, LayerNormalNorm) and not isinstance(layer, LayerNormalNorm2d):
-        own = x.shape[x.ndim - len(layer.normalized_shape) :]
-        return tuple(range(x.ndim - len(own))), tuple(own)
-    return (0, *range(2, x.ndim)), (-1, *(1,) * (x.ndim - 2))
-
-
-def _regress(base: Tensor, wanted: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
-    """Fit wanted = weight * base + bias by least squares; return them and the root mean square of what is left.
-
-    The last is a share of the standard deviation of what is wanted, over all channels together.
-    """
-    mean_base, mean = base.mean(dims, keepdim=True), wanted.mean(dims, keepdim=True)
-    centred, target = base - mean_base, wanted - mean
-    power = centred.square().mean(dims, keepdim=True)
-    weight = (centred * target).mean(dims, keepdim=True) / power.clamp_min(1e-12)
-    left = (target - weight * centred).square().mean()
-    bias = mean - weight * mean_base
-    share = float((left / target.square().mean().clamp_min(1e-30)).sqrt())
-    return weight.flatten(), bias.flatten(), share
 
 
 def _run(net: nn.Module, call: Call) -> Any:

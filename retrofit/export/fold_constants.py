@@ -10,7 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,12 +25,14 @@ from retrofit.export.nodes import (
     Transform,
     arguments,
     attribute_of,
+    border_of,
     calls_of,
     layer_of,
+    per_channel,
     shape_of,
     users_of,
 )
-from retrofit.export.power_forms import POWER, Clamp, OneBranch
+from retrofit.export.power_forms import POWER, one_branch
 from retrofit.layers.forms import ChannelAffine, ConstantNorm, TwoBranch
 
 _NORM = ATEN._native_batch_norm_legit_no_training.default
@@ -149,7 +151,7 @@ class _Folding:
         x, value = node.args[place], self._constant(node.args[1 - place])
         if value is None or not isinstance(x, Node) or self._constant(x) is not None:
             return None
-        channels = _per_channel(value, x, node)
+        channels = per_channel(value, x, node)
         if channels is None:
             return None
         dim, vector = channels
@@ -184,7 +186,7 @@ class _Folding:
         """
         one, last, zeros = self.maps[node], node, False
         while len(users := users_of(last)) == 1 and users[0].target in _PADS:
-            border = _border(users[0])
+            border = border_of(users[0])
             if one.dim != 1 or border is None:
                 return
             last, zeros = users[0], zeros or border == "zeros"
@@ -251,7 +253,7 @@ class _Folding:
         if fit is not None:
             label, scale, shift, forms = fit.form, scale * fit.scale, fit.shift, fit.parts()
             drops_relu = fit.has_activation and found.relu is not None
-        elif (branch := _one_branch(found)) is not None:
+        elif (branch := one_branch(found)) is not None:
             label, drops_relu, (scale, shift, forms, after) = "one branch", True, branch
         else:
             label, forms = "two branches", [TwoBranch(found.lmbda, found.gamma, found.beta)]
@@ -347,27 +349,6 @@ class _Folding:
         self.graph.erase_node(node)
 
 
-def _one_branch(found: Transform) -> tuple[Tensor, Tensor, list[nn.Module], Tensor] | None:
-    """Return the parts of a transform whose negative branch the ReLU behind it makes dead; the ReLU is among them.
-
-    Returns:
-        Scale and shift of what it takes, the forms, and the scale of what they give; None where both branches live.
-    """
-    lmbda, gamma, beta, high = found.lmbda, found.gamma, found.beta, found.high
-    if high is None or bool((beta > 0).any()) or lmbda.numel() == 1:
-        return None
-    ratio = -beta / torch.where(gamma > 0, gamma, 1.0)
-    root = torch.where(lmbda == 0, ratio, torch.log1p(lmbda * ratio) / torch.where(lmbda == 0, 1.0, lmbda))
-    live = (gamma > 0) & root.isfinite() & root.exp().isfinite()  # root is log(1 + h0), where h0 is the function's zero
-    to_u = torch.where(live, torch.exp(-root), 0.0)
-    form = OneBranch(lmbda, torch.where(live, gamma - lmbda * beta, 0.0))
-    after = form.take_scale() if high == float("inf") else torch.ones_like(beta)
-    parts: list[nn.Module] = [Clamp(1.0), form]
-    if high < float("inf"):
-        parts.append(Clamp(None, high))
-    return found.sign * to_u, torch.where(live, to_u, 1.0), parts, after
-
-
 def _constants(graph: fx.Graph) -> set[Node]:
     """Return the nodes whose values no input reaches, nothing writes to, and no random number is in."""
     found: set[Node] = set()
@@ -384,17 +365,6 @@ def _constants(graph: fx.Graph) -> set[Node]:
     return found
 
 
-def _per_channel(value: Tensor, x: Node, out: Node) -> tuple[int, Tensor] | None:
-    """Return the dimension of the channels that a constant has one value for each of, and the values, float64."""
-    shape = shape_of(x)
-    same = shape == shape_of(out) and x.meta["val"].dtype == out.meta["val"].dtype == value.dtype == torch.float32
-    wide = (1,) * (len(shape) - value.ndim) + tuple(value.shape)
-    dims = [dim for dim, size in enumerate(wide) if size != 1]
-    if not same or len(wide) != len(shape) or len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
-        return None
-    return (dims[0], value.flatten().double()) if wide[dims[0]] == shape[dims[0]] else None
-
-
 def _channel_dim(node: Node) -> int:
     """Return the dimension that a convolution or linear layer mixes."""
     return len(shape_of(node)) - 1 if node.target is ATEN.linear.default else 1
@@ -402,17 +372,6 @@ def _channel_dim(node: Node) -> int:
 
 def _fits(node: Node, one: Affine, channels: int) -> bool:
     return _channel_dim(node) == one.dim and channels == len(one.scale)
-
-
-def _border(node: Node) -> Literal["zeros", "values"] | None:
-    """Return what a padding puts beside maps (N, C, *): zeros, or values from within; None for anything else."""
-    values = arguments(node)
-    pads, fill = values.get("pad") or values["padding"], values.get("value")
-    if len(pads) > 2 * (len(shape_of(node)) - 2):
-        return None  # it pads the channels
-    if node.target is ATEN.constant_pad_nd.default or values.get("mode") == "constant":
-        return None if fill else "zeros"
-    return "values"
 
 
 def _memory(value: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -91,3 +91,25 @@ def _upper_limit(node: Node) -> float | None:
     values = arguments(node)
     low, high = (values.get(name) for name in (("min_val", "max_val") if "min_val" in values else ("min", "max")))
     return None if low != 0 or isinstance(high, Node) else float("inf" if high is None else high)
+
+
+def per_channel(value: Tensor, x: Node, out: Node) -> tuple[int, Tensor] | None:
+    """Return the dimension of the channels that a constant has one value for each of, and the values, float64."""
+    shape = shape_of(x)
+    same = shape == shape_of(out) and x.meta["val"].dtype == out.meta["val"].dtype == value.dtype == torch.float32
+    wide = (1,) * (len(shape) - value.ndim) + tuple(value.shape)
+    dims = [dim for dim, size in enumerate(wide) if size != 1]
+    if not same or len(wide) != len(shape) or len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
+        return None
+    return (dims[0], value.flatten().double()) if wide[dims[0]] == shape[dims[0]] else None
+
+
+def border_of(node: Node) -> Literal["zeros", "values"] | None:
+    """Return what a padding puts beside maps (N, C, *): zeros, or values from within; None for anything else."""
+    values = arguments(node)
+    pads, fill = values.get("pad") or values["padding"], values.get("value")
+    if len(pads) > 2 * (len(shape_of(node)) - 2):
+        return None  # it pads the channels
+    if node.target is ATEN.constant_pad_nd.default or values.get("mode") == "constant":
+        return None if fill else "zeros"
+    return "values"

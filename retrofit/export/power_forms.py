@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrofit.export.nodes import Transform
 from retrofit.layers.forms import (
     SMALL_POWER,
     ConstantNorm,
@@ -131,3 +132,24 @@ class FrozenTransform(Standardize):
             if value is not None:
                 y = apply(y, channel_view(value, y) if self.per_channel else value)
         return y
+
+
+def one_branch(found: Transform) -> tuple[Tensor, Tensor, list[nn.Module], Tensor] | None:
+    """Return the parts of a transform whose negative branch the ReLU behind it makes dead; the ReLU is among them.
+
+    Returns:
+        Scale and shift of what it takes, the forms, and the scale of what they give; None where both branches live.
+    """
+    lmbda, gamma, beta, high = found.lmbda, found.gamma, found.beta, found.high
+    if high is None or bool((beta > 0).any()) or lmbda.numel() == 1:
+        return None
+    ratio = -beta / torch.where(gamma > 0, gamma, 1.0)
+    root = torch.where(lmbda == 0, ratio, torch.log1p(lmbda * ratio) / torch.where(lmbda == 0, 1.0, lmbda))
+    live = (gamma > 0) & root.isfinite() & root.exp().isfinite()  # root is log(1 + h0), where h0 is the function's zero
+    to_u = torch.where(live, torch.exp(-root), 0.0)
+    form = OneBranch(lmbda, torch.where(live, gamma - lmbda * beta, 0.0))
+    after = form.take_scale() if high == float("inf") else torch.ones_like(beta)
+    parts: list[nn.Module] = [Clamp(1.0), form]
+    if high < float("inf"):
+        parts.append(Clamp(None, high))
+    return found.sign * to_u, torch.where(live, to_u, 1.0), parts, after
