@@ -35,13 +35,41 @@ FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 ANYWHERE = {"__init__", "__main__"}  # the public API, imported lazily
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Yield the dotted names of ours that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("retrofit."):
-            yield node.module
+MODULES = {".".join(("retrofit", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): file
+           for file in FILES}  # fmt: skip
+
+
+def imported(file: Path, typing: bool = True) -> Iterator[str]:
+    """Yield the dotted names of our modules that a file imports, wherever in it and in whatever form.
+
+    Without `typing`, what only a type checker imports is left out.
+    """
+    package = ["retrofit", *file.relative_to(PACKAGE).parts[:-1]]
+    tree = ast.parse(file.read_text())
+    checked = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in checked and not typing:
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("retrofit."))
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        for name in names:
+            parts = name.split(".")
+            prefixes = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
+            yield from (
+                [next((prefix for prefix in prefixes if prefix in MODULES), "")] if parts[0] == "retrofit" else []
+            )
 
 
 def room_of(file: Path) -> str:
@@ -53,9 +81,28 @@ def test_imports_run_downwards(room: str) -> None:
     files = [file for file in FILES if room_of(file) == room]
     assert files
     for file in files:
-        for name in imported(file):
+        for name in filter(None, imported(file)):
             other = name.split(".")[1]
             assert other == room or FLOOR[other] < FLOOR[room], f"{file.relative_to(PACKAGE)} imports {name}"
+
+
+def test_no_circle_between_files() -> None:
+    """A package counts as its files: importing `retrofit.surgery` runs its `__init__`, which is left out here."""
+    uses = {
+        name: {one for one in filter(None, imported(file, typing=False)) if MODULES[one].stem != "__init__"}
+        for name, file in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def follow(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for one in uses[name]:
+                follow(one, (*path, name))
+            done.add(name)
+
+    for name in MODULES:
+        follow(name, ())
 
 
 def test_every_room_has_its_floor() -> None:
