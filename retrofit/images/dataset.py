@@ -23,7 +23,7 @@ from torch import Tensor
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.digits import Digits
-from retrofit.images.files import find_images
+from retrofit.images.image_files import find_images
 from retrofit.record import Preprocess
 from retrofit.utils.text import one_line, shortlist, shown
 

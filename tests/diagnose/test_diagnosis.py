@@ -280,7 +280,7 @@ def test_a_failed_report_leaves_nothing(one: Any, tmp_path: Path, monkeypatch: p
     def fail(*_: Any) -> str:
         raise OSError("disk full")
 
-    monkeypatch.setattr("retrofit.diagnose.report.page", fail)
+    monkeypatch.setattr("retrofit.diagnose.report_folder.page", fail)
     with pytest.raises(OSError, match="disk full"):
         write_report({"a": one}, {}, tmp_path / "report")
     assert not list(tmp_path.iterdir())

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError
 from retrofit.images.dataset import open_images
-from retrofit.images.files import find_images
+from retrofit.images.image_files import find_images
 from tests.pictures import write_folder, write_tar
 
 
