@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrofit.cli.console import emit, names, say, show_table, waiting
-from retrofit.cli.options import architecture_options, json_option, model_argument, weights_options
+from retrofit.cli.options import architecture_options, inputs_option, json_option, model_argument, weights_options
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @weights_options
 @architecture_options
+@inputs_option
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
@@ -91,6 +92,7 @@ def command(
     int8: bool,
     batch: int | None,
     dynamic_size: bool,
+    inputs: Path | None,
     report: Path | None,
     force: bool,
     as_json: bool,
@@ -102,6 +104,7 @@ def command(
     from retrofit.export.onnx.model import check_opset
     from retrofit.export.report import ComparisonError, check_report
     from retrofit.images.dataset import sample_batches
+    from retrofit.inputs import read_inputs
 
     if half and int8:
         raise UsageError("--half and --int8 are two precisions; choose one")
@@ -126,6 +129,7 @@ def command(
                 freeze_lambda=freeze_lambda,
                 batch=batch,
                 dynamic_size=dynamic_size,
+                inputs=None if inputs is None else read_inputs(inputs),
                 precision=precision,
                 report=report,
                 force=force,

@@ -101,6 +101,10 @@ def test_a_network_of_two_inputs_is_compared_on_those_of_a_file(run: Run, here: 
     checked = done(run(*words, "--inputs", "inputs.safetensors", "--force"))
     assert json.loads(checked.stdout)["check"]["passed"]
     assert "check passed" in checked.stderr
+    words_of_export = ("export", "two-Two-ln.safetensors", "--network", "py:two:Two", "-o", "two.onnx")
+    assert "--inputs" in complaint(run(*words_of_export))
+    exported = done(run(*words_of_export, "--inputs", "inputs.safetensors", "--json"))
+    assert json.loads(exported.stdout)["parity"]["passed"]
     Path("none.safetensors").write_bytes(b"")
     assert "none.safetensors holds no example inputs" in complaint(
         run(*words, "--inputs", "none.safetensors", "--force")
