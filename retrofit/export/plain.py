@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from retrofit.errors import RetrofitError
-from retrofit.export.folding.linear import fold_after
+from retrofit.export.linear import Linear
 from retrofit.graph.feeders import sole_feeders
 from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_module
@@ -119,8 +120,20 @@ def _plain(layer: nn.Module, feeder: nn.Module | None) -> nn.Module | None:
     if affine is None:  # group normalization behind the constants
         affine, new = layer.plain_layer()
     assert affine is not None
-    fold_after(feeder, *affine)
+    _fold_after(feeder, *affine)
     return new
+
+
+def _fold_after(feeder: Any, scale: Tensor, shift: Tensor) -> None:
+    """Make a convolution or linear layer put out scale * y + shift instead of y, per output channel."""
+    bias = None if feeder.bias is None else feeder.bias.double()
+    transposed = isinstance(feeder, _ConvTransposeNd)
+    moved = Linear(feeder.weight.double(), bias, getattr(feeder, "groups", 1), transposed).then(scale, shift)
+    feeder.weight.copy_(moved.weight)
+    if bias is not None:
+        feeder.bias.copy_(moved.bias)
+    elif moved.bias is not None:
+        feeder.bias = nn.Parameter(moved.bias.to(feeder.weight.dtype), requires_grad=feeder.weight.requires_grad)
 
 
 def _behind(constants: tuple[Tensor, Tensor] | None, new: nn.Module, layer: Any) -> nn.Module:

@@ -1,1 +1,0 @@
-"""Folding: a copy of a network in which every normalization is as few operations as its mathematics allows."""
