@@ -38,7 +38,7 @@ def hold_settings(module: nn.Module, settings: Mapping[str, Callable[[float], An
     if "_held_settings" not in vars(module) and not isinstance(module, SettingsMixin):  # a library's layer
         module.register_state_dict_pre_hook(_write)
         module.register_load_state_dict_pre_hook(_read)
-    vars(module)["_held_settings"] = dict(settings)
+    vars(module).update(_held_settings=dict(settings), _written_settings={})
     for name in settings:
         module.register_buffer(PREFIX + name, torch.zeros((), dtype=torch.float32, device=device))
     _write(module)
@@ -59,14 +59,13 @@ def check_groups(channels: int, groups: float) -> int:
 
 
 def _write(module: nn.Module, *_: Any) -> None:
-    """Bring the buffers up to date with the attributes, which may have been set since."""
+    """Bring the buffers up to date with the attributes that were set since; the tensors themselves are not read."""
+    written = vars(module).get("_written_settings", {})
     for name in vars(module).get("_held_settings", ()):
-        buffer = module._buffers[PREFIX + name]
-        if buffer is None or buffer.is_meta:
-            continue
-        written = torch.full_like(buffer, getattr(module, name))
-        if not torch.equal(written, buffer):  # else it stays the same tensor, by each of its layer's names
-            module._buffers[PREFIX + name] = written
+        value, buffer = getattr(module, name), module._buffers[PREFIX + name]
+        if buffer is not None and not buffer.is_meta and written.get(name) != value:
+            module._buffers[PREFIX + name] = torch.full_like(buffer, value)
+            written[name] = value
 
 
 def _read(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -78,9 +77,10 @@ def _read(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
         if not isinstance(held, Tensor) or held.numel() != 1 or held.is_meta:
             continue
         number = held.item()
-        if number == torch.tensor(own, dtype=held.dtype, device="cpu").item():
+        if number in (torch.tensor(own, dtype=one, device="cpu").item() for one in (torch.float32, held.dtype)):
             continue  # a value that the buffer's type rounds stays exact
         try:
             setattr(module, name, check(number))
+            vars(module)["_written_settings"][name] = getattr(module, name)
         except (ValueError, OverflowError) as error:
             rest[-1].append(f"{key} holds {number}: {error}")

@@ -27,7 +27,7 @@ DATA = ["--data-dir", "pictures"]
 def test_strength_is_visible(
     run: Run, here: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], where: list[str]
 ) -> None:
-    monkeypatch.setattr(Plot, "_png", lambda *_: b"")  # painting takes seconds
+    monkeypatch.setattr(Plot, "png", lambda *_: b"")  # painting takes seconds
     write_folder(here / "pictures", each=2)
     made = ["--to", "bnn", "--strength", "0.5", "--num-classes", "3", "--img-size", "32", "-o", "net.safetensors"]
     done(run("convert", "test_resnet", *FLAGS, *made))

@@ -11,6 +11,7 @@ import torch
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.surgery.families import find_norms
 from retrofit.surgery.group_count import most_groups
 from retrofit.utils.batches import images_of
 
@@ -56,7 +57,7 @@ def test_nothing_is_fitted_to_them(tmp_path: Path, wrong: Any) -> None:
         lambda: retrofit.export_onnx(model, tmp_path / "never.onnx", precision="int8", calibrate=wrong),
         lambda: retrofit.bake(model, wrong),
         lambda: retrofit.plan(source, "gn", groups="auto", calibrate=wrong),
-        lambda: most_groups(source, {"bn1": source.bn1}, wrong),
+        lambda: most_groups(source, [norm for norm in find_norms(source) if norm.name == "bn1"], wrong),
     ):
         with pytest.raises((RetrofitError, UsageError), match=r"takes batches of images|holds NaN or infinity"):
             fit()
