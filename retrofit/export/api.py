@@ -264,9 +264,9 @@ def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]
     with evaluating(network):
         for call in calls:
             for name, values in lambda_values(network, call.args[0]).items():
-                found.setdefault(name, []).append(values.double().mean())
+                found.setdefault(name, []).append(values.double())
     layers: dict[str, Any] = {name: network.get_submodule(name) for name in found}
-    means = {name: float(torch.stack(values).mean()) for name, values in found.items()}
+    means = {name: float(torch.cat(values).mean()) for name, values in found.items()}
     return {
         name: 1 + float(layer.effective_alpha) * (means[name] - 1)
         for name, layer in layers.items()
