@@ -20,7 +20,7 @@ def image(channels: int = 3, side: int = 64) -> Tensor:
 
 def volume() -> Tensor:
     """Seeded volumes of one channel, a batch of two."""
-    return torch.randn(2, 1, 32, 32, 32, generator=torch.Generator().manual_seed(0))
+    return torch.randn(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 def _smp() -> None:
@@ -45,7 +45,7 @@ def _smp() -> None:
         ("Segformer", "mit_b0"),
         ("UPerNet", "resnet18"),
     ):
-        NETWORKS[f"smp {decoder} {encoder}"] = unet(decoder, encoder, 128 if decoder == "PAN" else 64)
+        NETWORKS[f"smp {decoder} {encoder}"] = unet(decoder, encoder, 256 if decoder == "PAN" else 64)
 
 
 def _monai() -> None:

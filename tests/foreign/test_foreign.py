@@ -27,8 +27,10 @@ from tests.foreign.networks import NETWORKS, build
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 STEPS = ("convert", "load", "fold", "plain", "export")
-# (network, step): what the one line of the refusal says.
-REFUSED: dict[tuple[str, str], str] = {}
+# By network: what the one line says with which its conversion is refused.
+REFUSED = {
+    "smp Segformer mit_b0": "is LayerNorm on random inputs, but not on those of the shape that the network gives it",
+}
 
 
 def answers(model: Any, inputs: Any) -> list[Tensor]:
@@ -107,19 +109,21 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("case", "step"),
-    [pytest.param(name, step, id=f"{name}-{step}") for name in NETWORKS for step in STEPS],
+    [pytest.param(name, step, id=f"{name}-{step}") for name in NETWORKS if name not in REFUSED for step in STEPS],
     indirect=["case"],
 )
 def test_cell(case: Case, step: str) -> None:
-    if (expected := REFUSED.get((case.name, step))) is None:
-        getattr(case, step)()
-        return
-    with pytest.raises(RetrofitError, match=re.escape(expected)) as refusal:
-        getattr(case, step)()
+    getattr(case, step)()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RetrofitError, match=re.escape(REFUSED[name])) as refusal:
+        Case(name, tmp_path)
     assert "\n" not in str(refusal.value)
 
 
-def test_the_documentation_counts_the_cells() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text()
-    total = len(NETWORKS) * len(STEPS)
-    assert f"{total - len(REFUSED)} of {total} cells are right, {len(REFUSED)} are refused" in " ".join(page.split())
+def test_the_documentation_counts_the_networks() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "coverage.md").read_text().split())
+    right = len(NETWORKS) - len(REFUSED)
+    assert f"{right} of {len(NETWORKS)} networks are right in all five steps, {len(REFUSED)} is refused" in page
