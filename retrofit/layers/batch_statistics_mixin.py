@@ -29,6 +29,8 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
     fuse a BatchNorm into a convolution add its eps to its variance: see `EpsOfNoBatchNorm`.
     """
 
+    _eps: float
+
     @property
     def eps(self) -> Any:
         """Added to the variance; of use to others at strength 0 alone, where the layer is a BatchNorm."""
@@ -36,11 +38,7 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
 
     @eps.setter
     def eps(self, value: float) -> None:
-        vars(self)["eps"] = value
-
-    @property
-    def _eps(self) -> Any:
-        return self.__dict__["eps"]
+        vars(self).update(eps=value, _eps=value)  # torch's `extra_repr` reads the first, our layers the second
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the source's layer; for a frozen one, which that would thaw, its constants and gamma and beta."""
