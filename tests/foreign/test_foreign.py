@@ -62,6 +62,7 @@ class Case:
         source, self.given = build(name)
         self.inputs = self.given if isinstance(self.given, Mapping) else (self.given,)
         self.target = target_of(source)
+        self.batch = 2 if name.startswith("ultralytics") else None  # their heads keep the shape of the first call
         before = answers(source, self.given)
         self.model, self.report = retrofit.convert(source, self.target, inputs=self.inputs)
         assert_same(before, answers(self.model, self.given), 1e-4)
@@ -79,7 +80,7 @@ class Case:
         assert_same(self.expected, answers(model, self.given), 1e-5)
 
     def fold(self) -> None:
-        folded = retrofit.fold(self.model, inputs=self.inputs)
+        folded = retrofit.fold(self.model, inputs=self.inputs, batch=self.batch)
         assert_same(self.expected, answers(folded, self.given))
 
     def plain(self) -> None:
@@ -94,7 +95,7 @@ class Case:
 
     def export(self) -> None:
         path = self.folder / "a.onnx"
-        retrofit.export_onnx(self.model, path, inputs=self.inputs)
+        retrofit.export_onnx(self.model, path, inputs=self.inputs, batch=self.batch)
         session = onnxruntime.InferenceSession(str(path))
         given = list(self.inputs.values()) if isinstance(self.inputs, Mapping) else list(self.inputs)
         names = [one.name for one in session.get_inputs()]
