@@ -31,6 +31,8 @@ STEPS = ("convert", "load", "fold", "plain", "export")
 REFUSED = {
     "smp Segformer mit_b0": "is LayerNorm on random inputs, but not on those of the shape that the network gives it",
 }
+# ONNX Runtime computes something else than PyTorch for convolutions that standardize their weights by F.batch_norm.
+REFUSED_STEPS = {("transformers Bit", "export"): "ONNX Runtime differs from PyTorch by"}
 
 
 def answers(model: Any, inputs: Any) -> list[Tensor]:
@@ -114,7 +116,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     indirect=["case"],
 )
 def test_cell(case: Case, step: str) -> None:
-    getattr(case, step)()
+    if (expected := REFUSED_STEPS.get((case.name, step))) is None:
+        getattr(case, step)()
+        return
+    with pytest.raises(RetrofitError, match=re.escape(expected)):
+        getattr(case, step)()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -126,5 +132,5 @@ def test_refusal(name: str, tmp_path: Path) -> None:
 
 def test_the_documentation_counts_the_networks() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs" / "coverage.md").read_text().split())
-    right = len(NETWORKS) - len(REFUSED)
-    assert f"{right} of {len(NETWORKS)} networks are right in all five steps, {len(REFUSED)} is refused" in page
+    right = len(NETWORKS) - len(REFUSED) - len(REFUSED_STEPS)
+    assert f"{right} of {len(NETWORKS)} networks are right in all five steps" in page
