@@ -577,14 +577,14 @@ def _prune(case: Case) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             prune.l1_unstructured(module, "weight", 0.3)
-    same(retrofit.fold(model), model, 1e-3)
+    same(retrofit.fold(model, input_size=tuple(X.shape[1:])), model, 1e-3)
 
 
 @client("torchao quantize_, then retrofit.fold")
 def _quantize(case: Case) -> None:
     model = case.model().eval()
     quantize_(model, Int8WeightOnlyConfig())
-    same(retrofit.fold(model), model, 1e-3)
+    same(retrofit.fold(model, input_size=tuple(X.shape[1:])), model, 1e-3)
 
 
 def _table() -> tuple[dict[tuple[str, str], str], dict[str, list[str]]]:
