@@ -90,6 +90,8 @@ def choose(module: fx.GraphModule, transforms: Sequence[Transform], wanted: Appr
     Raises:
         RetrofitError: If no choice of degrees meets the tolerance.
     """
+    if not transforms:
+        return {}
     by_node = {one.node: one for one in transforms}
     functions = _functions(module, by_node, wanted.fit)
     families = FAMILIES[wanted.runtime]
