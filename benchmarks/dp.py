@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import retrofit.opacus  # noqa: F401  what ModuleValidator.fix does
-from retrofit.layers.constant_affine import ConstantAffine
+from retrofit.layers.constant_affine import TrainedAffine
 
 RESULTS = Path(__file__).parent / "results" / "dp.jsonl"
 DELTA = 1e-4
@@ -90,7 +90,7 @@ def choose_trained(model: nn.Module, trained: str) -> None:
     model.requires_grad_(False)
     model.get_classifier().requires_grad_(True)
     for module in model.modules():
-        if trained == "norms" and isinstance(module, nn.GroupNorm | ConstantAffine):
+        if trained == "norms" and isinstance(module, nn.GroupNorm | TrainedAffine):
             module.requires_grad_(True)
 
 

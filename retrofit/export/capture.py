@@ -24,7 +24,7 @@ from retrofit.export.silence import cause_of, silence
 from retrofit.inputs import Call, is_detector
 from retrofit.layers import ProxyNorm
 from retrofit.layers.base import ConvertedLayer
-from retrofit.layers.constant_affine import ConstantAffine
+from retrofit.layers.constant_affine import ConstantAffine, TrainedAffine
 from retrofit.layers.forms import EstimatedTransform, GroupConvolution, MigratedForm, TwoBranch
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
@@ -144,7 +144,7 @@ def _form(layer: ConvertedLayer, lmbda: float | None) -> nn.Module:
 
 def _kind(layer: ConvertedLayer, form: nn.Module) -> str:
     """Return what a layer has become if nothing is folded: see `FoldedLayer`; empty for what is no normalization."""
-    if isinstance(layer, ProxyNorm | WeightStandardization | ConstantAffine):
+    if isinstance(layer, ProxyNorm | WeightStandardization | ConstantAffine | TrainedAffine):
         return ""
     kinds = {type(part) for part in form.modules()}
     for part, kind in _KINDS.items():

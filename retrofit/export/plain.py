@@ -23,7 +23,7 @@ from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_module
 from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
-from retrofit.layers.constant_affine import ConstantAffine, named_sequence
+from retrofit.layers.constant_affine import ConstantAffine, TrainedAffine, named_sequence
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.record import set_record
 from retrofit.surgery import guards
@@ -38,7 +38,8 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: 
 
     It can be trained. What is constant in it stays so: the statistics of the BatchNorm that was, and what ProxyNorm and
     weight standardization were computed to be. They go into the convolution before where it is proved that it feeds
-    that layer and nothing else; elsewhere into a `ConstantAffine`, the one class of ours that is left.
+    that layer and nothing else; elsewhere into a `ConstantAffine`, with gamma and beta of a frozen layer behind it in a
+    `TrainedAffine`: the two classes of ours that are left.
 
     The two are compared. Where that cannot be, a warning that begins `not checked:` says why.
 
@@ -89,7 +90,7 @@ def plain_layer(layer: nn.Module) -> nn.Module | None:
     Raises:
         RetrofitError: If it has none.
     """
-    if not isinstance(layer, ConvertedLayer) or isinstance(layer, ConstantAffine):
+    if not isinstance(layer, ConvertedLayer) or isinstance(layer, ConstantAffine | TrainedAffine):
         return None
     with torch.no_grad():
         return _behind(*layer.plain_layer(), layer)

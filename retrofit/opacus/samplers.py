@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from retrofit.layers import ProxyNorm
-from retrofit.layers.constant_affine import ConstantAffine
+from retrofit.layers.constant_affine import ConstantAffine, TrainedAffine
 from retrofit.opacus.validators import OF_SAMPLES, over_batches, refusal
 
 
@@ -45,17 +45,15 @@ def per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops:
     return {parameters[name]: value for name, value in found.items()}
 
 
-@register_grad_sampler(ConstantAffine)
-def affine_gradients(layer: ConstantAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
-    """Return, by parameter, the gradients of each sample of (scale * x + shift) * weight + bias."""
-    found = {}
-    dims = [dim for dim in range(1, backprops.ndim) if dim != layer.channel_dim % backprops.ndim]
-    if layer.weight is not None and layer.weight.requires_grad:
-        constants = ConstantAffine(layer.scale, layer.shift, layer.channel_dim)
-        found[layer.weight] = (constants(activations[0]) * backprops).sum(dims)
+@register_grad_sampler(TrainedAffine)
+def affine_gradients(layer: TrainedAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
+    """Return, by parameter, the gradients of each sample of x * weight + bias."""
+    gradients: dict[Any, Tensor] = {}
+    if layer.weight.requires_grad:
+        gradients[layer.weight] = torch.einsum("nc...->nc", activations[0] * backprops)[..., None, None]
     if layer.bias is not None and layer.bias.requires_grad:
-        found[layer.bias] = backprops.sum(dims)
-    return found
+        gradients[layer.bias] = torch.einsum("nc...->nc", backprops)
+    return gradients
 
 
 class _Bare(nn.Module):

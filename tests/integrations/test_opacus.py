@@ -120,10 +120,6 @@ def test_a_proxy_that_no_hook_reaches_is_refused() -> None:
 @pytest.mark.parametrize("to", ["ln", "gn-pn", "frozen"])
 def test_plain_networks_in_every_mode(to: str, mode: str) -> None:
     model = retrofit.plain(converted("test_efficientnet", to)).train()
-    if to == "frozen" and mode != "hooks":  # constants and gamma in one layer
-        with pytest.raises((NotImplementedError, RuntimeError)):
-            assert_gradients_are_a_loops(model, mode)
-        return
     assert_gradients_are_a_loops(model, mode)
 
 
@@ -134,10 +130,6 @@ def test_fixed_networks_in_every_mode(options: dict[str, Any], mode: str) -> Non
     assert not ModuleValidator.is_valid(source)
     fixed = ModuleValidator.fix(source, **options)
     assert ModuleValidator.validate(fixed, strict=True) == []
-    if not options and mode != "hooks":
-        with pytest.raises((NotImplementedError, RuntimeError)):
-            assert_gradients_are_a_loops(fixed, mode)
-        return
     assert_gradients_are_a_loops(fixed, mode)
 
 
