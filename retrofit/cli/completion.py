@@ -20,7 +20,7 @@ def one_of(words: Iterable[str]) -> Completer:
 
 def recipe(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
     """Complete the recipes that come with the package, and files."""
-    from retrofit.finetune.catalogue import recipe_summaries
+    from retrofit.finetune.recipe_files import recipe_summaries
 
     return [*_items(recipe_summaries(), typed), CompletionItem(typed, type="file")]
 

@@ -29,7 +29,7 @@ def command(context: click.Context) -> None:
 @command.command("list")
 def list_recipes() -> None:
     """List the recipes."""
-    from retrofit.finetune.catalogue import recipe_summaries
+    from retrofit.finetune.recipe_files import recipe_summaries
 
     for name, summary in recipe_summaries().items():
         click.echo(f"{name:30}{summary}")
@@ -39,7 +39,7 @@ def list_recipes() -> None:
 @click.argument("name", metavar="NAME")
 def show(name: str) -> None:
     """Write a recipe to stdout."""
-    from retrofit.finetune.catalogue import recipe_text
+    from retrofit.finetune.recipe_files import recipe_text
 
     click.echo(recipe_text(name), nl=False)
 
@@ -50,7 +50,7 @@ def show(name: str) -> None:
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def copy(name: str, file: Path, force: bool) -> None:
     """Write a recipe to FILE."""
-    from retrofit.finetune.catalogue import recipe_text
+    from retrofit.finetune.recipe_files import recipe_text
     from retrofit.utils.files import atomic_write
 
     text = recipe_text(name)

@@ -6,37 +6,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrofit.finetune.batch_statistics import local_norms, sync_norms
-    from retrofit.finetune.distillation import Distillation
-    from retrofit.finetune.loop import finetune
-    from retrofit.finetune.optim import parameter_groups
-    from retrofit.finetune.recipe import Recipe
-    from retrofit.finetune.run_callback import Result, RunCallback
-    from retrofit.finetune.strength_schedule import StrengthSchedule
+    from retrofit.finetune.batch_statistics import local_norms as local_norms
+    from retrofit.finetune.batch_statistics import sync_norms as sync_norms
+    from retrofit.finetune.loop import finetune as finetune
+    from retrofit.finetune.objective import Distillation as Distillation
+    from retrofit.finetune.optim import parameter_groups as parameter_groups
+    from retrofit.finetune.recipe import Recipe as Recipe
+    from retrofit.finetune.run_callback import Result as Result
+    from retrofit.finetune.run_callback import RunCallback as RunCallback
+    from retrofit.finetune.strength_schedule import StrengthSchedule as StrengthSchedule
 
 _HOME = {
-    "Distillation": "distillation",
+    "Distillation": "objective",
     "Recipe": "recipe",
     "Result": "run_callback",
-    "StrengthSchedule": "strength_schedule",
     "RunCallback": "run_callback",
+    "StrengthSchedule": "strength_schedule",
     "finetune": "loop",
     "local_norms": "batch_statistics",
     "parameter_groups": "optim",
     "sync_norms": "batch_statistics",
 }
-
-__all__ = [
-    "Distillation",
-    "Recipe",
-    "Result",
-    "RunCallback",
-    "StrengthSchedule",
-    "finetune",
-    "local_norms",
-    "parameter_groups",
-    "sync_norms",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -57,22 +57,22 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
         )
     place = device_of(model) if device is None else torch.device(device)
     forms = _CONVERTED if place.type == "cpu" else _CONVERTED | _PLAIN
-    found = [module for module in model.modules() if type(module) in forms]
-    for module in found:
-        vars(module)["_retrofit_local_form"] = type(module)
-        module.__class__ = forms[type(module)]
-        vars(module).setdefault("process_group", None)
-    return len(found)
+    layers = [module for module in model.modules() if type(module) in forms]
+    for layer in layers:
+        vars(layer)["_retrofit_local_form"] = type(layer)
+        layer.__class__ = forms[type(layer)]
+        vars(layer).setdefault("process_group", None)
+    return len(layers)
 
 
 @contextmanager
 def local_norms(model: nn.Module) -> Iterator[None]:
     """Give the layers that `sync_norms` changed their own class for a while: an artifact describes that network."""
-    changed = [(module, type(module)) for module in model.modules() if "_retrofit_local_form" in vars(module)]
-    for module, _ in changed:
+    synchronized = {module: type(module) for module in model.modules() if "_retrofit_local_form" in vars(module)}
+    for module in synchronized:
         module.__class__ = vars(module)["_retrofit_local_form"]
     try:
         yield
     finally:
-        for module, form in changed:
+        for module, form in synchronized.items():
             module.__class__ = form

@@ -1,19 +1,126 @@
-"""A network for another number of classes, or other images, than the one at hand."""
+"""A network that fits a run's images: their size, their classes, and labels that say what its outputs are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError
+from retrofit.finetune.data import Images
+from retrofit.finetune.divergence import not_finite
+from retrofit.finetune.recipe import Recipe
 from retrofit.networks.identify import identify
 from retrofit.networks.library import build, with_options
 from retrofit.networks.models import Network
 from retrofit.networks.tensors import tensors_of
 from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.record import set_record
+from retrofit.utils.evaluating import evaluating
+from retrofit.utils.text import one_line, shortlist
+
+
+def fit_network(
+    network: Network, images: Images, recipe: Recipe, note: Callable[[str], None]
+) -> tuple[Network, tuple[str, ...]]:
+    """Give a network the recipe's image size and the data's outputs and labels.
+
+    Args:
+        network: The network to train.
+        images: The run's images.
+        recipe: Its settings.
+        note: Called with a sentence for each change.
+
+    Returns:
+        The network, and the names of the tensors that are new.
+
+    Raises:
+        RetrofitError: If the network holds NaN or infinity or does not take the images; if its classifier would have to
+            be replaced and cannot be, or has to teach; if it has to teach and its class names differ from the data's.
+    """
+    if (name := not_finite(network.model)) is not None:
+        raise RetrofitError(
+            f"{name} of {network.source} holds NaN or infinity before the first step; train from other weights"
+        )
+    built_for = network.preprocess.input_size
+    network = with_images(network, recipe.img_size, recipe.crop_pct)
+    check_images(network, built_for)
+    present = outputs_of(network.model)
+    outputs = recipe.num_classes or images.outputs or present
+    new_tensors: tuple[str, ...] = ()
+    if outputs is not None and present is not None and outputs != present:
+        if recipe.teacher == "source":
+            raise RetrofitError(
+                f"the source network has {present} outputs and cannot teach {outputs} classes; give `class_map`, "
+                "or train without labels: `task_loss_weight=0`"
+            )
+        network, new_tensors = with_classes(network, outputs)
+        note(f"new classifier: {outputs} outputs in place of {present}, zero")
+    if recipe.labelled and images.train.contradicts(network.labels):  # a new classifier has no labels
+        classes, labels = shortlist(images.train.names or ()), shortlist(network.labels or ())
+        what = f"the data's classes ({classes}) are not what the network calls its outputs ({labels})"
+        if recipe.teacher == "source":
+            raise RetrofitError(
+                f"{what}, so that its teacher may contradict the labels; give `class_map`, or train without labels: "
+                "`task_loss_weight=0`"
+            )
+        note(f"{what}: they were taken for its outputs in their order; if that is wrong, give `class_map`")
+    if images.names is not None:  # where outputs are left over, the network's own names are none of theirs
+        set_record(network.model, labels=list(images.names) if len(images.names) == outputs else None)
+    return network, new_tensors
+
+
+def with_images(network: Network, img_size: int | None, crop_pct: float | None) -> Network:
+    """Return the network with another size of its images, or crop, for validation and for its artifact."""
+    preprocess = network.preprocess
+    if img_size is not None:
+        preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
+    if crop_pct is not None:
+        preprocess = replace(preprocess, crop_pct=crop_pct)
+    set_record(network.model, preprocess=preprocess)
+    return network
+
+
+def check_images(network: Network, built_for: tuple[int, int, int]) -> None:
+    """Run the network once, as in training, on an empty image of the size that its preprocessing says.
+
+    Args:
+        network: The network, on the CPU.
+        built_for: (C, H, W).
+
+    Raises:
+        RetrofitError: If it does not take such an image, or gives no class scores for it.
+    """
+    size = network.preprocess.input_size
+    with evaluating(network.model):
+        network.model.training = True  # of this module alone: networks with several heads ask it which to use
+        try:
+            answer = network.model(torch.zeros(1, *size))
+        except Exception as error:
+            what = f"{network.source} does not take images of {size[1]} x {size[2]} pixels ({one_line(error)})"
+            advice = "give another `img_size`"
+            if size != built_for:
+                build = f"build it for this size before it is converted (`retrofit convert --img-size {size[-1]}`)"
+                advice = f"give `img_size={built_for[-1]}`, or {build}"
+            raise RetrofitError(f"{what}; {advice}") from error
+    if not isinstance(answer, Tensor) or answer.ndim != 2:
+        what = f"a tensor of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
+        raise RetrofitError(
+            f"{network.source} gives {what} in training, not class scores; use an image classifier with one output"
+        )
+
+
+def outputs_of(model: nn.Module) -> int | None:
+    """Return how many class scores a network gives, as its last linear layer or convolution has them."""
+    if isinstance(classes := getattr(model, "num_classes", None), int):
+        return classes
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    if not layers:
+        return None
+    return layers[-1].out_features if isinstance(layers[-1], nn.Linear) else layers[-1].out_channels
 
 
 def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ...]]:
@@ -33,13 +140,11 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     Raises:
         RetrofitError: If the library cannot build it so, or does not build the network as it stands.
     """
-    model = build(with_options(network.source, num_classes=classes))
     plans = surgery.plans_of(network.model)
-    model = surgery.replay(model, plans)
+    model = surgery.replay(build(with_options(network.source, num_classes=classes)), plans)
     old, new = tensors_of(network.model), tensors_of(model)
     fresh = tuple(name for name in new if name not in old or old[name].shape != new[name].shape)
-    gone = [name for name in old if name not in new]
-    if gone or len(fresh) > 4 or not fresh:
+    if not old.keys() <= new.keys() or not 0 < len(fresh) <= 4:
         raise RetrofitError(
             f"cannot tell the classifier of {network.source} from the rest; build it with {classes} outputs before "
             f"it is converted (`retrofit convert --num-classes {classes}`)"
@@ -57,24 +162,3 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     model.train(network.model.training)
     set_record(model, preprocess=network.preprocess, weights=network.weights)
     return replace(network, model=model), fresh
-
-
-def outputs_of(model: nn.Module) -> int | None:
-    """Return how many class scores a network gives, as its last linear layer or convolution has them."""
-    if isinstance(classes := getattr(model, "num_classes", None), int):
-        return classes
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    if not layers:
-        return None
-    return layers[-1].out_features if isinstance(layers[-1], nn.Linear) else layers[-1].out_channels
-
-
-def with_images(network: Network, img_size: int | None, crop_pct: float | None) -> Network:
-    """Return the network with another size of its images, or crop, for validation and for its artifact."""
-    preprocess = network.preprocess
-    if img_size is not None:
-        preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
-    if crop_pct is not None:
-        preprocess = replace(preprocess, crop_pct=crop_pct)
-    set_record(network.model, preprocess=preprocess)
-    return network

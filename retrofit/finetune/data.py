@@ -22,7 +22,7 @@ class Images:
     """The images of a run.
 
     Attributes:
-        train: Images to train on, for `loader`.
+        train: Images to train on.
         val: Images to validate on; None if there are none.
         outputs: How many outputs the network needs; None where the data does not tell.
         names: What they are called, as far as known.
@@ -47,40 +47,51 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     Raises:
         RetrofitError: If there are no such images, too few to hold some out, or those to validate on have classes of
             their own.
-        UsageError: If a split does not exist.
+        UsageError: If a split does not exist, or the images are a stream.
     """
 
-    def part(split: str, labels: Sequence[str] | None = None) -> ImageData:
+    def opened(split: str, labels: Sequence[str] | None = None) -> ImageData:
         class_map = recipe.class_map if recipe.labelled else None
         return open_images(
             recipe.data_dir, dataset=recipe.dataset, split=split, class_map=class_map, labels=labels, channels=channels
         )
 
-    train = part(_train_split(recipe))
+    train = opened(_train_split(recipe))
+    if isinstance(train.images, IterableDataset):
+        raise UsageError(
+            f"{recipe.dataset} is a stream, whose order an interrupted run could not go on with; unpack it into a "
+            "folder or tar, or use hfds/"
+        )
     if recipe.labelled and train.classes == 1:
         raise RetrofitError(
             "the data has a single class; give one folder a class, or train without labels: `teacher='source'` "
             "and `task_loss_weight=0`"
         )
-    same_outputs = len(labels or ()) in (train.classes, recipe.num_classes) or recipe.teacher == "source"
-    if recipe.labelled and same_outputs and train.matched == "order":  # else the network gets a new classifier
+    keeps_classifier = len(labels or ()) in (train.classes, recipe.num_classes) or recipe.teacher == "source"
+    if recipe.labelled and keeps_classifier and train.matched == "order":
         train = train.mapped(labels=labels)
-    notes = train.notes
-    val_split = recipe.val_split
+    outputs, names = train.classes, train.names
+    if train.matched == "labels":
+        outputs, names = len(labels or ()), tuple(labels or ())
+    elif train.matched == "class map" and names is not None:
+        outputs = len(names)
+
+    notes, val_split = train.notes, recipe.val_split
     if isinstance(val_split, str) and not has_part(recipe.data_dir, recipe.dataset, val_split):
         if val_split not in TO_VALIDATE:
             raise UsageError(f"the data has no part {val_split!r}; give `val_split` the name of one, or a fraction")
         val_split = _HELD_OUT
         notes += (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (`val_split`)",)
-    outputs = len(labels or ()) if train.matched == "labels" else train.classes
-    names = tuple(labels or ()) if train.matched == "labels" else train.names
-    if train.matched == "class map" and names is not None:
-        outputs = len(names)
     val: ImageData | None
     if isinstance(val_split, str):
-        val = part(val_split, names if recipe.labelled else None)  # by order alone, a missing class would move others
-        if recipe.labelled:
-            _check_classes(recipe.train_split, names, val_split, val)
+        val = opened(val_split, names if recipe.labelled else None)  # by order alone, a missing class would move others
+        matched_by_order = recipe.labelled and val.matched == "order"
+        if matched_by_order and names is not None and val.names is not None and val.names != names:
+            apart = sorted({*names} ^ {*val.names}) or val.names
+            raise RetrofitError(
+                f"the classes of {val_split!r} are not those of {recipe.train_split!r} ({shortlist(apart)}); give both "
+                "the same folders, or a `class_map`"
+            )
     else:
         train, val = _hold_out(train, val_split, recipe.seed)
     if not recipe.labelled:
@@ -88,22 +99,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     return Images(train, val, outputs, names, notes)
 
 
-def _check_classes(train_split: str, names: tuple[str, ...] | None, val_split: str, val: ImageData) -> None:
-    """Refuse images to validate on whose classes found their outputs by another order than those to train on."""
-    if val.matched == "order" and names is not None and val.names is not None and val.names != names:
-        apart = sorted({*names} ^ {*val.names}) or val.names
-        raise RetrofitError(
-            f"the classes of {val_split!r} are not those of {train_split!r} ({shortlist(apart)}); give both the same "
-            "folders, or a `class_map`"
-        )
-
-
 def _train_split(recipe: Recipe) -> str:
-    """Return the part to train on: all of a folder or tar without parts.
-
-    Raises:
-        UsageError: If the data has other parts, or the recipe names one that it lacks.
-    """
+    """Return the part to train on: all of a folder or tar that has no parts."""
     if has_part(recipe.data_dir, recipe.dataset, recipe.train_split):
         return recipe.train_split
     others = parts_in(recipe.data_dir)
@@ -120,8 +117,6 @@ def _train_split(recipe: Recipe) -> str:
 def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, ImageData | None]:
     if fraction == 0:
         return data, None
-    if isinstance(data.images, IterableDataset):
-        raise UsageError("a stream cannot be divided; unpack it into a folder or tar")
     count = len(data.images)
     held = round(count * fraction)
     if not 0 < held < count:
@@ -129,5 +124,5 @@ def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, I
             f"{fraction:.0%} of {count} images leaves none for training or validation; give more images"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
-    parts = (Part(data.images, sorted(order[held:])), Part(data.images, sorted(order[:held])))
-    return replace(data, images=parts[0]), replace(data, images=parts[1])
+    train, val = (Part(data.images, sorted(indices)) for indices in (order[held:], order[:held]))
+    return replace(data, images=train), replace(data, images=val)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, StrengthMixin
@@ -16,7 +17,7 @@ from retrofit.utils.hooks import hooked
 
 Fault = Literal["loss", "gradient", "state"]
 
-_NORMS = (StrengthMixin, FrozenBatchNorm, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+_NORMS = (StrengthMixin, FrozenBatchNorm, _NormBase, nn.LayerNorm, nn.GroupNorm)
 _NEAR = 0.95  # of the loss of guessing: a network that has begun to learn is below
 _FEW = 100  # steps, of a run that may have ended before it began to learn
 _SAME = 0.05  # share of what answers differ by between classes, below which they do not differ between images
@@ -31,21 +32,16 @@ def not_finite(model: nn.Module) -> str | None:
 
 
 def divergence_of(model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe) -> tuple[str, str]:
-    """Say what went first in a run that diverged, and what to do.
-
-    Args:
-        model: The network.
-        images: The batch that showed it, (N, C, H, W).
-        fault: What was found not to be finite.
-        recipe: The run's settings.
-    """
+    """Say what diverged first, shown by a batch of images (N, C, H, W), and what to do."""
+    advice = "lower `lr` or `noise`, or lengthen `strength_ramp`"
     if (layer := first_to_diverge(model, images)) is not None:
-        return f"{layer} went first", "lower `lr` or `noise`, or lengthen `strength_ramp`"
-    if fault == "gradient":
-        advice = "start again with `amp=False`" if recipe.amp else "start again on another `device`"
-        return "the loss and all layers are finite, so the cause is not `lr`", advice
-    alone = {"loss": "all layers are finite, the loss alone is not", "state": "no layer's output is affected"}
-    return alone[fault], "lower `lr` or `noise`, or lengthen `strength_ramp`"
+        return f"{layer} went first", advice
+    if fault == "loss":
+        return "all layers are finite, the loss alone is not", advice
+    if fault == "state":
+        return "no layer's output is affected", advice
+    retry = "start again with `amp=False`" if recipe.amp else "start again on another `device`"
+    return "the loss and all layers are finite, so the cause is not `lr`", retry
 
 
 def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
@@ -53,21 +49,13 @@ def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
 
     The step is repeated without gradients and with the same mode. Normalization layers are asked first, because
     their statistics are where a divergence shows before the loss does; then all other layers.
-
-    Args:
-        model: A network that diverged.
-        images: The batch that showed it, (N, C, H, W).
-
-    Returns:
-        The layer's name; None if all layers are finite.
     """
     names = {module: name for name, module in model.named_modules()}
     diverged: list[nn.Module] = []
 
     def look(module: nn.Module, _inputs: Any, output: Any) -> None:
-        buffers = [buffer for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
-        outputs = [output] if isinstance(output, Tensor) and output.is_floating_point() else []
-        if not all(bool(tensor.isfinite().all()) for tensor in (*buffers, *outputs)):
+        tensors = [*module.buffers(recurse=False), *([output] if isinstance(output, Tensor) else [])]
+        if not all(tensor.isfinite().all() for tensor in tensors):
             diverged.append(module)
 
     with hooked(module.register_forward_hook(look) for module in names), torch.no_grad():
@@ -90,7 +78,7 @@ class ChanceWatch:
 
     def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
         self._recipe, self._steps, self._classes, self._untrained = recipe, steps, classes, untrained
-        self._in_a_row, self._said = 0, False
+        self._in_a_row, self._done = 0, False
 
     def warning(
         self, row: dict[str, Any], images: int, model: nn.Module, few: Callable[[], Tensor | None]
@@ -105,12 +93,12 @@ class ChanceWatch:
         """
         epoch, top1, loss, last = row["epoch"], row["val_top1"], row["val_loss"], row["epoch"] >= self._recipe.epochs
         early = epoch < max(2, self._recipe.warmup + 1) and not last
-        if self._said or early or loss is None or self._classes is None:
+        if self._done or early or loss is None or self._classes is None:
             return None
         self._in_a_row = self._in_a_row + 1 if at_chance(top1, loss, images, self._classes) else 0
         if self._in_a_row < (1 if last else 2):  # the walk may stumble for an epoch
             return None
-        self._said = True
+        self._done = True
         collapsed = (few_images := few()) is not None and all_alike(model, few_images)
         why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
         return (
@@ -120,14 +108,7 @@ class ChanceWatch:
 
 
 def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
-    """Whether validation gives what guessing gives, up to two standard errors.
-
-    Args:
-        top1: Accuracy in percent.
-        loss: Mean cross-entropy.
-        images: How many were looked at.
-        classes: How many there are to guess from.
-    """
+    """Whether top-1 in percent, and mean cross-entropy, are those of guessing, up to two standard errors."""
     guess = 1 / classes
     error = math.sqrt(guess * (1 - guess) / images)
     return classes > 1 and top1 / 100 <= guess + 2 * error and loss >= _NEAR * math.log(classes)
@@ -143,23 +124,13 @@ def all_alike(model: nn.Module, images: Tensor) -> bool:
 
 
 def explanation(model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
-    """Say what a run at chance most likely suffers from, and what to change.
-
-    Args:
-        model: Its network.
-        recipe: Its settings.
-        steps: Of the whole run.
-        collapsed: Whether all images get the same answer.
-        untrained: Whether it began with random weights, which take their time.
-    """
+    """Say what a run at chance most likely suffers from, and what to change."""
     if untrained and not collapsed:
         return "it began with random weights: train it longer, or begin with trained ones"
     if steps < _FEW and not collapsed:
         return f"{steps} steps are few: train it longer, and if that does not help lower `lr` or raise `warmup_epochs`"
     what = "its features have collapsed, all images get the same answer: " if collapsed else ""
-    layers = ""
-    if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):
-        layers = " for layers that take no statistics of the batch"
-    warmup = " without warm-up" if recipe.warmup == 0 else ""
-    more = "give `warmup_epochs=1`" if recipe.warmup == 0 else "raise `warmup_epochs`"
+    migrated = any(isinstance(module, MigratedGroupNorm) for module in model.modules())
+    layers = " for layers that take no statistics of the batch" if migrated else ""
+    warmup, more = ("", "raise `warmup_epochs`") if recipe.warmup else (" without warm-up", "give `warmup_epochs=1`")
     return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower `lr` or {more}"

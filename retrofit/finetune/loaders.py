@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
@@ -32,35 +32,27 @@ class Part(Dataset[Any]):
     """Some images of a dataset, with a transform of their own.
 
     Args:
-        images: A map-style dataset with a `transform`.
+        images: A map-style dataset with a `transform`, or a part of one.
         indices: Which of its images; all if None.
+        targets: In place of the dataset's own; those of unreadable images stay negative.
     """
 
-    def __init__(self, images: Any, indices: Sequence[int] | None = None) -> None:
-        self.images = copy.copy(images)
-        self.indices = range(len(images)) if indices is None else indices
+    transform: Callable[[Any], Any]  # timm's create_loader sets it
 
-    def __copy__(self) -> Part:
-        """Return a part whose transform can be set without setting this one's."""
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self), images=copy.copy(self.images))
-        return copied
+    def __init__(self, images: Any, indices: Sequence[int] | None = None, targets: Sequence[int] | None = None) -> None:
+        self.images = copy.copy(images)
+        self.images.transform = _untransformed
+        self.indices = range(len(images)) if indices is None else indices
+        self.targets = targets
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.images[self.indices[index]]
-
-    @property
-    def transform(self) -> Callable[..., Any]:
-        """What turns a picture into a tensor."""
-        found: Callable[..., Any] = self.images.transform
-        return found
-
-    @transform.setter
-    def transform(self, transform: Callable[..., Any]) -> None:
-        self.images.transform = transform
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, target = self.images[self.indices[index]]
+        if self.targets is not None and target >= 0:
+            target = self.targets[index]
+        return self.transform(image), target
 
     def unreadable(self, target: int) -> str:
         """Return the name of the file behind a negative target."""
@@ -83,26 +75,47 @@ class Part(Dataset[Any]):
                 yield images.to(device)
 
 
-class Relabelled(Part):
-    """The images of a `Part`, with other targets; those of unreadable images stay negative."""
-
-    def __init__(self, part: Part, targets: Sequence[int]) -> None:
-        super().__init__(part.images, part.indices)
-        self.targets = targets
-
-    def __getitem__(self, index: int) -> Any:
-        image, target = super().__getitem__(index)
-        return image, target if target < 0 else self.targets[index]
+def _untransformed(image: Any) -> Any:
+    return image
 
 
-def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[..., Any]:
+class Augmented(Part):
+    """Images whose augmentation is drawn from (seed, epoch, image): ask for a list of (epoch, number)."""
+
+    def __init__(self, images: Any, transform: Callable[[Any], Any], seed: int) -> None:
+        super().__init__(images)
+        self.transform = transform
+        self._seed = seed
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were.
+
+        Their states are saved once a batch: numpy's takes as long as a tenth of a small image's decoding and training.
+        """
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            return [self._read(*key) for key in keys]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+    def _read(self, epoch: int, number: int) -> Any:
+        seed = _hash(self._seed, epoch, number)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        return self[number]
+
+
+def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any], Any]:
     """Build timm's training augmentation, all of it on the CPU and image by image.
 
     Raises:
         UsageError: If timm does not know one of the recipe's values.
     """
     try:
-        transform: Callable[..., Any] = create_transform(
+        transform: Callable[[Any], Any] = create_transform(
             preprocess.input_size,
             is_training=True,
             no_aug=recipe.no_aug,
@@ -125,38 +138,6 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[..., 
     return transform
 
 
-class Augmented(Dataset[Any]):
-    """Images whose augmentation is drawn from (seed, epoch, image): ask for a list of (epoch, number)."""
-
-    def __init__(self, images: Any, transform: Callable[..., Any], seed: int) -> None:
-        self.part = Part(images)
-        self.part.transform = transform
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were.
-
-        Their states are saved once a batch: numpy's takes as long as a tenth of a small image's decoding and training.
-        """
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        try:
-            return [self._read(*key) for key in keys]
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
-
-    def _read(self, epoch: int, number: int) -> Any:
-        seed = _number(self.seed, epoch, number)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        return self.part[number]
-
-
 class Order(Sampler[list[Key]]):
     """The batches of an epoch for one process, from any of them on.
 
@@ -177,15 +158,14 @@ class Order(Sampler[list[Key]]):
 
     def __init__(self, count: int, batch_size: int, rank: int, world: int, seed: int) -> None:
         self.count, self.batch_size, self.rank, self.world, self.seed = count, batch_size, rank, world, seed
-        self.epoch = 0
-        self.start = 0
+        self.epoch = self.start = 0
 
     def __len__(self) -> int:
         """Batches in a whole epoch; what is left over at its end is left out."""
         return self.count // (self.batch_size * self.world)
 
     def __iter__(self) -> Iterator[list[Key]]:
-        generator = torch.Generator().manual_seed(_number(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(_hash(self.seed, self.epoch))
         order = torch.randperm(self.count, generator=generator, device="cpu").tolist()
         for batch in range(self.start, len(self)):
             first = (batch * self.world + self.rank) * self.batch_size
@@ -195,32 +175,18 @@ class Order(Sampler[list[Key]]):
 class Batches:
     """The training batches of one process, epoch by epoch.
 
-    Args:
-        images: Images to train on.
-        transform: Their augmentation.
-        recipe: Batch size, workers and seed.
-        rank: This process.
-        world: Processes in all.
-
     Raises:
         RetrofitError: If there are too few images for one batch.
-        UsageError: If the images are a stream.
     """
 
-    def __init__(self, images: Any, transform: Callable[..., Any], recipe: Recipe, rank: int, world: int) -> None:
-        if isinstance(images, IterableDataset):
-            raise UsageError(
-                f"{recipe.dataset} is a stream, whose order an interrupted run could not go on with; unpack it into "
-                "a folder or tar, or use hfds/"
-            )
-        count, batch_size = len(images), min(recipe.batch_size, len(images) // world)
+    def __init__(self, images: Any, transform: Callable[[Any], Any], recipe: Recipe, rank: int, world: int) -> None:
+        batch_size = min(recipe.batch_size, len(images) // world)
         if recipe.mixup or recipe.cutmix:
             batch_size -= batch_size % 2
         if batch_size < 1:
-            raise RetrofitError(f"{count} images to train on are too few for {world} processes; give more")
-        self._order = Order(count, batch_size, rank, world, recipe.seed)
+            raise RetrofitError(f"{len(images)} images to train on are too few for {world} processes; give more")
+        self._order = Order(len(images), batch_size, rank, world, recipe.seed)
         self._images = Augmented(images, transform, recipe.seed)
-        self.batch_size = batch_size
         self._loader = DataLoader(
             self._images,
             batch_sampler=self._order,
@@ -247,19 +213,19 @@ class Batches:
             RetrofitError: If none could be read.
         """
         answers = targets.tolist()
-        unread = [place for place, target in enumerate(answers) if target < 0]
         readable = [place for place, target in enumerate(answers) if target >= 0]
-        names = [self._images.part.unreadable(answers[place]) for place in unread]
+        unread = [place for place, target in enumerate(answers) if target < 0]
+        names = [self._images.unreadable(answers[place]) for place in unread]
         if not readable:
             raise RetrofitError(
                 f"none of a batch's {len(names)} images can be read ({shortlist(names)}); check the files"
             )
         for number, place in enumerate(unread):
-            images[place] = images[readable[number % len(readable)]]
-            targets[place] = targets[readable[number % len(readable)]]
+            substitute = readable[number % len(readable)]
+            images[place], targets[place] = images[substitute], targets[substitute]
         return names
 
 
-def _number(*key: int) -> int:
+def _hash(*key: int) -> int:
     """Return a 32-bit number that depends on all of `key`."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")

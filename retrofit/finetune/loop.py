@@ -10,25 +10,9 @@ from retrofit.errors import RetrofitError
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import Run
 from retrofit.finetune.run_callback import Result, RunCallback
-from retrofit.finetune.run_folder import START, STATE, owned
-from retrofit.finetune.run_state import load_state
+from retrofit.finetune.run_state import START, load_state, owned
 from retrofit.finetune.setup import make_accelerator
 from retrofit.networks.models import Network, open_model
-
-
-def resume_network(folder: Path, network: str | None = None) -> Network:
-    """Open the network that a run in `folder` began with.
-
-    Args:
-        folder: The run's.
-        network: What builds it, if it is the user's own; as for `open_model`.
-
-    Raises:
-        RetrofitError: If there is no such run.
-    """
-    if not (folder / START).is_file():
-        raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without `resume`")
-    return open_model(str(folder / START), network=network)
 
 
 def finetune(
@@ -47,7 +31,7 @@ def finetune(
         recipe: The run's settings.
         folder: Where the run goes: empty, not there yet, or of a run that was killed before its first state.
         resume: Whether to go on from the state in `folder`.
-        callback: Hears of the progress.
+        callback: Called with the progress.
         stop: Asked after every step; a true answer saves the state and ends the run.
 
     Raises:
@@ -58,7 +42,7 @@ def finetune(
     accelerator = make_accelerator(recipe, folder)
     main = accelerator.is_main_process
     with owned(folder, resume) if main else nullcontext():
-        state = load_state(folder / STATE) if resume else None
+        state = load_state(folder) if resume else None
         run = Run(network, recipe, folder, accelerator, callback if main and callback else RunCallback(), state)
         if state is None:
             run.begin()
@@ -71,3 +55,18 @@ def finetune(
                 run.end_epoch()
             run.checkpoint()
         return run.end()
+
+
+def resume_network(folder: Path, network: str | None = None) -> Network:
+    """Open the network that a run in `folder` began with.
+
+    Args:
+        folder: The run's.
+        network: What builds it, if it is the user's own; as for `open_model`.
+
+    Raises:
+        RetrofitError: If there is no such run.
+    """
+    if not (folder / START).is_file():
+        raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without `resume`")
+    return open_model(str(folder / START), network=network)

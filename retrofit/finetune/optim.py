@@ -21,11 +21,7 @@ _FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's: one pass o
 
 
 def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
-    """Leave only the parameters of converted normalization layers, and of `also`, to be trained.
-
-    Args:
-        model: A converted network.
-        also: Names of further parameters to train: a new classifier's.
+    """Leave only converted normalization layers, and the parameters named in `also`, to be trained.
 
     Returns:
         How many numbers are trained.
@@ -49,9 +45,7 @@ def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
 
 def unconverted_norms(model: nn.Module) -> list[nn.Module]:
     """Return the layers with running statistics that are not converted: `freeze_all_but_norm` leaves them out."""
-    return [
-        module for module in model.modules() if isinstance(module, _NormBase) and not isinstance(module, StrengthMixin)
-    ]
+    return [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, StrengthMixin)]
 
 
 def parameter_groups(
@@ -68,22 +62,19 @@ def parameter_groups(
         layer_decay: Factor of the learning rate from each layer to the one before; None for none.
         decay_norms: Whether everything is decayed, as both papers do with ResNets.
     """
-    kept = getattr(model, "no_weight_decay", lambda: ())()
+    undecayed = getattr(model, "no_weight_decay", lambda: ())()
     if layer_decay is None:
-        groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
+        groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed)
     else:
-        groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
-    proxies = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, ProxyNorm)
-        for parameter in (module.proxy_bias, module.proxy_scale)
-        if parameter is not None
-    }
+        groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=undecayed, layer_decay=layer_decay)
+    if decay_norms:
+        return [{**group, "weight_decay": weight_decay} for group in groups if group["params"]]
+    proxy_norms = [module for module in model.modules() if isinstance(module, ProxyNorm)]
+    proxies = {id(parameter) for module in proxy_norms for parameter in (module.proxy_bias, module.proxy_scale)}
     split: list[dict[str, Any]] = []
     for group in groups:
-        ours = [parameter for parameter in group["params"] if decay_norms or id(parameter) in proxies]
-        others = [parameter for parameter in group["params"] if not decay_norms and id(parameter) not in proxies]
+        ours = [parameter for parameter in group["params"] if id(parameter) in proxies]
+        others = [parameter for parameter in group["params"] if id(parameter) not in proxies]
         split += [{**group, "params": others}] if others else []
         split += [{**group, "params": ours, "weight_decay": weight_decay}] if ours else []
     return split

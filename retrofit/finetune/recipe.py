@@ -9,21 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from retrofit.conversion_options import OPTIONS
 from retrofit.errors import UsageError
-from retrofit.finetune import flat_yaml
-from retrofit.finetune.catalogue import recipe_text
+from retrofit.finetune.recipe_files import recipe_settings
 from retrofit.utils.files import atomic_write
 from retrofit.utils.text import plural, printable, shown
 
@@ -34,7 +25,7 @@ else:  # without torch, so that --help and the shell's completion answer at once
 
 _NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")  # how the names of timm's datasets begin
 _SOURCES = frozenset({"data_dir", "dataset"})
-_ROOM = 520  # characters for what is wrong with a recipe
+_LONGEST = 520  # characters for what is wrong with a recipe
 _SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")  # those that need no metric
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -49,7 +40,6 @@ def _listed(value: Any) -> Any:
 
 
 def _two(value: Any) -> Any:
-    """Refuse a list of another length in one sentence."""
     if isinstance(value := _listed(value), list | tuple) and len(value) != 2:
         raise PydanticCustomError("two", "Input should be two numbers")
     return value
@@ -74,16 +64,10 @@ class Recipe(BaseModel):
     model: str | None = Field(None, description="Artifact or network to train.")
     pretrained: bool = Field(False, description="Fetch the library's weights, for a network that is no artifact.")
     checkpoint: str | None = Field(None, description="Load .safetensors, .pth, .pt or .bin, likewise.")
-    match: Literal["name", "order"] | None = Field(
-        None, description="Pair the checkpoint's tensors by name (default) or by order and shape."
-    )
+    match: Literal["name", "order"] | None = Field(None, description="Pair its tensors by name (default) or by order.")
 
-    data_dir: str | None = Field(
-        None, description="Folder or .tar of images, one folder a class; or the name of a dataset that needs no folder."
-    )
-    dataset: str = Field(
-        "", description='timm\'s dataset name (torch/cifar10, hfds/..., tfds/...), or "digits", built in.'
-    )
+    data_dir: str | None = Field(None, description="Folder or .tar with one folder a class; or a dataset's name.")
+    dataset: str = Field("", description="timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
     train_split: str = Field("train", description="Part of the data to train on.")
     val_split: Annotated[str | Fraction, BeforeValidator(_parts)] = Field(
         "validation", description="Part of the data to validate on, or the fraction of the training images to hold out."
@@ -107,11 +91,10 @@ class Recipe(BaseModel):
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
     clip_grad: NotNegative | None = Field(1.0, description="Largest norm of the gradient; 0: any.")
     sched: Annotated[str, StringConstraints(to_lower=True)] = Field(
-        "cosine", description="timm's schedule of the learning rate; constant has a warm-up, none has not."
+        "cosine", description="timm's schedule of the rate; constant has a warm-up, none has not."
     )
     warmup_epochs: NotNegative | None = Field(
-        None,
-        description="Epochs of linear warm-up; if left out a tenth of them, at least one, at most half of the run.",
+        None, description="Epochs of linear warm-up; if left out a tenth, at least one, at most half of the run."
     )
     warmup_lr: NotNegative = Field(1e-6, description="Where warm-up starts.")
     min_lr: NotNegative = Field(0.0, description="Where decay ends.")
@@ -168,42 +151,39 @@ class Recipe(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, values: Any) -> Any:
+    def _named_dataset(cls, values: Any) -> Any:
         """Take a dataset's name in the place of a folder: `--data-dir hfds/cifar10`."""
-        place = values.get("data_dir") if isinstance(values, dict) else None
-        if (
-            isinstance(place, str)
-            and place.startswith(_NAMED)
-            and not values.get("dataset")
-            and not os.path.exists(place)
-        ):
-            return {**values, "dataset": place, "data_dir": None}
-        return values
+        name = values.get("data_dir") if isinstance(values, dict) else None
+        if not isinstance(name, str) or not name.startswith(_NAMED) or values.get("dataset") or os.path.exists(name):
+            return values
+        return {**values, "dataset": name, "data_dir": None}
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        wrong = []
-        if self.match and not self.checkpoint:
-            wrong.append("match says how to pair a checkpoint's tensors, set checkpoint too")
-        if self.teacher == "none" and self.task_loss_weight == 0:
-            wrong.append("task_loss_weight 0 needs teacher: source")
-        if self.teacher == "source" and self.task_loss_weight == self.distill_loss_weight == 0:
-            wrong.append("one of distill_loss_weight and task_loss_weight must be above 0")
-        if self.teacher == "source" and self.task_loss_weight == 0 and (self.mixup or self.cutmix):
-            wrong.append("mixup and cutmix act on labels; set task_loss_weight above 0 or drop them")
-        if self.strength_sched == "there-and-back" and self.strength_end == 1:
-            wrong.append("there-and-back returns to a strength below 1; set strength_end, 0 for the source's cost")
-        dropped = [name for name in ("warmup_epochs", "layer_decay") if getattr(self, name)]
-        if self.sched == "none" and dropped:
-            wrong.append(f"sched none does not apply {' and '.join(dropped)}; set sched: constant, which does")
-        if self.amp_dtype and not self.amp:
-            wrong.append("amp_dtype chooses the data type of mixed precision; set amp: true too")
-        if (self.mixup or self.cutmix) and self.batch_size % 2:
-            wrong.append("mixup and cutmix need an even batch_size")
-        if not self.data_dir and self.dataset not in ("", "digits") and not self.dataset.startswith("hf"):
-            wrong.append(f"dataset {printable(self.dataset, 64)} needs data_dir too, the folder that holds it")
         from timm.optim import list_optimizers
 
+        taught, mixed = self.teacher == "source", bool(self.mixup or self.cutmix)
+        ignored = [name for name in ("warmup_epochs", "layer_decay") if self.sched == "none" and getattr(self, name)]
+        folderless = self.dataset in ("", "digits") or self.dataset.startswith("hf")
+        weights = {self.task_loss_weight, self.distill_loss_weight}
+        contradictions = {
+            "match says how to pair a checkpoint's tensors, set checkpoint too": self.match and not self.checkpoint,
+            "task_loss_weight 0 needs teacher: source": not taught and not self.labelled,
+            "one of distill_loss_weight and task_loss_weight must be above 0": taught and weights == {0},
+            "mixup and cutmix act on labels; set task_loss_weight above 0 or drop them": (
+                taught and mixed and not self.labelled
+            ),
+            "there-and-back returns to a strength below 1; set strength_end, 0 for the source's cost": (
+                self.strength_sched == "there-and-back" and self.strength_end == 1
+            ),
+            f"sched none does not apply {' and '.join(ignored)}; set sched: constant, which does": ignored,
+            "amp_dtype chooses the data type of mixed precision; set amp: true too": self.amp_dtype and not self.amp,
+            "mixup and cutmix need an even batch_size": mixed and self.batch_size % 2,
+            f"dataset {printable(self.dataset, 64)} needs data_dir too, the folder that holds it": (
+                not self.data_dir and not folderless
+            ),
+        }
+        wrong = [sentence for sentence, holds in contradictions.items() if holds]
         wrong += _unknown("opt", self.opt, list_optimizers()) + _unknown("sched", self.sched, _SCHEDULES)
         if wrong:
             raise ValueError(", ".join(wrong))
@@ -247,52 +227,30 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
         overrides: Values by field name; they win.
 
     Raises:
-        UsageError: Listing everything that is wrong with it at once.
-        RetrofitError: If there is no such recipe, or it cannot be read.
+        UsageError: If there is no such recipe, or listing everything that is wrong with it at once.
+        RetrofitError: If its file cannot be read.
     """
-    values = {} if name is None else _read(name)
+    values = {} if name is None else recipe_settings(name)
     if overrides.keys() & _SOURCES:  # images come from one place: a command line's replaces the recipe's
         values = {key: value for key, value in values.items() if key not in _SOURCES}
     values = {**values, **overrides}
-    wrong: list[str] = []
-    for _ in range(2):  # what contradicts what is only looked at once every value by itself is right
-        try:
-            recipe = Recipe.model_validate(values)
-        except ValidationError as error:
-            problems = error.errors()
-            wrong += [_sentence(dict(problem)) for problem in problems]
-            values = {
-                key: value for key, value in values.items() if key not in {p["loc"][0] for p in problems if p["loc"]}
-            }
-        else:
-            if not wrong:
-                return recipe
-            break
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = error.errors()
+    wrong_alone = {problem["loc"][0] for problem in problems if problem["loc"]}
+    try:  # contradictions show only where each value by itself is right
+        Recipe.model_validate({key: value for key, value in values.items() if key not in wrong_alone})
+    except ValidationError as error:
+        problems += error.errors()
+    sentences = list(dict.fromkeys(_sentence(dict(problem)) for problem in problems))
     where = f"recipe {printable(name, 100)}" if name is not None else "the settings"
-    wrong = list(dict.fromkeys(wrong))
-    it = "it" if len(wrong) == 1 else "them"
-    raise UsageError(f"{plural(len(wrong), 'mistake')} in {where}: {_some(wrong)}; correct {it}")
-
-
-def _some(sentences: list[str]) -> str:
-    """Join sentences, and count those for which there is no room on a line."""
-    used = 0
-    for number, sentence in enumerate(sentences):
-        used += len(sentence) + 2
-        if number and used > _ROOM:
-            return f"{', '.join(sentences[:number])} and {len(sentences) - number} more"
-    return ", ".join(sentences)
-
-
-def _read(name: str | Path) -> dict[str, Any]:
-    path = Path(name)
-    a_file = path.suffix in (".yaml", ".yml") or os.path.exists(path)
-    text = flat_yaml.read_text(path, "recipe") if a_file else recipe_text(str(name))
-    return flat_yaml.parse(text, f"recipe {printable(name, 100)}")
+    advice = "correct it" if len(sentences) == 1 else "correct them"
+    said = printable(", ".join(sentences), _LONGEST)
+    raise UsageError(f"{plural(len(sentences), 'mistake')} in {where}: {said}; {advice}")
 
 
 def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
-    """Complain about a value that timm does not know."""
     if value.lower() in known:
         return []
     close = difflib.get_close_matches(value.lower(), known, n=3, cutoff=0.4) or sorted(known)[:5]

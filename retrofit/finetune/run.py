@@ -1,12 +1,11 @@
-"""A run in progress: its network, data and position, and what is done with them in a step and after an epoch."""
+"""A run in progress: its network, images and position, and what is done with them in a step and after an epoch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,18 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.finetune import run_report, setup
 from retrofit.finetune.batch_statistics import local_norms, sync_norms
-from retrofit.finetune.classifier import outputs_of
+from retrofit.finetune.classifier import fit_network, outputs_of
 from retrofit.finetune.data import open_data
-from retrofit.finetune.distillation import Distillation, check_untrained, source_network
 from retrofit.finetune.divergence import ChanceWatch, Fault, divergence_of, not_finite
 from retrofit.finetune.loaders import Batches, Part, training_transform
-from retrofit.finetune.objective import Objective
+from retrofit.finetune.objective import Objective, check_untrained, source_network
 from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm, unconverted_norms
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback, Step
-from retrofit.finetune.run_folder import RECIPE, START, STATE
 from retrofit.finetune.run_state import (
+    RECIPE,
+    START,
+    STATE,
     Position,
     load_state,
     random_state,
@@ -38,8 +38,9 @@ from retrofit.finetune.run_state import (
     seed_everything,
     set_random_state,
 )
-from retrofit.finetune.running_statistics import group_moments, move_standardisation, update_bn
+from retrofit.finetune.running_statistics import recentre, update_bn
 from retrofit.finetune.step_gate import StepGate, Verdict
+from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.finetune.validation import summed, validate, validation_share
 from retrofit.layers.lambdas import lambda_values
 from retrofit.networks import artifact
@@ -54,7 +55,7 @@ _PRECISE_BATCH = 32  # images that running statistics are estimated on at a time
 
 
 class Run:
-    """A run in progress."""
+    """A run in progress; it may be one of several processes, and go on with an interrupted run."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Run:
     ) -> None:
         """Open the data and prepare the network; `state` is that of a run to go on with."""
         self.recipe, self.folder, self.accelerator, self.callback = recipe, folder, accelerator, callback
-        self.main, self.device = accelerator.is_main_process, accelerator.device
+        self.device = accelerator.device
         self.position = Position()
         seed_everything(recipe.seed)
 
@@ -77,24 +78,28 @@ class Run:
         if state is None:
             if recipe.teacher == "source":
                 check_untrained(network)
-            network, self.fresh = setup.fit_network(network, images, recipe, callback.note)
+            network, self.new_tensors = fit_network(network, images, recipe, callback.note)
             self.origin = network.weights.get("from") or network.source.name
         else:
-            self.fresh, self.origin = tuple(state["fresh"]), state["origin"]
+            self.new_tensors, self.origin = tuple(state["new_tensors"]), state["origin"]
         self.network = network
         self.layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.model = network.model.to(self.device).to(memory_format=self.layout).train()
         teacher = source_network(self.model) if recipe.teacher == "source" else None
-        distillation = None if teacher is None else Distillation(teacher, recipe.kd_temperature)
-        self.objective = Objective(recipe, outputs_of(self.model), distillation)
+        outputs = outputs_of(self.model)
+        self.objective = Objective(recipe, outputs, teacher)
 
-        self.val = validation_share(images.val, network, None if recipe.labelled else teacher, accelerator)
+        labeller = None if recipe.labelled else teacher
+        self.val = validation_share(images.val, network.preprocess, labeller, accelerator)
         self.shown, self.learned = Part((self.val or images.train).images), Part(images.train.images)
         self.shown.transform = self.learned.transform = create_transform(**network.preprocess.to_dict())
         self.data = {"images": len(images.train.images), "classes": images.names and list(images.names)}
-        augmentation = training_transform(recipe, network.preprocess)
         self.batches = Batches(
-            images.train.images, augmentation, recipe, accelerator.process_index, accelerator.num_processes
+            images.train.images,
+            training_transform(recipe, network.preprocess),
+            recipe,
+            accelerator.process_index,
+            accelerator.num_processes,
         )
         self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
         if not self.epoch_steps:
@@ -103,7 +108,7 @@ class Run:
                 "`grad_accum_steps` or `batch_size`"
             )
         self.steps = self.epoch_steps * recipe.epochs
-        classes = images.train.classes if recipe.labelled else outputs_of(self.model)
+        classes = images.train.classes if recipe.labelled else outputs
         self.chance = ChanceWatch(recipe, self.steps, classes, network.weights["kind"] == "random")
         self._prepare_training()
 
@@ -111,29 +116,49 @@ class Run:
         """Set up what changes the weights, and what follows them."""
         recipe, callback, accelerator = self.recipe, self.callback, self.accelerator
         setup.adjust_layers(self.model, recipe, self.steps * recipe.grad_accum_steps, callback.note)
-        self.held: list[nn.Module] = []
+        self.frozen_norms: list[nn.Module] = []
         if recipe.freeze == "all-but-norm":
-            self.held = unconverted_norms(self.model)
-            trained = freeze_all_but_norm(self.model, self.fresh)
+            self.frozen_norms = unconverted_norms(self.model)
+            trained = freeze_all_but_norm(self.model, self.new_tensors)
             callback.note(f"training {trained:,} parameters, those of the converted normalization layers")
         self.average: Any = ModelEmaV3(self.model, recipe.model_ema_decay) if recipe.model_ema else None
-        self.validated: nn.Module = self.model if self.average is None else self.average.module
-        self.schedule = setup.strength_schedule(self.model, self.average and self.validated, self.steps, recipe)
-        fixed = strength_layers(self.model)
-        self.fixed_strength = fixed[0].stored_strength if fixed else None
+        self.networks = [self.model] if self.average is None else [self.model, self.average.module]
+        self.validated: nn.Module = self.networks[-1]
+        self.schedule: StrengthSchedule | None = None
+        if strength_layers(self.model):
+            self.schedule = StrengthSchedule(
+                nn.ModuleList(self.networks),
+                self.steps,
+                shape=recipe.strength_sched,
+                ramp=recipe.strength_ramp,
+                start=recipe.strength_start,
+                end=recipe.strength_end,
+                noise=recipe.noise if setup.draws_noise(self.model) else None,
+                noise_start=recipe.noise_start,
+                noise_ramp=recipe.noise_ramp,
+            )
         if recipe.sync_norm and not sync_norms(self.model, self.device):
             raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
         optimizer = build_optimizer(self.model, recipe)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.scheduler = build_scheduler(optimizer, recipe, self.epoch_steps)
         self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
-        if recipe.log_with:
-            settings = {name: str(value) for name, value in recipe.model_dump(mode="json").items()}
-            accelerator.init_trackers(self.folder.name, settings)
+        accelerator.init_trackers(
+            self.folder.name, {name: str(value) for name, value in recipe.model_dump(mode="json").items()}
+        )
+        parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "average": self.average and self.validated,
+            "schedule": self.schedule,
+            "scaler": accelerator.scaler,
+        }
+        self.stateful: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
 
     def begin(self) -> None:
         """Fill the folder with what the run begins with."""
-        if self.main:
+        if self.accelerator.is_main_process:
             (self.folder / STATE).mkdir(exist_ok=True)
             self.recipe.save(self.folder / RECIPE)
             self._write_artifact(self.model, self.folder / START, self.network.weights)
@@ -160,33 +185,20 @@ class Run:
                 f"{shortlist(changed)} of the recipe differ from those that the run in {self.folder} began with; pass "
                 f"the recipe that is in it, {RECIPE}"
             )
-        for name, part in self._stateful():
+        for name, part in self.stateful.items():
             part.load_state_dict(state[name])
         self.position = Position(**state["position"])
         set_random_state(state["generators"][self.accelerator.process_index])
         self.callback.note(f"resumed at step {self.position.step} of {self.steps}")
 
     def checkpoint(self) -> None:
-        """Write the state of all processes; one that holds NaN or infinity ends the run instead."""
-        self._check_finite()
+        """Write the state of all processes."""
         generators = gather_object([random_state()])
-        if self.main:
-            state = {name: part.state_dict() for name, part in self._stateful()}
+        if self.accelerator.is_main_process:
+            state = {name: part.state_dict() for name, part in self.stateful.items()}
             state |= {"generators": generators, "position": asdict(self.position), "data": self.data}
-            state |= {"recipe": self.recipe.decisive()}
-            save_state(self.folder / STATE, {**state, "fresh": list(self.fresh), "origin": self.origin})
-
-    def _stateful(self) -> Iterator[tuple[str, Any]]:
-        """Give what has a state of its own."""
-        parts = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "average": self.average and self.validated,
-            "schedule": self.schedule,
-            "scaler": self.accelerator.scaler,
-        }
-        return ((name, part) for name, part in parts.items() if part is not None)
+            state |= {"recipe": self.recipe.decisive(), "new_tensors": list(self.new_tensors), "origin": self.origin}
+            save_state(self.folder, state)
 
     def train_epoch(self, stop: Callable[[], bool]) -> bool:
         """Train to the end of the epoch; return whether to stop here, if need be before that."""
@@ -195,7 +207,7 @@ class Run:
         batches = self.batches.epoch(epoch, done * recipe.grad_accum_steps)
         self.gate.start(position.loss_sum)
         self.model.train()
-        for layer in self.held:  # their statistics are as frozen as their weights
+        for layer in self.frozen_norms:  # their statistics are as frozen as their weights
             layer.training = False
         for _ in range(done, self.epoch_steps):
             began = time.monotonic()
@@ -211,12 +223,14 @@ class Run:
                 if self.schedule.turning:
                     self._recentre()
             position.seconds += time.monotonic() - began
-            self.gate.send((self._step_done(epoch), position.images), self.last_images)
+            self.gate.send((self._step(epoch), position.images), self.last_images)
             stopping = self._any_process(stop())
             last = stopping or position.step % self.epoch_steps == 0
             saving = recipe.checkpoint_every and position.step % recipe.checkpoint_every == 0
             for verdict in self.gate.verdicts(all_of_them=bool(last or saving)):
                 self._judge(verdict)
+            if (last or saving) and (name := not_finite(self.model)) is not None:
+                raise self._diverged(name, position.step, self.last_images)
             if last:
                 return stopping
             if saving:
@@ -240,12 +254,19 @@ class Run:
         self.position.images += len(images)
 
     def _list_unreadable(self, names: Iterable[str], then: str) -> None:
-        for name in dict.fromkeys(names):
+        for name in names:
             if name not in self.position.unreadable:
                 self.position.unreadable.append(name)
                 self.callback.note(f"warning: cannot read {name}; {then}")
 
-    def _step_done(self, epoch: int) -> Step:
+    def _recentre(self) -> None:
+        """Before the way back, let constants say what the network estimates by now; the same on all processes."""
+        images = self.learned.spread(_RECENTRED)
+        if images is not None:
+            for model in self.networks:
+                recentre(images.split(_SHOWN), model, self.device)
+
+    def _step(self, epoch: int) -> Step:
         """Describe the step that was just done; its loss is known once the device has come so far."""
         position = self.position
         return Step(
@@ -260,27 +281,22 @@ class Run:
         )
 
     def _judge(self, verdict: Verdict) -> None:
-        """Tell of a step whose loss and gradient were finite; end the run after any other."""
+        """Report a step whose loss and gradient were finite; end the run after any other."""
         step, images = verdict.step
         if verdict.fault is not None:
             raise self._diverged(verdict.what, step.step, verdict.images, verdict.fault)
         self.position.loss_sum = verdict.loss_sum
         self.callback.step(step := replace(step, loss=verdict.loss_sum / images))
-        if self.recipe.log_with:
-            figures = {"train_loss": step.loss, "lr": step.lr, "strength": step.strength or 0.0}
-            self.accelerator.log(figures, step=step.step)
+        figures = {"train_loss": step.loss, "lr": step.lr, "strength": step.strength or 0.0}
+        self.accelerator.log(figures, step=step.step)
 
     def _diverged(self, what: str, step: int, images: Tensor, fault: Fault = "state") -> RetrofitError:
         """Say what is not finite, which layer went first, where the last good state is, and what to do."""
         with local_norms(self.model):  # the other processes do not take part
-            cause = divergence_of(self.model, images, fault, self.recipe)
-        good = load_state(self.folder / STATE)["position"]["step"]
+            cause, advice = divergence_of(self.model, images, fault, self.recipe)
+        good = load_state(self.folder)["position"]["step"]
         where = f"the last good state is {self.folder / STATE}, step {good}"
-        return RetrofitError(f"{what} is not finite at step {step} of {self.steps}: {cause[0]}; {where}; {cause[1]}")
-
-    def _check_finite(self) -> None:
-        if self.position.step and (name := not_finite(self.model)) is not None:
-            raise self._diverged(name, self.position.step, self.last_images)
+        return RetrofitError(f"{what} is not finite at step {step} of {self.steps}: {cause}; {where}; {advice}")
 
     @property
     def _rate(self) -> float:
@@ -288,8 +304,7 @@ class Run:
 
     @property
     def _strength(self) -> float | None:
-        moving = None if self.schedule is None else self.schedule.strength
-        return self.fixed_strength if moving is None else moving
+        return None if self.schedule is None else self.schedule.strength
 
     def _any_process(self, stop: bool) -> bool:
         """Whether any process was asked to stop."""
@@ -299,30 +314,19 @@ class Run:
             self.accelerator.set_trigger()
         return bool(self.accelerator.check_trigger())
 
-    def _recentre(self) -> None:
-        """Before the way back, let constants say what the network estimates by now; the same on all processes."""
-        images = self.learned.spread(_RECENTRED)
-        if images is None:
-            return
-        moments = group_moments(images.to(self.device).split(_SHOWN), self.model)
-        for model in dict.fromkeys((self.model, self.validated)):
-            for name, (mean, deviation) in moments.items():
-                move_standardisation(model.get_submodule(name), mean, deviation)
-
     def end_epoch(self) -> None:
         """Validate, write the epoch's line, and the network if it is the best so far."""
         position, recipe = self.position, self.recipe
-        self._check_finite()
         loss_sum, images = summed([position.loss_sum, position.images], self.accelerator)
         if recipe.precise_bn is not None:
-            for model in dict.fromkeys((self.model, self.validated)):
+            for model in self.networks:
                 update_bn(self.learned.batches(recipe.precise_bn, _PRECISE_BATCH, recipe.seed, self.device), model)
-        accuracy = validate(self.validated, self.val, self.network.preprocess, recipe, self.accelerator)
-        top1 = None if accuracy is None else accuracy.top1
-        self._list_unreadable(() if accuracy is None else accuracy.skipped, "it is left out")
-        self._list_unreadable(
-            [name for names in gather_object([position.unreadable]) for name in names], "it is left out"
-        )
+        accuracy = None
+        if self.val is not None:
+            accuracy = validate(self.validated, self.val, self.network.preprocess, recipe, self.accelerator)
+            self._list_unreadable(accuracy.skipped, "it is left out")
+        for names in gather_object([position.unreadable]):
+            self._list_unreadable(names, "it is left out")
         row: dict[str, Any] = {
             "epoch": position.step // self.epoch_steps,
             "step": position.step,
@@ -332,38 +336,35 @@ class Run:
             "noise": None if self.schedule is None else self.schedule.noise,
             "images_per_second": round(images / max(position.seconds, 1e-9), 1),
             "unreadable": len(position.unreadable),
-            "val_top1": top1,
+            "val_top1": None if accuracy is None else accuracy.top1,
             "val_top5": None if accuracy is None else accuracy.top5,
             "val_loss": None if accuracy is None or math.isnan(accuracy.loss) else accuracy.loss,
         }
         position.rows.append(row)
         position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
-        reached = self._strength or 0.0
-        if self.schedule is not None and self.schedule.strength is not None:
-            reached = 1 - self.schedule.remaining  # on a rising way, t
-        better = position.is_best(top1, reached)
-        if self.main:
-            if better:
-                self._write_artifact(self.validated, self.folder / "best.safetensors")
-            run_report.write_metrics(self.folder, position.rows)
-        if recipe.log_with:
-            figures = {name: value for name, value in row.items() if name.startswith("val_") and value is not None}
-            self.accelerator.log(figures, step=position.step)
+        better = position.is_best(row["val_top1"], 0.0 if self.schedule is None else 1 - self.schedule.remaining)
+        figures = {name: value for name, value in row.items() if name.startswith("val_") and value is not None}
+        self.accelerator.log(figures, step=position.step)
         self.callback.epoch(row)
-        images_seen = 0 if accuracy is None else accuracy.images
-        few = partial(self._on_device, self.shown)
-        if self.main and (warning := self.chance.warning(row, images_seen, self.validated, few)) is not None:
-            self.callback.note(warning)
+        if not self.accelerator.is_main_process:
+            return
+        if better:
+            self._write_artifact(self.validated, self.folder / "best.safetensors")
+        run_report.write_metrics(self.folder, position.rows)
+        if accuracy is not None:
+            warning = self.chance.warning(row, accuracy.images, self.validated, self._few_images)
+            if warning is not None:
+                self.callback.note(warning)
 
-    def _on_device(self, part: Part) -> Tensor | None:
-        """Return a few images of a part; None if they cannot be read."""
-        images = part.spread(_SHOWN)
+    def _few_images(self) -> Tensor | None:
+        """Return a few images to show the network; None if they cannot be read."""
+        images = self.shown.spread(_SHOWN)
         return None if images is None else images.to(self.device)
 
     def end(self) -> Result:
         """Write the networks and pictures that the run leaves behind."""
         position = self.position
-        if self.main:
+        if self.accelerator.is_main_process:
             self._write_artifact(self.model, self.folder / "last.safetensors")
             if self.val is None and position.step == self.steps:
                 self._write_artifact(self.validated, self.folder / "best.safetensors")
@@ -375,12 +376,12 @@ class Run:
     def _lambdas(self) -> dict[str, Tensor]:
         """Return each layer's estimates of lambda; those of single samples on a few of the run's images."""
         with evaluating(self.validated):
-            return lambda_values(self.validated, self._on_device(self.shown))
+            return lambda_values(self.validated, self._few_images())
 
     def _write_artifact(self, model: nn.Module, path: Path, weights: dict[str, Any] | None = None) -> None:
         steps, network = self.position.step, self.network
         trained: dict[str, Any] = {"kind": "checkpoint", "from": f"{self.folder}, step {steps}, from {self.origin}"}
-        if self.fixed_strength is not None:
+        if self.schedule is not None:
             trained["steps"] = steps
         with local_norms(model):
             artifact.save(

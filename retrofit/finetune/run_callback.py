@@ -33,19 +33,19 @@ class Step:
 
 
 class RunCallback:
-    """What hears of a run's progress, in the main process only; the command line has one that writes it down."""
+    """Called with a run's progress, in the main process only; each method may be overridden."""
 
     def note(self, text: str) -> None:
-        """Hear a sentence for the user."""
+        """Called with a sentence for the user."""
 
     def started(self, folder: Path) -> None:
-        """Hear that a new run has its folder."""
+        """Called when a new run has its folder."""
 
     def step(self, step: Step) -> None:
-        """Hear that a step is done."""
+        """Called after each step."""
 
     def epoch(self, row: dict[str, Any]) -> None:
-        """Hear an epoch's line of metrics."""
+        """Called with an epoch's line of metrics."""
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,23 @@ from retrofit.utils.text import one_line
 
 Row = dict[str, Any]
 
+_PANELS = (
+    {"train_loss": "training loss", "val_loss": "validation loss"},
+    {"val_top1": "top-1 %", "val_top5": "top-5 %"},
+    {"strength": "strength", "noise": "noise"},
+)
+
 
 def write_metrics(folder: Path, rows: list[Row]) -> None:
     """Write metrics.jsonl and metrics.csv, one line an epoch."""
-    _write(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     table = io.StringIO()
     writer = csv.DictWriter(table, fieldnames=list(rows[-1]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _write(folder / "metrics.csv", table.getvalue())
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for name, text in (("metrics.jsonl", lines), ("metrics.csv", table.getvalue())):
+        with atomic_write(folder / name, force=True) as temporary:
+            temporary.write_text(text)
 
 
 def draw(folder: Path, rows: list[Row], lambdas: Callable[[], dict[str, Tensor]]) -> str | None:
@@ -40,26 +48,19 @@ def draw(folder: Path, rows: list[Row], lambdas: Callable[[], dict[str, Tensor]]
 
 def plot_curves(path: Path, rows: list[Row]) -> None:
     """Draw loss, accuracy, strength, noise and learning rate over the epochs."""
-    figure, axes = _figure(3, height=7)
+    figure, axes = _figure(len(_PANELS), height=7)
     epochs = [row["epoch"] for row in rows]
-    for key, label in (("train_loss", "training loss"), ("val_loss", "validation loss")):
-        if rows[-1].get(key) is not None:
-            axes[0].plot(epochs, [row.get(key) for row in rows], ".-", label=label)
-    for key, label in (("val_top1", "top-1 %"), ("val_top5", "top-5 %")):
-        if rows[0].get(key) is not None:
-            axes[1].plot(epochs, [row[key] for row in rows], ".-", label=label)
-    for key in ("strength", "noise"):
-        if rows[0].get(key) is not None:
-            axes[2].plot(epochs, [row[key] for row in rows], ".-", label=key)
-    rate = axes[2].twinx()
+    for axis, curves in zip(axes, _PANELS, strict=True):
+        for key, label in curves.items():
+            if rows[-1][key] is not None:
+                axis.plot(epochs, [row[key] for row in rows], ".-", label=label)
+    rate = axes[-1].twinx()
     rate.plot(epochs, [row["lr"] for row in rows], ".:", color="grey", label="learning rate (right)")
     rate.set_ylim(bottom=0)
-    axes[2].set_xlabel("epoch")
-    lines = [*axes[2].get_lines(), *rate.get_lines()]
-    axes[2].legend(lines, [line.get_label() for line in lines], frameon=False)
-    for axis in axes[:2]:
-        if axis.get_lines():
-            axis.legend(frameon=False)
+    axes[-1].set_xlabel("epoch")
+    for axis, lines in zip(axes, ([], [], rate.get_lines()), strict=True):
+        if lines := [*axis.get_lines(), *lines]:
+            axis.legend(lines, [line.get_label() for line in lines], frameon=False)
     _save(figure, path)
 
 
@@ -67,7 +68,7 @@ def plot_lambdas(path: Path, values: dict[str, Tensor]) -> None:
     """Draw the distribution of lambda in each layer: median, quartiles, and the 5% and 95% quantiles as whiskers."""
     figure, (axis,) = _figure(1, width=max(7.0, 0.16 * len(values) + 2), height=5)
     axis.axhline(1.0, color="grey", linewidth=0.8)
-    axis.boxplot([found.numpy() for found in values.values()], whis=(5, 95), showfliers=False, widths=0.6)
+    axis.boxplot([lambdas.numpy() for lambdas in values.values()], whis=(5, 95), showfliers=False, widths=0.6)
     axis.set_xticks(range(1, len(values) + 1), list(values), rotation=90, fontsize=6)
     axis.set_ylabel("lambda (1: no transform)")
     _save(figure, path)
@@ -79,15 +80,9 @@ def _figure(rows: int, width: float = 7.0, height: float = 5.0) -> tuple[Any, An
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
-    return figure, axes
+    return figure, figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
 
 
 def _save(figure: Any, path: Path) -> None:
     with atomic_write(path, force=True) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic_write(path, force=True) as temporary:
-        temporary.write_text(text)

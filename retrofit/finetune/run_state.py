@@ -1,10 +1,12 @@
-"""The state of a run on the disk: everything that the next step depends on."""
+"""A run on the disk: its folder, which has one owner, and the state in it, everything that the next step depends on."""
 
 from __future__ import annotations
 
 import os
 import random
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import numpy as np
 import torch
 
 from retrofit.errors import RetrofitError
-from retrofit.utils.files import atomic_write
+from retrofit.utils.files import acquire, atomic_write, release, sweep, termination_unwinds
 from retrofit.utils.text import one_line
 
-SCHEMA = 2
-LAST, PREVIOUS = "last.pt", "previous.pt"
+SCHEMA = 3
+RECIPE, STATE = "recipe.yaml", "state"
+START = f"{STATE}/start.safetensors"  # the artifact that a run began with
+_LAST, _PREVIOUS = f"{STATE}/last.pt", f"{STATE}/previous.pt"
+_LOCK = ".lock"
 
 
 @dataclass
@@ -29,7 +34,8 @@ class Position:
         loss_sum: Sum of the losses of the epoch's images so far.
         images: How many these are.
         seconds: That they took.
-        best: The best validation accuracy in percent, and the strength that it has.
+        best: The best validation accuracy in percent.
+        best_progress: How far on the way to the target the best is, from 0 to 1.
         rows: A line of metrics for each whole epoch.
         unreadable: Names of the images that could not be read.
     """
@@ -39,26 +45,80 @@ class Position:
     images: int = 0
     seconds: float = 0.0
     best: float | None = None
-    best_strength: float = 0.0
+    best_progress: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
-    def is_best(self, top1: float | None, strength: float) -> bool:
+    def is_best(self, top1: float | None, progress: float) -> bool:
         """Note whether an epoch is the best: the furthest on the way to the target, whatever the way costs."""
-        if top1 is None or (self.best is not None and (strength, top1) <= (self.best_strength, self.best)):
+        if top1 is None or (self.best is not None and (progress, top1) <= (self.best_progress, self.best)):
             return False
-        self.best, self.best_strength = top1, strength
+        self.best, self.best_progress = top1, progress
         return True
 
 
+@contextmanager
+def owned(folder: Path, resume: bool) -> Iterator[None]:
+    """Own a run's folder while the body runs.
+
+    A new run takes a folder that is empty or not there, or that holds a run which was killed before its first state.
+    If the body fails before it has saved a state, what it made is removed.
+
+    Args:
+        folder: The run's.
+        resume: Whether to go on with the run in it.
+
+    Raises:
+        RetrofitError: If another process owns it, or it cannot be made; for a new run, if something lies in it.
+    """
+    occupied = f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
+    if folder.exists() and not folder.is_dir():
+        raise RetrofitError(occupied)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = acquire(folder / _LOCK)
+    except OSError as error:
+        raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another `folder`") from error
+    if not free:
+        raise RetrofitError(
+            f"another process trains in {folder}; give another `folder`, or resume that run once the process has ended"
+        )
+    try:
+        sweep(folder)
+        sweep(folder / STATE)
+        if not resume:
+            present = {path.name for path in folder.iterdir()} - {_LOCK}
+            states = {path.name for path in (folder / STATE).iterdir()} if STATE in present else set()
+            killed = STATE in present and present <= {RECIPE, STATE} and states <= {Path(START).name}
+            if present and not killed:
+                raise RetrofitError(occupied)
+            _clear(folder)
+        with termination_unwinds():
+            try:
+                yield
+            finally:
+                if not resume and not (folder / _LAST).exists():
+                    _clear(folder)
+    finally:
+        release(folder / _LOCK)
+        with suppress(OSError):  # it holds a run now
+            for path in made:
+                path.rmdir()
+
+
+def _clear(folder: Path) -> None:
+    (folder / RECIPE).unlink(missing_ok=True)
+    shutil.rmtree(folder / STATE, ignore_errors=True)
+
+
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write a state and keep the one before it; at every moment one of the two is whole.
+    """Write a run's state and keep the one before it; at every moment one of the two is whole.
 
     Raises:
         RetrofitError: If the disk is full or the folder cannot be written to; the state before stays.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    last = folder / LAST
+    last = folder / _LAST
     with atomic_write(last, force=True) as temporary:
         try:
             torch.save({"schema": SCHEMA, **state}, temporary)
@@ -67,17 +127,19 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
                 f"cannot write the state {last} ({one_line(error)}); free space, then go on with `resume`"
             ) from error
         if last.exists():
-            os.replace(last, folder / PREVIOUS)
+            os.replace(last, folder / _PREVIOUS)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read the newest whole state.
+    """Read a run's newest whole state.
 
     Raises:
         RetrofitError: If there is none, or it is of another version.
     """
     reason = "there is none"
-    for path in _files(folder):
+    for path in (folder / _LAST, folder / _PREVIOUS):
+        if not path.is_file():
+            continue
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises anything on a damaged file
@@ -86,24 +148,7 @@ def load_state(folder: Path) -> dict[str, Any]:
         if state["schema"] != SCHEMA:
             raise RetrofitError(f"{path} was written by another version of retrofit; resume it with that")
         return state
-    raise RetrofitError(f"no state to resume in {folder} ({reason}); start the run anew with its recipe.yaml")
-
-
-def has_state(folder: Path) -> bool:
-    """Whether there is a state that is not known to be damaged."""
-    for path in _files(folder):
-        try:
-            torch.load(path, map_location="meta", weights_only=True)
-        except (OSError, MemoryError):
-            return True
-        except Exception:  # as above
-            continue
-        return True
-    return False
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in (folder / LAST, folder / PREVIOUS) if path.is_file()]
+    raise RetrofitError(f"no state to resume in {folder} ({reason}); start the run anew with its {RECIPE}")
 
 
 def random_state() -> dict[str, Any]:
@@ -125,7 +170,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    with suppress(KeyError):
+    if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import swa_utils
 
 from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
@@ -25,8 +26,8 @@ _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow wi
 def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
     """Estimate the running statistics of batch normalizations anew, with lambda and whitening of converted layers.
 
-    `torch.optim.swa_utils.update_bn` does so too. This one reads no data where there is nothing to estimate, refuses an
-    empty loader and restores every mode. Migrated and frozen statistics are constants, and stay.
+    As `torch.optim.swa_utils.update_bn`, which does the work; but this reads no data where there is nothing to
+    estimate, refuses an empty loader, and restores every mode. Migrated and frozen statistics are constants, and stay.
 
     Args:
         loader: Batches: tensors, or lists and tuples whose first entry is the input.
@@ -40,35 +41,39 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     Raises:
         RetrofitError: If the loader is empty, or statistics are not finite; they are then as they were.
     """
-    found: list[Any] = estimated_layers(model)
-    if not found:
+    layers = estimated_layers(model)
+    if not layers:
         return 0
-    momenta = {layer: layer.momentum for layer in found}
-    before = [(layer, *named, named[1].clone()) for layer in found for named in layer.named_buffers(recurse=False)]
+    momenta = {layer: layer.momentum for layer in layers}
+    former = [(layer, *named, named[1].clone()) for layer in layers for named in layer.named_buffers(recurse=False)]
     modes = modes_of(model)
-    model.train()
+    estimated: list[Any] = []
     try:
-        for layer in found:
-            layer.reset_running_stats()
-            layer.momentum = None  # the plain average over all batches
-        for images in map(input_of, loader):
-            model(images if device is None else images.to(device))
-        idle = [layer for layer in found if layer.num_batches_tracked == 0]
-        if len(idle) == len(found):
+        swa_utils.update_bn(loader, model, None if device is None else torch.device(device))
+        reached = [layer for layer in layers if layer.num_batches_tracked > 0]
+        if not reached:
             raise RetrofitError("the loader held no batch to estimate statistics from; give it data")
-        if not all(buffer.isfinite().all() for layer in found for buffer in layer.buffers()):
+        if not all(buffer.isfinite().all() for layer in reached for buffer in layer.buffers()):
             raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
-    except BaseException:
-        idle = found
-        raise
+        estimated = reached
     finally:
-        for layer, name, buffer, value in before:
-            if layer in idle:
+        for layer, name, buffer, value in former:
+            if layer not in estimated:
                 layer._buffers[name] = buffer.copy_(value)  # whitening is reset to another tensor
         for layer, momentum in momenta.items():
             layer.momentum = momentum
         restore_modes(modes)
-    return len(found) - len(idle)
+    return len(estimated)
+
+
+def estimated_layers(model: nn.Module) -> list[Any]:
+    """Return the layers whose running statistics `update_bn` estimates: those that track them and are not frozen."""
+    return [layer for layer in _tracking(model) if not getattr(layer, "frozen", False)]
+
+
+def _tracking(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that normalize by the batch in training and by running statistics after it."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and getattr(m, "running_mean", None) is not None]
 
 
 @torch.no_grad()
@@ -91,42 +96,18 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
     Raises:
         RetrofitError: If the loader is empty, or moments are not finite; nothing is changed then.
     """
-    moments = group_moments(loader, model, device)
-    for name, (mean, scale) in moments.items():
-        move_standardisation(model.get_submodule(name), mean, scale)
-    return len(moments)
-
-
-@torch.no_grad()
-def group_moments(
-    loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Measure mean and standard deviation of what each migrated norm group-normalizes.
-
-    Args:
-        loader: As for `recentre`.
-        model: The network; its mode is restored.
-        device: Where to move inputs, if anywhere.
-
-    Returns:
-        By layer: (G,) each, in float64. With k = 1 / sqrt(v + eps) the mean is E[m k] / E[k], the deviation 1 / E[k].
-
-    Raises:
-        RetrofitError: If the loader is empty, or moments are not finite.
-    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MigratedGroupNorm)}
     if not layers:
-        return {}
-    sums: dict[str, list[Tensor]] = {}
+        return 0
+    sums: dict[str, Tensor] = {}
 
     def measure(name: str, layer: MigratedGroupNorm, args: tuple[Tensor, ...]) -> None:
+        """Add up m k, k and 1 of each image and group: (3, G), in float64; k = 1 / sqrt(v + eps)."""
         (x,) = args
         scale, shift = (values.view(-1, *(1,) * (x.ndim - 2)) for values in layer.input_affine())
-        grouped = (x.double() * scale + shift).reshape(len(x), layer.num_groups, -1)
-        var, mean = torch.var_mean(grouped, 2, correction=0)
+        var, mean = torch.var_mean((x.double() * scale + shift).reshape(len(x), layer.num_groups, -1), 2, correction=0)
         k = torch.rsqrt(var + layer.group_eps)
-        found = [(mean * k).sum(0), k.sum(0), torch.full_like(k[0], len(x))]
-        sums[name] = [a + b for a, b in zip(sums[name], found, strict=True)] if name in sums else found
+        sums[name] = sums.get(name, 0) + torch.stack([mean * k, k, torch.ones_like(k)]).sum(1)
 
     watched = hooked(layer.register_forward_pre_hook(partial(measure, name)) for name, layer in layers.items())
     with evaluating(model), watched:
@@ -134,23 +115,23 @@ def group_moments(
             model(images if device is None else images.to(device))
     if not sums:
         raise RetrofitError("the loader held no batch to measure moments on; give it data")
-    found = {name: (mk / k, count / k) for name, (mk, k, count) in sums.items()}
-    for name, moments in found.items():
-        if not all(values.isfinite().all() for values in moments):
+    moments = {name: (mk / k, count / k) for name, (mk, k, count) in sums.items()}
+    for name, (mean, deviation) in moments.items():
+        if not (mean.isfinite().all() and deviation.isfinite().all()):
             raise RetrofitError(f"the moments of {name} are not finite; {_NOT_FINITE}")
-    return found
+    for name, (mean, deviation) in moments.items():
+        _move_standardisation(layers[name], mean, deviation)
+    return len(moments)
 
 
-@torch.no_grad()
-def move_standardisation(layer: Any, mean: Tensor, scale: Tensor) -> None:
-    """Let a migrated norm standardise to (x' - mean) / scale, (G,) each, where it standardised to x'."""
+def _move_standardisation(layer: Any, mean: Tensor, deviation: Tensor) -> None:
+    """Let a migrated norm standardise to (x' - mean) / deviation, (G,) each, where it standardised to x'."""
     each = layer.num_channels // layer.num_groups
     slope, _ = layer.input_affine()
     layer.running_mean.copy_(layer.running_mean.double() + mean.repeat_interleave(each) / slope)
-    var = (layer.running_var.double() + layer.eps) * scale.square().repeat_interleave(each)
-    layer.running_var.copy_(var)
+    layer.running_var.copy_((layer.running_var.double() + layer.eps) * deviation.square().repeat_interleave(each))
     layer.eps.zero_()
-    layer.group_eps.div_(scale.square().mean())
+    layer.group_eps.div_(deviation.square().mean())
 
 
 def freeze_norms(model: nn.Module) -> int:
@@ -165,22 +146,12 @@ def freeze_norms(model: nn.Module) -> int:
     Returns:
         How many layers were frozen.
     """
-    found = _tracking(model)
-    for layer in found:
+    layers = _tracking(model)
+    for layer in layers:
         if isinstance(layer, StrengthMixin):
             layer.frozen = True
             layer.eval()
-    if any(not isinstance(layer, StrengthMixin) for layer in found):
+    if any(not isinstance(layer, StrengthMixin) for layer in layers):
         network = unwrapped(model)
         apply(plan(network, "frozen", source="bn"), network)
-    return len(found)
-
-
-def estimated_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers whose running statistics `update_bn` estimates: those that track them and are not frozen."""
-    return [layer for layer in _tracking(model) if not getattr(layer, "frozen", False)]
-
-
-def _tracking(model: nn.Module) -> list[nn.Module]:
-    """Layers that normalize by the batch in training and by running statistics after it."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and getattr(m, "running_mean", None) is not None]
+    return len(layers)

@@ -69,20 +69,17 @@ class StepGate:
         self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None
     ) -> None:
         self._accelerator, self._optimizer, self._clip = accelerator, optimizer, clip
+        self._device = accelerator.device
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._scaled = accelerator.scaler is not None
-        self._fused = bool(optimizer.defaults.get("fused"))
-        self._lag = int(accelerator.device.type == "cuda")
+        self._lag = int(self._device.type == "cuda")
         self._sent: deque[tuple[Any, Tensor, Tensor, list[str], Tensor, Any]] = deque()
-        self._names: list[str] = []
-        self._overflows = self._fault = torch.zeros((), dtype=torch.int32, device=accelerator.device)
-        self._norms = torch.zeros((), device=accelerator.device)
+        self._overflows = self._fault = torch.zeros((), dtype=torch.int32, device=self._device)
         self.start(0.0)
 
     def start(self, loss_sum: float) -> None:
         """Begin an epoch, or go on with one whose losses add up to `loss_sum` so far."""
-        self._loss_sum = torch.tensor(loss_sum, device=self._accelerator.device)
-        self._finite = torch.ones((), dtype=torch.bool, device=self._accelerator.device)
+        self._loss_sum = torch.tensor(loss_sum, device=self._device)
+        self._finite = torch.ones((), dtype=torch.bool, device=self._device)
 
     def add(self, loss: Tensor, images: int) -> None:
         """Take a batch's mean loss into account."""
@@ -92,20 +89,21 @@ class StepGate:
     def close(self) -> None:
         """Judge the step whose gradient is complete, and clip it; the optimizer's step comes next."""
         self._accelerator.unscale_gradients()
+        scaled = self._accelerator.scaler is not None
         gradients = {name: one.grad for name, one in self._trained.items() if one.grad is not None}
         norms = torch._foreach_norm(list(gradients.values()))
         self._names, self._norms = list(gradients), torch.stack([norm.float() for norm in norms])
         norm = torch.linalg.vector_norm(self._norms)
         self._overflows = torch.where(norm.isfinite(), 0, self._overflows + 1)
-        at_fault = torch.where(self._overflows > (_HALVINGS if self._scaled else 0), 2, 0)
-        at_fault = torch.where(self._finite, at_fault, 1)
-        self._fault = torch.where(self._fault > 0, self._fault, at_fault)
+        fault = torch.where(self._overflows > (_HALVINGS if scaled else 0), 2, 0)
+        fault = torch.where(self._finite, fault, 1)
+        self._fault = torch.where(self._fault > 0, self._fault, fault)
         self._finite = torch.ones_like(self._finite)
         if self._clip:
             nn.utils.clip_grads_with_norm_(self._trained.values(), self._clip, norm)
-        if self._scaled:
+        if scaled:
             return
-        if self._fused:
+        if self._optimizer.defaults.get("fused"):
             self._optimizer.found_inf = (self._fault > 0).float()  # type: ignore[attr-defined]  # as GradScaler sets it
         else:
             for gradient in gradients.values():
@@ -114,7 +112,7 @@ class StepGate:
     def send(self, step: Any, images: Tensor) -> None:
         """Ask for the verdict of a step that is done."""
         figures, event = torch.stack([self._loss_sum, self._fault.float()]), None
-        if self._accelerator.device.type == "cuda":
+        if self._device.type == "cuda":
             figures = torch.empty(2, pin_memory=True).copy_(figures, non_blocking=True)
             event = torch.cuda.Event()
             event.record()

@@ -67,25 +67,25 @@ class StrengthSchedule:
         if total_steps < 1:
             raise UsageError(f"`total_steps` must be at least 1, not {total_steps}")
         try:
-            self._start, self._end = check_strength(start), check_strength(end)
-            self._noise = None if noise is None else check_noise(noise)
+            start, self._end = check_strength(start), check_strength(end)
+            self._most_noise = None if noise is None else check_noise(noise)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        if shape == "there-and-back" and self._end == 1:
+        self._there_and_back = shape == "there-and-back"
+        if self._there_and_back and self._end == 1:
             raise UsageError("there-and-back returns to a strength below 1; set `end`, 0 for the source's cost")
         self._layers = [module for module in model.modules() if isinstance(module, StrengthMixin)]
         if not self._layers:
             raise RetrofitError("the model holds no converted layer; convert it first")
         self._noisy = [layer for layer in self._layers if isinstance(layer, NormalityMixin)]
-        if self._noise and not self._noisy:
+        if self._most_noise and not self._noisy:
             raise UsageError("`noise` means nothing to these layers, which draw none; leave it out")
-        self._total = total_steps
-        self._shape = shape
-        self._ramp = ramp
-        self._noise_span = noise_start, noise_ramp
+        self._total, self._turn = total_steps, total_steps // 2
+        self._shape, self._ramp, self._noise_start, self._noise_ramp = shape, ramp, noise_start, noise_ramp
         self._steps = 0
-        self._starts = [max(self._start, float(layer.strength)) for layer in self._layers]
-        self._current: tuple[list[float] | None, float | None] = (None, None)
+        self._strengths = [float(layer.strength) for layer in self._layers]
+        self._starts = [max(start, strength) for strength in self._strengths]
+        self._noise: float | None = None
         self._set()
 
     def step(self) -> None:
@@ -94,27 +94,28 @@ class StrengthSchedule:
         self._set()
 
     @property
-    def strength(self) -> float | None:
-        """The strength that the schedule has set (of several, the lowest); None if it leaves the strength alone."""
-        return None if self._current[0] is None else min(self._current[0])
-
-    @property
-    def turning(self) -> bool:
-        """Whether the way back begins with the next step: the time for `retrofit.recentre`."""
-        return self._shape == "there-and-back" and self._steps == self._turn
-
-    @property
-    def remaining(self) -> float:
-        """The way that t still has to go, there and back (of several, the longest); 0 if it is left alone."""
-        strengths = self._current[0] or [self._end]
-        if self._shape == "there-and-back" and self._steps <= self._turn:
-            return (1 - min(strengths)) + (1 - self._end)
-        return max(abs(t - self._end) for t in strengths)
+    def strength(self) -> float:
+        """The strength of the layers (of several, the lowest)."""
+        return min(self._strengths)
 
     @property
     def noise(self) -> float | None:
         """The noise factor that the schedule has set; None if it leaves the noise alone."""
-        return self._current[1]
+        return self._noise
+
+    @property
+    def turning(self) -> bool:
+        """Whether the way back begins with the next step: the time for `retrofit.recentre`."""
+        return self._there_and_back and self._steps == self._turn
+
+    @property
+    def remaining(self) -> float:
+        """The way that t still has to go, there and back (of several, the longest); 0 if it is left alone."""
+        if self._shape == "off":
+            return 0.0
+        if self._there_and_back and self._steps <= self._turn:
+            return (1 - min(self._strengths)) + (1 - self._end)
+        return max(abs(t - self._end) for t in self._strengths)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands; the layers' strength is in the model's own state."""
@@ -128,7 +129,7 @@ class StrengthSchedule:
         """
         try:
             steps, starts = int(state["steps"]), [float(start) for start in state["starts"]]
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError):
             starts = []
         if len(starts) != len(self._layers):
             raise UsageError(
@@ -136,42 +137,33 @@ class StrengthSchedule:
                 "`state_dict` of the schedule of the same network returned"
             )
         self._steps, self._starts = steps, starts
-        self._current = (None, None)
-        self._set()
+        self._set(again=True)
 
-    def _set(self) -> None:
+    def _set(self, again: bool = False) -> None:
+        """Set strength and noise where they change, or `again`, whatever has become of them."""
         done = self._steps / self._total
-        strengths = None if self._shape == "off" else self._strengths_at(done)
-        noise = None if self._noise is None else self._noise_at(done, self._noise)
-        if strengths is not None and strengths != self._current[0]:
-            for layer, own in zip(self._layers, strengths, strict=True):
-                layer.set_strength(own)
-        if noise is not None and noise != self._current[1]:
+        if self._shape != "off" and ((strengths := self._strengths_at(done)) != self._strengths or again):
+            for layer, strength in zip(self._layers, strengths, strict=True):
+                layer.set_strength(strength)
+            self._strengths = strengths
+        if self._most_noise is not None and ((noise := self._noise_at(done, self._most_noise)) != self._noise or again):
             for noisy in self._noisy:
                 noisy.noise = noise
-        self._current = (strengths, noise)
-
-    @property
-    def _turn(self) -> int:
-        return self._total // 2
+            self._noise = noise
 
     def _strengths_at(self, done: float) -> list[float]:
-        if self._shape == "there-and-back":
-            way = self._ramp / 2
-            turn = self._turn / self._total
-            if done > turn:
-                fallen = 1.0 if done >= turn + way else (done - turn) / way
-                return [1 + (self._end - 1) * fallen for _ in self._starts]
-            risen = 1.0 if done >= way else done / way
-            return [start + (1 - start) * risen for start in self._starts]
-        risen = 1.0 if done >= self._ramp else done / self._ramp
+        ramp, goal = (self._ramp / 2, 1.0) if self._there_and_back else (self._ramp, self._end)
+        starts, turn = self._starts, self._turn / self._total
+        if self._there_and_back and done > turn:
+            done, goal, starts = done - turn, self._end, [1.0] * len(starts)
+        risen = 1.0 if done >= ramp else done / ramp
         if self._shape == "cosine":
             risen = (1 - math.cos(math.pi * risen)) / 2
-        return [start + (self._end - start) * risen for start in self._starts]
+        return [start + (goal - start) * risen for start in starts]
 
     def _noise_at(self, done: float, most: float) -> float:
-        start, ramp = self._noise_span
-        if done < start:
+        if done < self._noise_start:
             return 0.0
-        grown = 1.0 if done >= start + ramp else (done - start) / ramp
+        since = done - self._noise_start
+        grown = 1.0 if since >= self._noise_ramp else since / self._noise_ramp
         return most * math.ceil(grown * NOISE_STAGES) / NOISE_STAGES

@@ -14,52 +14,43 @@ from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import Accuracy, evaluate, predictions
-from retrofit.finetune.loaders import Part, Relabelled
+from retrofit.finetune.loaders import Part
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import ImageData
-from retrofit.networks.models import Network
 from retrofit.record import Preprocess
 
 
 def validation_share(
-    images: ImageData | None, network: Network, teacher: nn.Module | None, accelerator: Accelerator
+    images: ImageData | None, preprocess: Preprocess, teacher: nn.Module | None, accelerator: Accelerator
 ) -> ImageData | None:
-    """Return the images that this process validates on.
-
-    Args:
-        images: All of them.
-        network: Its preprocessing is used.
-        teacher: Labels the images, if given: the accuracy is then the agreement with it.
-        accelerator: Knows the processes.
+    """Return the images that this process validates on; a teacher labels them, so that accuracy is agreement with it.
 
     Raises:
         RetrofitError: If there are fewer images than processes.
     """
     if images is None:
         return None
-    if len(images.images) < accelerator.num_processes:
+    count, processes = len(images.images), accelerator.num_processes
+    if count < processes:
         raise RetrofitError(
-            f"{len(images.images)} images to validate on are too few for {accelerator.num_processes} processes; give "
-            "more, or a larger `val_split`"
+            f"{count} images to validate on are too few for {processes} processes; give more, or a larger `val_split`"
         )
-    part = Part(images.images, range(accelerator.process_index, len(images.images), accelerator.num_processes))
+    part = Part(images.images, range(accelerator.process_index, count, processes))
     if teacher is None:
         return replace(images, images=part)
-    part.transform = create_transform(**network.preprocess.to_dict())
-    answers = predictions(teacher, (batch[0].to(accelerator.device) for batch in DataLoader(part, 32)))
-    return replace(images, images=Relabelled(part, answers), outputs=None)
+    part.transform = create_transform(**preprocess.to_dict())
+    part.targets = predictions(teacher, (batch[0].to(accelerator.device) for batch in DataLoader(part, 32)))
+    return replace(images, images=part, outputs=None)
 
 
 def validate(
-    model: nn.Module, images: ImageData | None, preprocess: Preprocess, recipe: Recipe, accelerator: Accelerator
-) -> Accuracy | None:
+    model: nn.Module, images: ImageData, preprocess: Preprocess, recipe: Recipe, accelerator: Accelerator
+) -> Accuracy:
     """Evaluate the network; with several processes that of the first, whose running statistics are saved.
 
     Returns:
-        The accuracy over all processes, with this process's unreadable images; None without images to validate on.
+        The accuracy over all processes, with this process's unreadable images.
     """
-    if images is None:
-        return None
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer.contiguous()))

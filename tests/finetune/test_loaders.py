@@ -18,7 +18,7 @@ from torchvision.datasets import ImageFolder
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.data import open_data
-from retrofit.finetune.loaders import Batches, Order, Part, Relabelled, training_transform
+from retrofit.finetune.loaders import Batches, Order, Part, training_transform
 from retrofit.finetune.recipe import Recipe
 from retrofit.images import dataset
 from retrofit.images.dataset import open_images
@@ -97,7 +97,8 @@ def test_held_out_images_are_not_trained_on(pictures: Path) -> None:
 
 
 def test_a_part_of_a_part_has_a_transform_of_its_own(pictures: Path) -> None:
-    for part in (Part(open_images(pictures).images), Relabelled(Part(open_images(pictures).images), [2] * 24)):
+    images = open_images(pictures).images
+    for part in (Part(images), Part(images, targets=[2] * 24)):
         part.transform = lambda image: "mine"
         other = Part(part, range(1))
         other.transform = lambda image: "other"
@@ -245,14 +246,14 @@ def test_refusals(pictures: Path, settings: dict[str, Any], error: type[Exceptio
         batches(recipe(pictures, **settings), 0, world)
 
 
-def test_a_stream_is_refused(pictures: Path) -> None:
+def test_a_stream_is_refused(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(())
 
-    settings = recipe(pictures, dataset="wds/pictures")
+    monkeypatch.setattr(dataset, "create_dataset", lambda *_, **__: Stream())
     with pytest.raises(UsageError, match="wds/pictures is a stream"):
-        Batches(Stream(), training_transform(settings, PREPROCESS), settings, 0, 1)
+        open_data(recipe(pictures, dataset="wds/pictures"), None, 3)
 
 
 def test_a_flat_folder_has_no_classes_to_learn(tmp_path: Path, pictures: Path) -> None:

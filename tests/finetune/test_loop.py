@@ -203,7 +203,7 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
     whole = train("whole", network, **EVERYTHING)
     with pytest.raises(RuntimeError, match="the power went"):
         train("broken", same, callback=Listener(5), **EVERYTHING)
-    assert load_state(tmp_path / "broken" / "state")["position"]["step"] == 4
+    assert load_state(tmp_path / "broken")["position"]["step"] == 4
     torch.rand(7)  # what happens in between does not matter, nor how many processes decode
     again = train("broken", resume_network(tmp_path / "broken"), resume=True, **{**EVERYTHING, "workers": 1})
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
@@ -306,14 +306,14 @@ def test_a_loss_that_is_not_finite_names_the_layer_and_keeps_the_last_good_state
     message = r"loss is not finite at step 7 of 8: layer2\.0\.bn\d .* went first; .* step 4; lower `lr`"
     with pytest.raises(RetrofitError, match=message):
         train("run", network, callback=Poison(network.model.layer2[0].conv1.weight, step=6))
-    assert load_state(tmp_path / "run" / "state")["position"]["step"] == 4
+    assert load_state(tmp_path / "run")["position"]["step"] == 4
 
 
 def test_a_parameter_that_is_not_finite_is_never_saved(train: Train, tmp_path: Path) -> None:
     network = small_network()
     with pytest.raises(RetrofitError, match=r"fc\.bias is not finite at step 4 of 8: fc \(Linear\) went first"):
         train("run", network, callback=Poison(network.model.fc.bias, step=4))
-    assert load_state(tmp_path / "run" / "state")["position"]["step"] == 0
+    assert load_state(tmp_path / "run")["position"]["step"] == 0
 
 
 @pytest.mark.parametrize("name", ["layer1.0.bn1.running_lambda", "layer2.0.bn2.running_var", "fc.weight"])
@@ -421,7 +421,7 @@ def test_a_gradient_that_is_not_finite_is_blamed_itself(train: Train, tmp_path: 
     )
     with pytest.raises(RetrofitError, match=message):
         train("run", network, amp=amp)
-    assert load_state(tmp_path / "run" / "state")["position"]["step"] == 4
+    assert load_state(tmp_path / "run")["position"]["step"] == 4
 
 
 def test_mixed_precision_and_channels_last(train: Train) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 from retrofit.cli.convert import command
 from retrofit.conversion_options import OPTIONS
-from retrofit.finetune.catalogue import recipe_summaries, recipe_text
 from retrofit.finetune.optim import build_optimizer
 from retrofit.finetune.recipe import load_recipe
+from retrofit.finetune.recipe_files import recipe_summaries, recipe_text
 from retrofit.layers import ProxyNorm
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.networks.cifar import resnet18

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.catalogue import recipe_summaries, recipe_text
 from retrofit.finetune.recipe import Recipe, load_recipe
+from retrofit.finetune.recipe_files import recipe_summaries, recipe_text
 
 NAMES = [
     "cifar10-vit",

@@ -13,7 +13,7 @@ import pytest
 
 from retrofit.errors import RetrofitError
 from retrofit.finetune.loop import resume_network
-from retrofit.finetune.run_folder import owned
+from retrofit.finetune.run_state import owned
 from tests.finetune.conftest import Train
 
 
@@ -68,7 +68,6 @@ KILLED = [
         "state/.start.safetensors.0a1b2c3d.tmp/lock",
     ),
     ("recipe.yaml", "state/start.safetensors", "state/.last.pt.0a1b2c3d.tmp"),
-    ("recipe.yaml", "state/start.safetensors", "state/last.pt", "state/previous.pt"),
 ]
 
 
@@ -86,6 +85,8 @@ def test_a_run_killed_before_its_first_state_leaves_an_unused_folder(tmp_path: P
         ("recipe.yaml",),  # the user's own
         ("photo.png", "state/start.safetensors"),
         ("recipe.yaml", "state/start.safetensors", "state/last.pt", "metrics.jsonl", "best.safetensors"),
+        ("recipe.yaml", "state/start.safetensors", "state/last.pt"),  # a run that is not over yet
+        ("recipe.yaml", "state/start.safetensors", "state/previous.pt"),
         ("recipe.yaml", "state/start.safetensors", "state/notes"),
     ],
     ids=len,
@@ -95,28 +96,6 @@ def test_what_no_killed_run_leaves_is_kept(tmp_path: Path, there: tuple[str, ...
     with pytest.raises(RetrofitError, match=r"run exists; give another `folder`, or go on with .* `resume`"):
         owned(tmp_path / "run", resume=False).__enter__()
     assert contents(tmp_path / "run").keys() == set(there)
-
-
-def test_a_run_with_a_state_is_not_begun_again(train: Train, tmp_path: Path) -> None:
-    train("run", stop=lambda: True)
-    (tmp_path / "run" / "last.safetensors").unlink()
-    (tmp_path / "run" / "state" / "last.pt").write_bytes(b"damaged")  # the state before it is whole
-    train("run", resume_network(tmp_path / "run"), resume=True, stop=lambda: True)
-    with pytest.raises(RetrofitError, match="run exists"):
-        train("run")
-
-
-def test_a_state_that_cannot_be_read_is_kept(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train("run", stop=lambda: True)
-    (tmp_path / "run" / "last.safetensors").unlink()
-
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("torch.load", fail)
-    with pytest.raises(RetrofitError, match="run exists"):
-        train("run")
-    assert (tmp_path / "run" / "state" / "last.pt").exists()
 
 
 @pytest.mark.parametrize("name", ["state/.last.pt.0a1b2c3d.tmp", ".curves.png.0a1b2c3d.tmp"])

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError
+from retrofit.finetune.classifier import check_images, fit_network
 from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.setup import adjust_layers, check_images, fit_network
+from retrofit.finetune.setup import adjust_layers
 from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import set_record

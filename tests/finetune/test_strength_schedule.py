@@ -80,7 +80,7 @@ def test_no_ramp_is_full_strength_at_once_and_off_leaves_it_alone() -> None:
     schedule = StrengthSchedule(model, 10, shape="off", noise=0.0)
     schedule.step()
     assert strength_of(model) == pytest.approx(0.3)
-    assert (schedule.strength, schedule.remaining) == (None, 0)
+    assert (schedule.strength, schedule.remaining) == (pytest.approx(0.3), 0)
 
 
 def test_layers_of_an_earlier_conversion_are_not_taken_back() -> None:

@@ -1,0 +1,106 @@
+"""Recipe files: those of the package, and others, which may come from anywhere and are read within bounds."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.utils.text import one_line, printable, shortlist
+
+_PACKAGE = Path(__file__).parents[1]
+_MOST_BYTES = 2**16  # a recipe is a page of text
+_MOST_NODES = 1000  # names, values and lists
+_DEEPEST = 3  # the mapping, lists as values, and what they hold
+
+
+def _recipes_folder() -> Path:
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"  # beside it in a source checkout
+
+
+def recipe_summaries() -> dict[str, str]:
+    """Return the first comment line of each shipped recipe, by name."""
+    files = sorted(_recipes_folder().glob("*.yaml"))
+    return {path.stem: path.read_text().partition("\n")[0].lstrip("# ") for path in files}
+
+
+def recipe_text(name: str) -> str:
+    """Return a shipped recipe's text.
+
+    Raises:
+        UsageError: If there is none of that name; the message shows the closest ones.
+    """
+    names = list(recipe_summaries())
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names
+        raise UsageError(
+            f"no recipe {printable(repr(name), 100)}; did you mean {' or '.join(close)}? `retrofit recipes` lists them"
+        )
+    return (_recipes_folder() / f"{name}.yaml").read_text()
+
+
+def recipe_settings(name: str | Path) -> dict[str, Any]:
+    """Read the settings of a shipped recipe, or of a YAML file with one `name: value` a line.
+
+    Raises:
+        RetrofitError: If the file cannot be read, is not a regular file or not UTF-8, or is too long.
+        UsageError: If there is no such recipe, or what it holds is no flat mapping.
+    """
+    what, path = f"recipe {printable(name, 100)}", Path(name)
+    if path.suffix in (".yaml", ".yml") or os.path.exists(path):
+        text = _small_text(path, what)
+    else:
+        text = recipe_text(str(name))
+    try:
+        values = yaml.load(text, _FlatLoader)
+    except Exception as error:  # numbers and dates raise ValueError, and more
+        raise UsageError(
+            f"{what} is not YAML that can be read ({one_line(error)}); write one `name: value` a line"
+        ) from error
+    if values is not None and not isinstance(values, dict):
+        raise UsageError(f"{what} holds no settings; write one `name: value` a line")
+    return {key if isinstance(key, str) else f"<{type(key).__name__}>": value for key, value in (values or {}).items()}
+
+
+def _small_text(path: Path, what: str) -> str:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise RetrofitError(f"{what} is not a regular file; give the path of a YAML file")
+    try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise RetrofitError(f"{what} has {size:,} bytes, more than {_MOST_BYTES:,}; check the path")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RetrofitError(f"cannot read the {what} ({one_line(error)}); check the path") from error
+
+
+class _FlatLoader(yaml.SafeLoader):
+    """Builds one mapping of plain values and lists; a few lines with references would stand for gigabytes."""
+
+    nodes = depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > _MOST_NODES:
+            raise yaml.YAMLError(f"it holds more than {_MOST_NODES:,} names and values")
+        if self.peek_event().anchor is not None:
+            raise yaml.YAMLError("it holds references, & or *")
+        if self.depth > _DEEPEST:
+            raise yaml.YAMLError("its values are nested")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            counts = Counter(str(key.value) for key, _ in node.value)
+            twice = [name for name, count in counts.items() if count > 1]
+            raise yaml.YAMLError(f"it sets {shortlist(twice or ['a name'])} twice")
+        return mapping
