@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from retrofit.cli.flags import in_flags
-from retrofit.utils.json_text import json_text
-from retrofit.utils.text import printable
+from retrofit.utils.text import json_text, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -31,9 +31,9 @@ from retrofit.evaluation.attack import Attack
 from retrofit.graph.find_sites import find_sites
 from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values
+from retrofit.utils.batches import without_image_rows
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
-from retrofit.utils.image_rows import without_image_rows
 from retrofit.utils.placement import device_of
 from retrofit.utils.text import shortlist
 

@@ -28,7 +28,7 @@ from retrofit.layers.constant_affine import ConstantAffine, TrainedAffine
 from retrofit.layers.forms import EstimatedTransform, GroupConvolution, MigratedForm, TwoBranch
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
-from retrofit.utils.copying import copied
+from retrofit.utils.evaluating import copied
 from retrofit.utils.placement import device_of
 
 _KINDS = {

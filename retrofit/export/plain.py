@@ -28,7 +28,7 @@ from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.record import set_record
 from retrofit.surgery import guards
 from retrofit.surgery.conversion import reference_of
-from retrofit.utils.copying import copied
+from retrofit.utils.evaluating import copied
 from retrofit.utils.text import plural, shortlist
 
 

@@ -12,7 +12,7 @@ from retrofit.compare import Comparison
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.onnx.precision import Precision
 from retrofit.utils.files import atomic_write, ensure_writable, writing
-from retrofit.utils.json_text import json_text
+from retrofit.utils.text import json_text
 
 SCHEMA = 1
 

@@ -20,7 +20,7 @@ from retrofit.export.onnx.precision import Precision
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.record import unwrapped
 from retrofit.utils.batches import images_of
-from retrofit.utils.copying import copied
+from retrofit.utils.evaluating import copied
 from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
 from retrofit.utils.placement import placement_of
 

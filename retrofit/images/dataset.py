@@ -1,4 +1,4 @@
-"""Labelled images: a folder or tar with one folder a class, or one of timm's named datasets.
+"""Labelled images: a folder or tar with one folder a class, scikit-learn's digits, or one of timm's named datasets.
 
 timm's own dataset puts the next image in place of one that it cannot read and drops images of classes that the class
 map lacks, with a log line at most. A measured accuracy would then be that of other images than the user thinks, so here
@@ -7,12 +7,13 @@ an unreadable image is marked, and a missing class is an error.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ from timm.data.readers.class_map import load_class_map
 from torch import Tensor
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.images.digits import Digits
-from retrofit.images.image_files import find_images
+from retrofit.images.image_files import ImageFiles
 from retrofit.record import Preprocess
 from retrofit.utils.text import one_line, shortlist, shown
 
@@ -74,16 +74,38 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16 bits a pixel to 8, which Pillow would cut off at 255.
-
-    Raises:
-        ValueError: If nothing says what stands for white: 32-bit and floating-point pixels.
-    """
+    """Scale 16 bits a pixel to 8, which Pillow would cut off at 255; raise ValueError if the range is unknown."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range")
     return image
+
+
+class _Digits:
+    """A reader of scikit-learn's 1,797 digits of 8 x 8 pixels (UCI's optical digits), which need no download.
+
+    A fifth of each class, always the same 360 images, is held out for validation.
+    """
+
+    classes = tuple("0123456789")
+
+    def __init__(self, training: bool) -> None:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        images, targets = load_digits(return_X_y=True)
+        parts = train_test_split(images, targets, test_size=0.2, random_state=0, stratify=targets)
+        pixels, self._targets = parts[0 if training else 1], parts[2 if training else 3]
+        self._pixels = (pixels.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
+        file = io.BytesIO()
+        Image.fromarray(self._pixels[index]).save(file, "png")
+        return file, int(self._targets[index])
 
 
 @dataclass(frozen=True)
@@ -107,7 +129,7 @@ class ImageData:
     notes: tuple[str, ...] = ()
 
     def contradicts(self, labels: Sequence[str] | None) -> bool:
-        """Whether classes were taken for outputs by their order, and a model's `labels` call these otherwise."""
+        """Whether classes were matched to outputs by order alone, and a model's `labels` are other names."""
         return self.matched == "order" and None not in (labels, self.names) and tuple(labels or ()) != self.names
 
     def mapped(self, class_map: str | os.PathLike[str] | None = None, labels: Sequence[str] | None = None) -> ImageData:
@@ -155,12 +177,10 @@ def has_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) 
 
 def parts_in(data_dir: str | os.PathLike[str] | None) -> list[str]:
     """Return the sub-folders of a folder that hold folders and are called as parts of data usually are."""
-    found = [] if data_dir is None else _folders(Path(data_dir))
-    return sorted(name for name in found if name.lower() in _PARTS and _folders(Path(str(data_dir)) / name))
-
-
-def _folders(folder: Path) -> list[str]:
-    return next(os.walk(folder), ("", [], []))[1]
+    if data_dir is None or not Path(data_dir).is_dir():
+        return []
+    parts = [folder for folder in Path(data_dir).iterdir() if folder.name.lower() in _PARTS and folder.is_dir()]
+    return sorted(part.name for part in parts if any(entry.is_dir() for entry in part.iterdir()))
 
 
 def open_images(
@@ -205,9 +225,9 @@ def open_images(
     _check_part(data_dir, dataset, split)
     mode = "RGB" if channels == 3 else "L"
     if dataset == "digits":
-        data = _of_classes(Digits(split in _TRAIN_NAMES, mode), Digits.classes)
+        data = _of_classes(LabelledImages(_Digits(split in _TRAIN_NAMES), mode), _Digits.classes)
     elif dataset.lower() in _FOLDERS and data_dir is not None:
-        files = find_images(_part_folder(data_dir, split) or Path(data_dir), topmost=bool(dataset))
+        files = ImageFiles(_part_folder(data_dir, split) or Path(data_dir), topmost=bool(dataset))
         notes = (f"no image in {shortlist(files.empty)}: no class of its own",) if files.empty else ()
         data = _of_classes(LabelledImages(files, mode), files.classes, notes)
     else:
@@ -275,25 +295,25 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
         raise RetrofitError(
             f"cannot read the class map {class_map} ({one_line(error)}); give a .txt file with one class name a line"
         ) from error
-    found: dict[str, int] = {}
+    outputs: dict[str, int] = {}
     taken: set[int] = set()
     for name, index in pairs or [("", 0)]:
-        wrong = ""
+        problem = ""
         if name == "":
-            wrong = f"has no name for output {shown(index)}"
-        elif name in found:
-            wrong = f"has {shown(name)} for outputs {found[name]} and {index}"
+            problem = f"has no name for output {shown(index)}"
+        elif name in outputs:
+            problem = f"has {shown(name)} for outputs {outputs[name]} and {index}"
         elif type(index) is not int or not 0 <= index < len(pairs) or index in taken:
-            wrong = (
+            problem = (
                 f"has output {shown(index)} for {shown(name)}, which is not one of its own from 0 to {len(pairs) - 1}"
             )
-        if wrong:
+        if problem:
             raise RetrofitError(
-                f"the class map {class_map} {wrong}; give each output one name, and each name one output"
+                f"the class map {class_map} {problem}; give each output one name, and each name one output"
             )
-        found[name] = index
+        outputs[name] = index
         taken.add(index)
-    return found
+    return outputs
 
 
 class SampledBatches(Sequence[tuple[Tensor, Tensor]]):
@@ -302,7 +322,7 @@ class SampledBatches(Sequence[tuple[Tensor, Tensor]]):
     Each is (pixels, targets): (N, C, H, W), as a model takes them, and (N,).
 
     Args:
-        data: What `open_images` found; its transform is set.
+        data: From `open_images`; its transform is set.
         preprocess: The model's.
         images: How many at most.
         batch_size: Images in a batch.
@@ -318,28 +338,16 @@ class SampledBatches(Sequence[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return math.ceil(self._count / self._batch_size)
 
-    @overload
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[Tensor, Tensor]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        """Read one batch, or several.
-
-        Raises:
-            RetrofitError: If an image cannot be read.
-        """
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:
+        """Read one batch; raise RetrofitError if an image cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        found = [self._read(i) for i in range(self._count)[index * self._batch_size :][: self._batch_size]]
-        return torch.stack([pixels for pixels, _ in found]), torch.tensor([target for _, target in found], device="cpu")
-
-    def _read(self, number: int) -> tuple[Tensor, int]:
-        pixels, target = self._images[number * len(self._images) // self._count]
-        if target < 0:
-            raise RetrofitError(f"cannot read {self._images.unreadable(target)}; remove it")
-        return pixels, target
+        rows = range(self._count)[index * self._batch_size :][: self._batch_size]
+        samples = [self._images[row * len(self._images) // self._count] for row in rows]
+        if unread := [target for _, target in samples if target < 0]:
+            raise RetrofitError(f"cannot read {self._images.unreadable(unread[0])}; remove it")
+        pixels, targets = zip(*samples, strict=True)
+        return torch.stack(pixels), torch.tensor(targets, device="cpu")
 
 
 def sample_batches(

@@ -9,10 +9,9 @@ import torch
 
 
 def heed_no_signals(_worker: object) -> Any:
-    """Let signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) be the main process's alone.
+    """Leave signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) to the main process.
 
-    It decides what happens to the work, and ends its workers itself; they also end when it is gone. For a DataLoader's
-    `worker_init_fn`, or timm's `worker_seeding`.
+    It ends its workers itself. For a DataLoader's `worker_init_fn`, or timm's `worker_seeding`.
 
     Returns:
         The worker's seed, an int, as torch chose it; timm asks for it.

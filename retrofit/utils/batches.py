@@ -1,13 +1,15 @@
-"""Batches of images as people have them, looked at before anything is fitted to them."""
+"""Batches of images as people have them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.utils.hooks import hooked
 
 
 def input_of(batch: Any) -> Any:
@@ -27,15 +29,38 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
         UsageError: If something else is given.
         RetrofitError: If a batch holds NaN or infinity, to which a fit would be as wrong, and silently so.
     """
-    wanted = f"`{name}` takes batches of images, tensors (N, C, H, W)"
+    takes = f"`{name}` takes batches of images, tensors (N, C, H, W)"
     if not isinstance(batches, Iterable):
-        raise UsageError(f"{wanted}; got {type(batches).__name__}")
+        raise UsageError(f"{takes}; got {type(batches).__name__}")
     for number, batch in enumerate([batches] if isinstance(batches, Tensor) else batches, 1):
         images = input_of(batch)
-        if not isinstance(images, Tensor):
-            raise UsageError(f"{wanted}; batch {number} is {type(images).__name__}")
-        if images.ndim < 2:
-            raise UsageError(f"{wanted}; batch {number} is {tuple(images.shape)}")
+        if not isinstance(images, Tensor) or images.ndim < 2:
+            what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            raise UsageError(f"{takes}; batch {number} is {what}")
         if not images.isfinite().all():
             raise RetrofitError(f"batch {number} of `{name}` holds NaN or infinity; mend how its images are prepared")
         yield images
+
+
+def without_image_rows(run: Callable[[Tensor], Any], layers: Collection[nn.Module], image: Tensor) -> set[nn.Module]:
+    """Return the layers whose outputs do not have twice as many rows for two images as for one.
+
+    Such are layers of transformers that take (tokens, images, channels), and a norm of parameters alone. A layer that
+    is not called is not among them.
+
+    Args:
+        run: The network, in evaluation.
+        layers: Some of its layers.
+        image: One image, (1, C, H, W).
+    """
+    rows: list[dict[nn.Module, int]] = []
+
+    def count(layer: nn.Module, _args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.ndim:
+            rows[-1].setdefault(layer, len(out))
+
+    with hooked(layer.register_forward_hook(count) for layer in layers):
+        for images in (image, torch.cat([image, image])):
+            rows.append({})
+            run(images)
+    return {layer for layer, one in rows[0].items() if rows[1].get(layer) != 2 * one}

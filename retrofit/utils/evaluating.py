@@ -1,14 +1,17 @@
-"""Evaluate a network and leave it as it was."""
+"""Look at a network, or a copy of it, and leave it as it was."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from retrofit.errors import RetrofitError
 from retrofit.utils.placement import device_of
+from retrofit.utils.text import one_line
 
 Modes = list[tuple[nn.Module, bool]]
 """Each module of a network, parents first, and whether it is in training mode."""
@@ -32,10 +35,7 @@ def modes_of(model: nn.Module) -> Modes:
 
 
 def restore_modes(modes: Modes) -> None:
-    """Put modules back in their modes, through `train`: it may do more than set a flag.
-
-    torchvision's feature extractors, for one, have a graph for each mode, and change it there.
-    """
+    """Put modules back in their modes, through `train`: torchvision's feature extractors change their graph there."""
     for module, training in modes:
         if module.training != training:
             module.train(training)
@@ -48,11 +48,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     What is compiled runs uncompiled: compiled code calls the hooks alone that were there when it was traced.
     """
     device = device_of(model)
-    kind, places = ("cuda", []) if device.type in ("cpu", "meta") else (device.type, [device])
+    kind, devices = ("cuda", []) if device.type in ("cpu", "meta") else (device.type, [device])
     buffers = kept_values(model.buffers())
     compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    with evaluating(model), eager, torch.random.fork_rng(places, device_type=kind):
+    with evaluating(model), eager, torch.random.fork_rng(devices, device_type=kind):
         try:
             yield
         finally:
@@ -70,3 +70,14 @@ def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
         for tensor, version, former in values:
             if version is None or tensor._version != version:
                 tensor.copy_(former)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a network; raise RetrofitError if it holds computed tensors, as pruned layers do."""
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise RetrofitError(
+            "the network cannot be copied: it holds tensors that were computed, as pruned layers do; make them "
+            f"permanent first, by torch.nn.utils.prune.remove for example ({one_line(error)[:100]})"
+        ) from error

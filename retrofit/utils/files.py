@@ -19,10 +19,11 @@ from types import FrameType
 from retrofit.errors import RetrofitError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EIO}
 _LOCK, _OLD = "lock", "old"  # in a temporary folder: its owner's lock, and what it replaces
 
-_held: dict[Path, int] = {}
-"""Descriptors of the files that this process has locked."""
+_locks: dict[Path, int] = {}
+"""The files that this process has locked, with their descriptors."""
 
 
 def ensure_writable(path: str | Path, force: bool = False) -> Path:
@@ -40,11 +41,8 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
             or read-only.
     """
     target = Path(os.path.realpath(Path(path).expanduser()))
-    try:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            target.lstat()
-    except OSError as error:
-        raise _explained(error, path) from error
+    with writing(path), suppress(FileNotFoundError, NotADirectoryError):
+        target.lstat()  # fails on a name that is too long
     if target.is_dir():
         raise RetrofitError(f"{path} is a folder; name a file in it")
     if target.exists() and not target.is_file():
@@ -60,12 +58,10 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
 
 @contextmanager
 def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
-    """Write a file aside and rename it when it is complete.
+    """Write a file in a hidden folder beside `path` and rename it when the body ends.
 
-    The body writes to the temporary path that it is given, in a hidden folder beside `path`. When the body ends, the
-    content is flushed to the disk and renamed; when the body fails, or the process is interrupted or terminated, the
-    folder is removed. A killed process may leave a hidden `.NAME.*.tmp`, never a partial `path`; the next `force`
-    removes it.
+    If the body fails, or the process is interrupted or terminated, the folder is removed. A killed process may leave a
+    hidden `.NAME.*.tmp`, which the next writer of `path` removes, but never a partial `path`.
 
     Args:
         path: The final name.
@@ -78,10 +74,10 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
         RetrofitError: As `ensure_writable`, and if the disk is full or the folder cannot be written to.
     """
     target = ensure_writable(path, force)
-    with writing(path), aside(target) as folder:
+    with writing(path), _temporary_folder(target) as folder:
         temporary = folder / target.name
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        mode = temporary.stat().st_mode  # as the user's umask has it; writers may put a private file in its place
+        mode = temporary.stat().st_mode  # as the user's umask has it; safetensors makes its files private
         yield temporary
         temporary.chmod(mode)
         _flush(temporary)
@@ -92,18 +88,18 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Fill a folder aside and rename it when it is complete.
+    """Fill a new folder and rename it when the body ends.
 
     What stood there is replaced; it is back if the body fails, or the process is interrupted or terminated.
 
     Args:
-        folder: The final name; its parent is there and can be written to.
+        folder: The final name, in a folder that can be written to.
 
     Yields:
         The empty folder to fill.
     """
     final = folder.absolute()
-    with aside(final) as temporary:
+    with _temporary_folder(final) as temporary:
         new = temporary / "new"
         new.mkdir()
         yield new
@@ -113,12 +109,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def aside(final: Path) -> Iterator[Path]:
-    """Make a hidden folder beside a path, and remove it in the end; after a kill, the next one for that path does.
-
-    Args:
-        final: What will be written; its folder is there.
-    """
+def _temporary_folder(final: Path) -> Iterator[Path]:
+    """Make a hidden folder beside `final` and remove it in the end; after a kill, the next one for that path does."""
     sweep(final.parent, final.name)
     with termination_unwinds():
         folder = Path(tempfile.mkdtemp(prefix=f".{final.name[:200]}.", suffix=".tmp", dir=final.parent))
@@ -131,21 +123,13 @@ def aside(final: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path, name: str | None = None) -> None:
-    """Remove the temporary files and folders of processes that are gone.
-
-    Args:
-        folder: Where they lie.
-        name: The file or folder that they were to become; any if None.
-    """
-    ours = re.compile(rf"\.({'.+' if name is None else re.escape(name[:200])})\.[a-z0-9_]{{8}}\.tmp")
-    for found in list(folder.iterdir()) if folder.is_dir() else []:
-        if (match := ours.fullmatch(found.name)) is None:
-            continue
-        if not found.is_dir():  # earlier versions wrote a file
-            found.unlink(missing_ok=True)
-        elif (found / _LOCK).exists() and acquire(found / _LOCK):
-            _discard(found, folder / match[1])
-            release(found / _LOCK)
+    """Remove the temporary folders in `folder` of processes that are gone: for the file `name`, or for any if None."""
+    pattern = re.compile(rf"\.({'.+' if name is None else re.escape(name[:200])})\.[a-z0-9_]{{8}}\.tmp")
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        match = pattern.fullmatch(path.name)
+        if match and (path / _LOCK).exists() and acquire(path / _LOCK):
+            _discard(path, folder / match[1])
+            release(path / _LOCK)
 
 
 def _discard(folder: Path, final: Path) -> None:
@@ -158,7 +142,7 @@ def _discard(folder: Path, final: Path) -> None:
 def acquire(path: Path) -> bool:
     """Lock a file, made if it is not there, until `release` or the end of the process, however it ends.
 
-    The lock is this process's alone: those that it forks, which may outlive it, do not hold it.
+    The processes that this one forks, which may outlive it, do not hold the lock.
 
     Returns:
         Whether it was free. Where the file system has no locks it counts as free.
@@ -167,7 +151,7 @@ def acquire(path: Path) -> bool:
         OSError: If the file cannot be made.
     """
     path = path.absolute()
-    while path not in _held:
+    while path not in _locks:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,7 +161,7 @@ def acquire(path: Path) -> bool:
                 return False
         with suppress(FileNotFoundError):
             if os.fstat(descriptor).st_ino == path.stat().st_ino:  # else its last owner has removed it meanwhile
-                _held[path] = descriptor
+                _locks[path] = descriptor
                 return True
         os.close(descriptor)
     return False
@@ -185,7 +169,7 @@ def acquire(path: Path) -> bool:
 
 def release(path: Path) -> None:
     """Remove a file that `acquire` locked, and the lock."""
-    if (descriptor := _held.pop(path.absolute(), None)) is not None:
+    if (descriptor := _locks.pop(path.absolute(), None)) is not None:
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -204,24 +188,15 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn errors of writing `path` into the user's words.
-
-    Raises:
-        RetrofitError: If the disk is full, or the place cannot be written to.
-    """
+    """Turn errors of writing `path` into RetrofitError: the disk is full, or the place cannot be written to."""
     try:
         yield
     except OSError as error:
-        raise _explained(error, path) from error
-
-
-def _explained(error: OSError, path: str | Path) -> OSError | RetrofitError:
-    """Turn an error of writing into the user's words; errors that name another file are not about writing `path`."""
-    if error.errno in _FULL:
-        return RetrofitError(f"no space left for {path}; free some or choose another folder")
-    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EIO}:
-        return RetrofitError(f"cannot write {path} ({os.strerror(error.errno)}); choose another place")
-    return error
+        if error.errno in _FULL:
+            raise RetrofitError(f"no space left for {path}; free some or choose another folder") from error
+        if error.errno in _REFUSED:
+            raise RetrofitError(f"cannot write {path} ({os.strerror(error.errno)}); choose another place") from error
+        raise
 
 
 @contextmanager

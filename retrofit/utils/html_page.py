@@ -23,12 +23,7 @@ ul { padding-left: 1.2rem } .wide { overflow-x: auto; margin: .5rem 0 1rem } bod
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; width: 100% }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
 th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align: left }
-.hint { display: none } @media (max-width: 700px) { .hint { display: block } }
 thead th { background: var(--panel); vertical-align: bottom }
-.short { width: auto }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1rem; margin: .5rem 0 1rem }
-dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
-pre { background: var(--panel); padding: .75rem; overflow-x: auto; font-size: .875rem; margin: .5rem 0 1rem }
 """
 
 
@@ -38,12 +33,7 @@ def as_html(text: object) -> str:
 
 
 def html_page(title: str, parts: Iterable[str]) -> str:
-    """Return a page.
-
-    Args:
-        title: Heading.
-        parts: What follows it, as HTML.
-    """
+    """Return a page: a title and what follows it, as HTML."""
     head = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -64,8 +54,4 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     filled = [place for place in range(len(columns)) if any(row[place] for row in rows)]
     head = "".join(f"<th>{as_html(columns[place])}</th>" for place in filled)
     body = "".join("<tr>" + "".join(f"<td>{as_html(row[place])}</td>" for place in filled) + "</tr>" for row in rows)
-    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    if len(filled) <= 3:  # spread over the page, words would stand far from their numbers
-        return f'<div class="wide"><table class="short">{table}</div>'
-    hint = '<p class="soft hint">The table is wider than the page: scroll it sideways.</p>'
-    return f'{hint}<div class="wide"><table>{table}</div>'
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

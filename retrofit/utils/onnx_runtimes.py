@@ -41,48 +41,18 @@ def open_onnx(
         UsageError: If the runtime is not installed.
         RetrofitError: If it cannot run the model; so does the function.
     """
-    what = "the exported model" if isinstance(model, bytes) else str(model)
 
-    def refused(error: Exception) -> RetrofitError:
-        return RetrofitError(f"{RUNTIMES[runtime]} cannot run {what} ({one_line(error)}); {advice}")
-
-    opened = {"onnxruntime": _in_onnxruntime, "openvino": _in_openvino}[runtime]
-    try:
-        run = opened(model, shape, threads)
-    except ImportError:
-        raise UsageError(f"{runtime} is not installed; pip install {runtime}, or take another `runtime`") from None
-    except Exception as error:  # the runtimes' exceptions have no common class
-        raise refused(error) from error
-
-    def answer(*inputs: Array) -> list[Array]:
+    def guarded(function: Callable[..., Any], *args: Any) -> Any:
         try:
-            return run(*inputs)
-        except Exception as error:
-            raise refused(error) from error
+            return function(*args)
+        except ImportError:
+            raise UsageError(f"{runtime} is not installed; pip install {runtime}, or take another `runtime`") from None
+        except Exception as error:  # the runtimes' exceptions have no common class
+            what = "the exported model" if isinstance(model, bytes) else model
+            raise RetrofitError(f"{RUNTIMES[runtime]} cannot run {what} ({one_line(error)}); {advice}") from error
 
-    return answer
-
-
-def metadata(path: Path) -> dict[str, Any]:
-    """Return what a file says of itself, each value as JSON where it is JSON.
-
-    Raises:
-        RetrofitError: If there is no such file, or no ONNX in it.
-    """
-    if not path.is_file():
-        raise RetrofitError(f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such files")
-    try:
-        entries = onnx.load(path, load_external_data=False).metadata_props
-    except Exception as error:  # protobuf's errors have no common class
-        raise RetrofitError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
-    return {entry.key: _value(entry.value) for entry in entries}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    run = guarded(_in_onnxruntime if runtime == "onnxruntime" else _in_openvino, model, shape, threads)
+    return lambda *inputs: guarded(run, *inputs)
 
 
 def _in_onnxruntime(model: bytes | Path, _shape: Sequence[int] | None, threads: int | None) -> Run:
@@ -109,3 +79,25 @@ def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int 
         settings["INFERENCE_NUM_THREADS"] = threads
     request = core.compile_model(read, "CPU", settings).create_infer_request()
     return lambda *inputs: [value.copy() for value in request.infer(dict(enumerate(inputs))).values()]
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """Return what a file says of itself, each value as JSON where it is JSON.
+
+    Raises:
+        RetrofitError: If there is no such file, or no ONNX in it.
+    """
+    if not path.is_file():
+        raise RetrofitError(f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such files")
+    try:
+        entries = onnx.load(path, load_external_data=False).metadata_props
+    except Exception as error:  # protobuf's errors have no common class
+        raise RetrofitError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
+    return {entry.key: _value(entry.value) for entry in entries}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

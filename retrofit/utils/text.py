@@ -1,22 +1,24 @@
-"""Words for one line: counts, lists, exceptions, and names from files, which may hold anything."""
+"""Text on one line: counts, lists, exceptions, JSON, and names from files, which may hold anything."""
 
 from __future__ import annotations
 
+import json
+import math
 import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 ROOT = "(the model itself)"
 """The name of a model that is a layer."""
 
 
 def printable(text: object, limit: int | None = None) -> str:
-    r"""Return a text on one line, as nothing but what it shows.
+    r"""Return a text on one line, with escapes (`\n`, `\x1b`) for the characters that a terminal would act on.
 
-    Characters that a terminal would act on (newlines, escape codes, marks that reverse the writing) become escapes
-    (`\n`, `\x1b`). A text of more than `limit` characters loses its middle: names in a network differ at their ends.
+    A text of more than `limit` characters loses its middle: names in a network differ at their ends.
     """
     said = str(text)
-    if limit is not None and len(said) > 2 * limit:  # before anything is looked at: it may be megabytes
+    if limit is not None and len(said) > 2 * limit:  # it may be megabytes
         said = said[:limit] + said[-limit:]
     said = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in said)
     if limit is None or len(said) <= limit:
@@ -56,3 +58,16 @@ def shortlist(names: Sequence[object], most: int = 3, limit: int = 64) -> str:
 def plural(count: int, noun: str) -> str:
     """Return the count with its noun."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def json_text(values: dict[str, Any]) -> str:
+    """Return a JSON object on one line; NaN and infinities, which JSON does not have, become null."""
+    return json.dumps(_finite(values), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

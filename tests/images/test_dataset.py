@@ -29,12 +29,6 @@ def test_missing_data(tmp_path: Path) -> None:
         open_images(tmp_path / "nowhere")
 
 
-def test_a_class_that_the_class_map_lacks(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "map.txt").write_text("ant\ncat\n")
-    with pytest.raises(RetrofitError, match=r"1 of the data's 3 classes are not in .*map.txt \(bee\)"):
-        open_images(folder, class_map=tmp_path / "map.txt")
-
-
 @pytest.mark.parametrize("name", ["absent.txt", "map.csv"])
 def test_an_unreadable_class_map(folder: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "map.csv").write_text("ant,0\n")
@@ -75,12 +69,9 @@ def test_labels_that_classes_taken_by_order_contradict(
     ("parts", "split", "message"),
     [
         (("train", "test"), "validation", r"no part to validate on, but test, train; give `split` .* `split='\.'`"),
-        (("train",), "validation", "no part to validate on, but train;"),
         (("Train", "Val"), "validation", "no part to validate on, but Train, Val;"),
         (("train", "val"), "trian", "the data has no part 'trian'; give `split`"),
-        (("train", "val"), "train[:50%]", r"the data has no part 'train\[:50%\]'"),
         (("",), "train", "the data has no part 'train'"),
-        (("",), "val", "the data has no part 'val'"),
     ],
 )
 def test_parts_that_a_folder_lacks(tmp_path: Path, parts: tuple[str, ...], split: str, message: str) -> None:
@@ -115,12 +106,12 @@ def test_parts_that_other_data_lack(folder: Path, tmp_path: Path, dataset: str, 
         open_images(place, dataset=dataset, split=split)
 
 
-@pytest.mark.parametrize(("split", "count"), [("train", 1437), ("training", 1437), ("val", 360), ("test", 360)])
+@pytest.mark.parametrize(("split", "count"), [("training", 1437), ("val", 360)])
 def test_parts_of_the_digits(split: str, count: int) -> None:
     assert len(open_images(None, dataset="digits", split=split).images) == count
 
 
-@pytest.mark.parametrize("split", ["train", "validation", "."])
+@pytest.mark.parametrize("split", ["train", "."])
 def test_a_tar_is_one_part(folder: Path, tmp_path: Path, split: str) -> None:
     assert len(open_images(write_tar(folder, tmp_path / "p.tar"), split=split).images) == 12
 
@@ -163,11 +154,9 @@ def test_a_class_map_for_classes_without_names(tmp_path: Path, monkeypatch: pyte
     [
         ("cat\n\nbee\nant\n", "has no name for output 1;"),
         ("\ncat\nbee\nant", "has no name for output 0;"),
-        ("", "has no name for output 0;"),
         ("cat\nbee\nbee \nant\n", "has 'bee' for outputs 1 and 2;"),
         ({"cat": 0, "bee": 1, "ant": 3}, "has output 3 for 'ant', which is not one of its own from 0 to 2;"),
         ({"cat": 0, "bee": 1, "ant": 1}, "has output 1 for 'ant'"),
-        ({"cat": 0, "bee": -1, "ant": 1}, "has output -1 for 'bee'"),
         ({"cat": 0, "bee": 1, "ant": "2"}, "has output '2' for 'ant'"),
         ({}, "has no name for output 0;"),
     ],

@@ -1,4 +1,4 @@
-"""A network that is evaluated for a moment is left as it was, whatever its `train` does."""
+"""A network that is looked at for a moment is left as it was, whatever its `train` does; hooks are gone again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
 from retrofit.graph.find_sites import find_sites
-from retrofit.utils.evaluating import evaluating
+from retrofit.utils.evaluating import copied, evaluating
+from retrofit.utils.hooks import hooked
+from retrofit.utils.placement import autocast, device_of, placement_of
 
 X = torch.randn(2, 3, 8, 8)
 
@@ -60,14 +63,13 @@ LOOKS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", LOOKS)
-def test_a_graph_for_each_mode(name: str, training: bool) -> None:
-    model = create_feature_extractor(Drops(), ["dropout"]).train(training)
+def test_a_graph_for_each_mode(name: str) -> None:
+    model = create_feature_extractor(Drops(), ["dropout"]).train()
     LOOKS[name](model)
-    assert all(module.training is training for module in model.modules())
+    assert all(module.training for module in model.modules())
     one, other = (model(X)["dropout"] for _ in range(2))
-    assert torch.equal(one, other) is not training
+    assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -79,3 +81,46 @@ def test_a_mode_that_changes_weights(training: bool) -> None:
         assert not model[0].training
     assert [module.training for module in model] == [training, not training]
     assert torch.equal(model[0].linear.weight, before)
+
+
+def test_weights_that_pruning_computed_are_not_copied() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    with pytest.raises(retrofit.RetrofitError, match=r"make them permanent first, by torch.nn.utils.prune.remove"):
+        copied(model)
+    prune.remove(model[0], "weight")
+    other = copied(model)
+    assert other[0].weight is not model[0].weight
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_those_that_were_registered_before_one_that_cannot_be_are_gone_too() -> None:
+    layer, none = nn.Identity(), None
+    with pytest.raises(AttributeError):
+        hooked(one.register_forward_hook(lambda *_: None) for one in (layer, none)).__enter__()  # type: ignore[union-attr]
+    assert not layer._forward_hooks
+
+
+def test_hooks_are_called_within_and_gone_after_a_failure() -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("amid")
+
+    layer = nn.Identity()
+    with pytest.raises(RuntimeError, match="amid"), hooked([layer.register_forward_hook(fail)]):
+        layer(1)
+    assert not layer._forward_hooks
+
+
+def test_of_the_first_tensor() -> None:
+    assert device_of(nn.ReLU()) == torch.device("cpu")
+    assert device_of(nn.Linear(2, 2, device="meta")) == torch.device("meta")
+    assert device_of(nn.BatchNorm2d(2, affine=False, device="meta")) == torch.device("meta")  # buffers alone
+    assert placement_of(nn.Linear(2, 2).bfloat16()) == (torch.device("cpu"), torch.bfloat16)
+    assert placement_of(nn.ReLU()) == (torch.device("cpu"), torch.float32)
+
+
+def test_mixed_precision_only_where_a_dtype_is_given() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    for dtype, made in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        with autocast(torch.device("cpu"), dtype):
+            assert layer(x).dtype == made

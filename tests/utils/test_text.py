@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 
-from retrofit.utils.text import one_line, plural, printable, shortlist, with_class
+from retrofit.utils.html_page import as_html, html_page, html_table
+from retrofit.utils.text import json_text, one_line, plural, printable, shortlist, with_class
 
 
 @pytest.mark.parametrize(
@@ -22,7 +26,7 @@ def test_printable_is_what_is_seen(text: object, shown: str) -> None:
     assert printable(text) == printable(text, 64) == shown
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 128, 129, 10_000_000])
+@pytest.mark.parametrize("length", [64, 65, 128, 129, 10_000_000])
 @pytest.mark.parametrize("char", ["x", "\n", "\U000e0001"])
 def test_printable_keeps_both_ends(length: int, char: str) -> None:
     said = printable("a" + char * (length - 2) + "z", 64)
@@ -46,3 +50,22 @@ def test_lists_and_counts() -> None:
     assert shortlist(["a", "b", "c", 4, 5]) == "a, b, c and 2 more"
     assert len(shortlist(["n" * 1000] * 9)) < 3 * 64 + 20
     assert (plural(1, "layer"), plural(0, "layer"), plural(1234, "layer")) == ("1 layer", "0 layers", "1,234 layers")
+
+
+def test_numbers_that_json_does_not_have_become_null() -> None:
+    text = json_text({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": (-math.inf, None, "NaN")}})
+    assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": {"d": [None, None, "NaN"]}}
+    assert "\n" not in text
+
+
+def test_text_stays_text() -> None:
+    assert as_html("<b>&\"'\n\u202e") == "&lt;b&gt;&amp;&quot;&#x27;\\n\\u202e"
+    page = html_page("<i>", ["<p>part</p>"])
+    assert page.count("&lt;i&gt;") == 2  # title and heading
+    assert page.endswith("<p>part</p>\n</body></html>\n")
+
+
+def test_table() -> None:
+    table = html_table(("#", "name", "error", "note"), [("0", "a<b", "", "x"), ("1", "c", "", "")])
+    assert "<th>#</th><th>name</th><th>note</th>" in table
+    assert "<tr><td>0</td><td>a&lt;b</td><td>x</td></tr><tr><td>1</td><td>c</td><td></td></tr>" in table
