@@ -16,8 +16,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.networks.identify import identify
 from retrofit.networks.library import build, with_options
 from retrofit.networks.models import Network
-from retrofit.networks.tensors import tensors_of
-from retrofit.networks.training_settings import set_training_settings, training_settings
+from retrofit.networks.tensors import set_training_settings, tensors_of, training_settings
 from retrofit.record import set_record
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.text import one_line, shortlist

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own
-from retrofit.networks.budget import bounded_by
+from retrofit.networks.budget import bounded_by, check_numbers
 from retrofit.networks.identify import candidates, identify, rebuilt, skeleton
 from retrofit.networks.library import parse, with_options
 from retrofit.networks.manifest import (
@@ -34,13 +35,11 @@ from retrofit.networks.manifest import (
     artifact_behind,
     damaged,
     is_artifact,
-    read_header,
     read_manifest,
 )
 from retrofit.networks.preprocess import preprocess_of
 from retrofit.networks.sampled_outputs import NotRunError, SampledOutputs, is_small, sample_outputs, sample_outputs_at
-from retrofit.networks.tensors import Header, checksum, fill, misfit, tensors_of, to_write
-from retrofit.networks.training_settings import set_training_settings, training_settings
+from retrofit.networks.tensors import checksum, fill, misfit, set_training_settings, to_write, training_settings
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
@@ -94,27 +93,28 @@ def save(
     model = unwrapped(model)
     record = record_of(model)
     if proved and isinstance(source, ModelSource):
-        origin, built = source, model
+        structure = model
     else:
-        origin, built = _identified(model, source, model_kwargs)
-    tensors = to_write(model, built)
-    preprocess = preprocess or record.preprocess or preprocess_of(model, origin)
-    outputs: SampledOutputs | str
+        source, structure = _identified(model, source, model_kwargs)
+    tensors = to_write(model, structure)
+    preprocess = preprocess or record.preprocess or preprocess_of(model, source)
+    outputs: SampledOutputs | None = None
     try:
         outputs = sample_outputs(model, preprocess.input_size)
+        sampled: dict[str, Any] = asdict(outputs)
     except NotRunError as reason:
-        outputs = str(reason)
-    if isinstance(outputs, SampledOutputs) and built is not model:
-        twin = rebuilt(origin, lambda fresh: surgery.replay(fresh, record.plans))
+        sampled = {"not_checked": str(reason)}
+    if outputs is not None and structure is not model:
+        twin = rebuilt(source, lambda fresh: surgery.replay(fresh, record.plans))
         fill(twin, tensors)
         if problem := _difference(outputs, twin):
             raise RetrofitError(
-                f"built again, {origin} is another function than this network: {problem}; "
+                f"built again, {source} is another function than this network: {problem}; "
                 "save it with `save(source='own')`"
             )
     manifest = {
         "schema": SCHEMA,
-        "model": origin.to_dict(),
+        "model": source.to_dict(),
         "conversion": {
             "to": record.plans[-1].to if record.plans else None,
             "steps": [plan.to_dict() for plan in record.plans],
@@ -123,10 +123,10 @@ def save(
         "preprocess": preprocess.to_dict(),
         "labels": _labels(model, labels, outputs),
         "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),
-        "strength": _strength(model),
+        "strength": common_strength(model),
         "training": training_settings(model),
         "checksum": checksum(tensors),
-        "sampled_outputs": {"not_checked": outputs} if isinstance(outputs, str) else outputs.to_dict(),
+        "sampled_outputs": sampled,
         "versions": _versions(),
     }
     with atomic_write(path, force) as temporary:
@@ -136,6 +136,52 @@ def save(
             raise RetrofitError(
                 f"cannot write {path} ({one_line(error)}); free space or choose another place"
             ) from error
+
+
+def _identified(
+    model: nn.Module, source: str | ModelSource | None, model_kwargs: Mapping[str, Any] | None
+) -> tuple[ModelSource, nn.Module]:
+    """Tell where a network comes from, with the skeleton of what is built there; itself if it is nobody's."""
+    stranger = ModelSource("own", own.name_of(model))
+    if source == "own":
+        source = stranger
+    elif isinstance(source, str):
+        source = with_options(parse(source), model_kwargs=model_kwargs)
+    elif model_kwargs:
+        raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
+    first = next(candidates(model, source), stranger)
+    if first.library == "own" and not own.is_typed(first.name):
+        return first, model
+    return identify(model, source, lambda fresh: surgery.replay(fresh, surgery.plans_of(model)))
+
+
+def _labels(model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs | None) -> list[str] | None:
+    """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
+
+    Their number is that of what the network answered or, where it was not run, what timm's networks say.
+
+    Raises:
+        UsageError: If those given are not one for each output.
+    """
+    names = record_of(model).labels if labels is None else labels
+    classes = None if outputs is None else outputs.classes
+    if classes is None:
+        classes = getattr(model, "num_classes", None)
+    if names is None or not isinstance(classes, int) or not classes or len(names) == classes:
+        return None if names is None else list(names)
+    if labels is None:
+        return None
+    raise UsageError(f"{plural(len(names), 'label')} for {plural(classes, 'output')}; pass `labels` with one for each")
+
+
+def common_strength(model: nn.Module) -> float | None:
+    """Return the strength of all converted layers; None if there are none, or they differ."""
+    strengths = {float(layer.strength) for layer in surgery.strength_layers(model)}
+    return strengths.pop() if len(strengths) == 1 else None
+
+
+def _versions() -> dict[str, str]:
+    return {"retrofit": __version__} | {name: version(name) for name in ("torch", "timm", "torchvision")}
 
 
 def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
@@ -164,55 +210,55 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
 def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, Manifest]:
     """Return the network that `load` returns, and its manifest."""
     manifest = Manifest.read(path)
+    source = manifest.source
     if into is not None:
         into = unwrapped(into)
-    if into is None and manifest.source.library == "own":
+        if surgery.plans_of(into):
+            raise RetrofitError(
+                "the network to load into is converted already; pass it as it was before its conversion"
+            )
+        if source.library == "own":
+            source = record_of(into).source or ModelSource("own", own.name_of(into))
+    elif source.library == "own":
         raise RetrofitError(
-            f"{path} holds a network of one's own, {printable(manifest.source, 100)}; build that network and pass it "
-            "as `into`"
+            f"{path} holds a network of one's own, {printable(source, 100)}; build that network and pass it as `into`"
         )
-    if into is not None and surgery.plans_of(into):
-        raise RetrofitError("the network to load into is converted already; pass it as it was before its conversion")
-    header = read_header(path)
-    with nullcontext() if into is None else _as_it_was_on_failure(into):
-        model = _built(path, manifest, header, into)
+    try:
         tensors = load_file(path)
-        if checksum(tensors) != manifest.checksum:
-            raise damaged(path, "its tensors are not those that were written")
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, one_line(error)) from error
+    if checksum(tensors) != manifest.checksum:
+        raise RetrofitError(
+            f"the tensors of {path} were changed after it was saved: they do not match its checksum; write or fetch it "
+            "again (to change tensors, load the network, change them there and save it)"
+        )
+    with nullcontext() if into is None else _as_it_was_on_failure(into):
         with _explained(path, manifest):
+            model = _converted(manifest, tensors, into)
+        if problem := misfit(model, tensors):
+            raise RetrofitError(
+                f"the tensors of {path} do not fit the network in its manifest: {problem}; write it again, or check "
+                "what it is loaded into"
+            )
+        with _explained(path, manifest):
+            if into is None:
+                model = rebuilt(manifest.source, lambda fresh: surgery.replay(fresh, manifest.plans))
             fill(model, tensors)
             set_training_settings(model, manifest.training)
-        if problem := _not_as_saved(manifest, model):
+        if isinstance(manifest.outputs, SampledOutputs) and (problem := _difference(manifest.outputs, model)):
             raise RetrofitError(f"{path} does not come back as it was saved with {_library(manifest)}: {problem}")
-    source = manifest.source
-    if into is not None and source.library == "own":
-        source = record_of(into).source or ModelSource("own", own.name_of(into))
     set_record(model, source=source, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
     return model, manifest
 
 
-def _built(path: str | Path, manifest: Manifest, header: Header, into: nn.Module | None) -> nn.Module:
-    """Return the converted network, whose tensors are those of the file in name, shape and type.
-
-    The skeleton shows first, without memory, that the manifest asks for no more than its tensors.
-    """
-    shapes = {name: shape for name, (shape, _) in header.items()}
-
-    def replay(fresh: nn.Module) -> nn.Module:
-        return surgery.replay(fresh, manifest.plans)
-
-    with _explained(path, manifest), bounded_by(shapes):
-        manifest.check_sizes(shapes)
-        model = skeleton(manifest.source, replay) if into is None else replay(into)
-    if problem := misfit(model, header):
-        raise RetrofitError(
-            f"the tensors of {path} do not fit the network in its manifest: {problem}; write it again, or check what "
-            "it is loaded into"
-        )
-    if not any(tensor.is_meta for tensor in tensors_of(model).values()):
-        return model
-    with _explained(path, manifest), bounded_by(shapes):
-        return rebuilt(manifest.source, replay)
+def _converted(manifest: Manifest, tensors: Mapping[str, Tensor], into: nn.Module | None) -> nn.Module:
+    """Repeat the conversion on `into`, or on a skeleton, whose tensors need no memory, of the library's network."""
+    options = [[row.options for row in plan.layers] + [row.options for row in plan.edits] for plan in manifest.plans]
+    check_numbers([manifest.source.kwargs, options], tensors)
+    with bounded_by(tensors):
+        if into is not None:
+            return surgery.replay(into, manifest.plans)
+        return skeleton(manifest.source, lambda fresh: surgery.replay(fresh, manifest.plans))
 
 
 @contextmanager
@@ -237,72 +283,18 @@ def _explained(path: str | Path, manifest: Manifest) -> Iterator[None]:
         raise RetrofitError(f"{path} cannot be rebuilt with {_library(manifest)}: {one_line(error)}") from error
 
 
-def _not_as_saved(manifest: Manifest, model: nn.Module) -> str | None:
-    """Say how a loaded network differs from the one that was saved; None if it does not, or that one was not run."""
-    if not isinstance(manifest.outputs, SampledOutputs):
-        return None
-    if not is_small(model, manifest.outputs.size):
-        return f"its manifest asks for a run of a large network on images of {printable(manifest.outputs.size, 80)}"
-    return _difference(manifest.outputs, model)
-
-
 def _difference(outputs: SampledOutputs, model: nn.Module) -> str | None:
     """Say how a network's outputs differ from those that are known; None if they do not."""
+    if not is_small(model, outputs.size):
+        return f"its manifest asks for a run of a large network on images of {printable(outputs.size, 80)}"
     try:
         return outputs.difference(sample_outputs_at(model, outputs.size, outputs.values))
     except NotRunError as error:
         return str(error)
 
 
-def _identified(
-    model: nn.Module, hint: str | ModelSource | None, model_kwargs: Mapping[str, Any] | None
-) -> tuple[ModelSource, nn.Module]:
-    """Tell where a network comes from, with the skeleton of what is built there; itself if it is nobody's."""
-    stranger = ModelSource("own", own.name_of(model))
-    if hint == "own":
-        hint = stranger
-    elif isinstance(hint, str):
-        hint = with_options(parse(hint), model_kwargs=model_kwargs)
-    elif model_kwargs:
-        raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
-    found = next(candidates(model, hint), stranger)
-    if found.library == "own" and not own.is_typed(found.name):
-        return found, model
-    return identify(model, hint, lambda fresh: surgery.replay(fresh, surgery.plans_of(model)))
-
-
-def _labels(model: nn.Module, given: Sequence[str] | None, outputs: SampledOutputs | str) -> list[str] | None:
-    """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
-
-    Their number is that of what the network answered or, where it was not run, what timm's networks say.
-
-    Raises:
-        UsageError: If those given are not one for each output.
-    """
-    labels = record_of(model).labels if given is None else given
-    classes = outputs.classes if isinstance(outputs, SampledOutputs) else None
-    if classes is None:
-        classes = getattr(model, "num_classes", None)
-    if labels is None or not isinstance(classes, int) or not classes or len(labels) == classes:
-        return None if labels is None else list(labels)
-    if given is None:
-        return None
-    raise UsageError(f"{plural(len(labels), 'label')} for {plural(classes, 'output')}; pass `labels` with one for each")
-
-
-def _strength(model: nn.Module) -> float | None:
-    """Return the strength of all converted layers; None if there are none, or they differ."""
-    with suppress(RetrofitError):
-        return surgery.strength_of(model)
-    return None
-
-
-def _versions() -> dict[str, str]:
-    return {"retrofit": __version__} | {name: version(name) for name in ("torch", "timm", "torchvision")}
-
-
 def _library(manifest: Manifest) -> str:
     """Name the library that builds the network, with its version here and then."""
     name = "torch" if manifest.source.library == "own" else manifest.source.library
-    made = printable(manifest.versions.get(name, "another version"), 40)
-    return f"{name} {_versions()[name]} (it was made with {made})"
+    then = printable(manifest.versions.get(name, "another version"), 40)
+    return f"{name} {_versions()[name]} (it was made with {then})"

@@ -12,16 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as hooks
 
 from retrofit.errors import RetrofitError
 from retrofit.utils.hooks import hooked
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 # Builders make a few tensors that they replace or drop, and modules without tensors.
 _SLACK_TENSORS, _SLACK_ELEMENTS = 1_000, 10_000_000
@@ -30,20 +24,20 @@ _ITEMS = 100_000
 
 
 class TooLargeError(RetrofitError):
-    """A network that is being built is larger than what it is built for."""
+    """A manifest requests a network larger than its tensors."""
 
 
-def check_numbers(values: Any, shapes: Shapes) -> None:
+def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
     """Check that values which decide a network's size are in proportion to the tensors that it is to have.
 
     Args:
         values: JSON values: a builder's arguments, the options of layers.
-        shapes: The tensors' shapes.
+        tensors: The file's.
 
     Raises:
         TooLargeError: If one is a number beyond any size that these tensors show, or a list is as long.
     """
-    largest = max([_NUMBER, *(2 * size for shape in shapes.values() for size in shape)])
+    largest = max([_NUMBER, *(2 * size for tensor in tensors.values() for size in tensor.shape)])
     pending, seen = [values], 0
     while pending:
         value = pending.pop()
@@ -59,29 +53,34 @@ def check_numbers(values: Any, shapes: Shapes) -> None:
 
 
 @contextmanager
-def bounded_by(shapes: Shapes) -> Iterator[None]:
-    """Within the context, refuse to build networks far larger than tensors of these shapes could fill.
+def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within the context, refuse to build networks far larger than these tensors could fill.
 
     Raises:
         TooLargeError: From within a builder, before the tensor too much is filled with values.
     """
-    tensors = 4 * len(shapes) + _SLACK_TENSORS
-    elements = 4 * sum(math.prod(shape) for shape in shapes.values()) + _SLACK_ELEMENTS
-    made = {"tensors": 0, "modules": 0, "elements": 0}
+    most_tensors = 4 * len(tensors) + _SLACK_TENSORS
+    most_elements = 4 * sum(tensor.numel() for tensor in tensors.values()) + _SLACK_ELEMENTS
+    counts = {"tensors": 0, "modules": 0, "elements": 0}
 
     def count(_parent: nn.Module, _name: str, child: nn.Module | Tensor | None) -> None:
-        if isinstance(child, Tensor):
-            made["tensors"] += 1
-            made["elements"] += child.numel()
-        else:
-            made["modules"] += 1
-        if made["tensors"] > tensors or made["modules"] > 4 * tensors or made["elements"] > elements:
-            raise TooLargeError(f"its manifest names a network far larger than the {len(shapes)} tensors that it holds")
+        counts["tensors" if isinstance(child, Tensor) else "modules"] += 1
+        counts["elements"] += child.numel() if isinstance(child, Tensor) else 0
+        if (
+            counts["tensors"] > most_tensors
+            or counts["modules"] > 4 * most_tensors
+            or counts["elements"] > most_elements
+        ):
+            raise TooLargeError(
+                f"its manifest names a network far larger than the {len(tensors)} tensors that it holds"
+            )
 
-    registers = (
-        register_module_parameter_registration_hook,
-        register_module_buffer_registration_hook,
-        register_module_module_registration_hook,
-    )
-    with hooked(register(count) for register in registers):
+    with hooked(
+        register(count)
+        for register in (
+            hooks.register_module_parameter_registration_hook,
+            hooks.register_module_buffer_registration_hook,
+            hooks.register_module_module_registration_hook,
+        )
+    ):
         yield

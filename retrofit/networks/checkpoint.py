@@ -1,30 +1,37 @@
-"""Weights from files that others wrote: what a file holds, and which of it is taken."""
+"""Weights from files that others wrote: what a file holds, which of it is taken, and how it fits a network."""
 
 from __future__ import annotations
 
 import argparse
 import pickle
+import sys
 import warnings
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import safetensors
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks.tensors import tensors_of
 from retrofit.utils.text import one_line, printable, shortlist
 
 # Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's order).
 _NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and AveragedModel, and of torch.compile
 _COUNTERS = {"num_batches_tracked", "n_averaged"}  # BatchNorm's and AveragedModel's: no weights
+_ROLES = {"weight", "bias", "running_mean", "running_var"}
 _DEPTH = 3  # levels of a file in which weights are looked for
+_PARTS = 6  # of a name that may be a prefix: "model.backbone.module." has three
 _GROWTH = 4  # times that a file's content may be larger than the file: torch compresses nothing
 _SMALL = 2**24  # bytes that any file may unpack to
-_DAMAGED = "is not a whole checkpoint that torch can read; fetch or save it again"
+
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,25 @@ class Checkpoint:
     left_out: tuple[str, ...] = ()
 
 
+@dataclass
+class Loaded:
+    """What became of a checkpoint's tensors.
+
+    Attributes:
+        left_out: The checkpoint's tensors that the network did not take.
+        left_random: The network's tensors that the checkpoint did not give.
+        warnings: Sentences for the user.
+    """
+
+    left_out: list[str] = field(default_factory=list)
+    left_random: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
 def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     """Read the tensors of a checkpoint, without executing anything from it.
 
-    Nested training checkpoints are opened as timm opens them: averaged weights before plain ones. The prefixes of
-    DistributedDataParallel and torch.compile are removed.
+    Nested training checkpoints are opened as timm opens them: averaged weights before plain ones.
 
     Args:
         path: A .safetensors file, or what torch.save wrote (.pth, .pt, .bin, .tar, ...).
@@ -68,19 +89,20 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
         raise RetrofitError(f"there is no checkpoint at {path}; check the path")
     if file.suffix in {".npz", ".npy"}:
         raise RetrofitError(f"{path} is a NumPy file; give a .safetensors, .pth, .pt or .bin checkpoint")
-    content = _safetensors(file) if file.suffix == ".safetensors" else _pickle(file)
-    sets = _sets(content)
+    try:
+        content = load_file(file) if file.suffix == ".safetensors" else _pickle(file)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+        raise RetrofitError(f"{file} is not a whole safetensors file ({one_line(error)}); fetch it again") from error
+    sets = _weight_sets(content)
     if not sets:
         raise RetrofitError(f"there are no tensors in {path}; give a checkpoint with a model's state_dict")
-    nest, prefix = _chosen(sets, key, path)
-    tensors = _dense(sets[nest], file)
-    left_out: tuple[str, ...] = ()
-    if prefix:
-        left_out = tuple(name for name in tensors if not name.startswith(prefix) and not is_counter(name))
-        tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    nest, prefix = _choose(sets, key, path)
+    tensors = sets[nest]
+    _check_dense(tensors, file)
+    left_out = tuple(name for name in tensors if not name.startswith(prefix) and not is_counter(name))
+    tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     others = tuple(other for other in sets if other not in ("", nest))
-    chosen = f"{nest}.{prefix}".strip(".") if prefix else nest
-    return Checkpoint(str(path), _unwrapped(tensors), chosen, others, left_out)
+    return Checkpoint(str(path), tensors, f"{nest}.{prefix}".strip("."), others, left_out)
 
 
 def is_counter(name: str) -> bool:
@@ -88,42 +110,29 @@ def is_counter(name: str) -> bool:
     return name.rpartition(".")[2] in _COUNTERS
 
 
-def _safetensors(file: Path) -> dict[str, Tensor]:
-    import safetensors
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(file)
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
-        raise RetrofitError(f"{file} is not a whole safetensors file ({one_line(error)}); fetch it again") from error
+def _weights(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not is_counter(name)]
 
 
 def _pickle(file: Path) -> Any:
-    _check_zip(file)
     try:
+        with file.open("rb") as opened:
+            zipped = opened.read(2) == b"PK"
+        if zipped:
+            with zipfile.ZipFile(file) as archive:
+                _check_growth(file, sum(entry.file_size for entry in archive.infolist()))  # before torch unpacks it
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")
             return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises anything on a damaged file
-        what = _DAMAGED
+    except RetrofitError:
+        raise
+    except Exception as error:  # zipfile and torch.load raise anything on a damaged file
+        problem = "is not a whole checkpoint that torch can read; fetch or save it again"
         if isinstance(error, pickle.UnpicklingError) and (named := _forbidden(file, str(error))):
-            what = f"holds Python objects ({named}), not only weights, and loading them could run code; save weights"
+            problem = f"holds Python objects ({named}), not only weights, and loading them could run code; save weights"
         elif "TorchScript" in str(error):
-            what = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
-        raise RetrofitError(f"{file} {what}") from error
-
-
-def _check_zip(file: Path) -> None:
-    """Refuse an archive that unpacks to far more than its size, before torch unpacks it."""
-    with file.open("rb") as opened:
-        if opened.read(2) != b"PK":
-            return
-    try:
-        with zipfile.ZipFile(file) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-    except Exception as error:  # zipfile raises anything on a damaged archive
-        raise RetrofitError(f"{file} {_DAMAGED}") from error
-    _check_growth(file, unpacked)
+            problem = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
+        raise RetrofitError(f"{file} {problem}") from error
 
 
 def _check_growth(file: Path, unpacked: int) -> None:
@@ -134,38 +143,35 @@ def _check_growth(file: Path, unpacked: int) -> None:
         )
 
 
-def _forbidden(file: Path, said: str) -> str:
+def _forbidden(file: Path, message: str) -> str:
     """Name the Python objects that kept a checkpoint from loading; empty if that was not the reason."""
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # not the zip format
-        _, found, rest = said.partition("Unsupported global: GLOBAL ")
-        names = rest.split()[:1] if found else []
+        names = message.partition("Unsupported global: GLOBAL ")[2].split()[:1]
     return shortlist(names)
 
 
-def _sets(content: Any) -> dict[str, Mapping[Any, Any]]:
-    """Find the mappings that hold tensors, by the keys that lead there; each once, those near the top first."""
-    found: dict[str, Mapping[Any, Any]] = {}
+def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
+    """Find the mappings that hold named tensors, by the keys that lead there; each once, those near the top first."""
+    sets: dict[str, dict[str, Tensor]] = {}
     level, seen = [("", content)], set()
     for _ in range(_DEPTH):
         below = []
         for nest, value in level:
-            if not isinstance(value, Mapping) or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if any(isinstance(entry, Tensor) for entry in value.values()):
-                found[nest] = value
-            below += [(f"{nest}.{key}".strip("."), entry) for key, entry in value.items() if isinstance(key, str)]
+            if isinstance(value, Mapping) and id(value) not in seen:
+                seen.add(id(value))
+                entries = {name: entry for name, entry in value.items() if isinstance(name, str)}
+                if tensors := {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}:
+                    sets[nest] = tensors
+                below += [(f"{nest}.{name}".strip("."), entry) for name, entry in entries.items()]
         level = below
-    return found
+    return sets
 
 
-def _chosen(sets: Mapping[str, Mapping[Any, Any]], key: str | None, path: str | Path) -> tuple[str, str]:
+def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> tuple[str, str]:
     """Return the nest of the weights to take, and how their names begin, where the key says that."""
-    usual = next((nest for nest in (*_NESTS, "") if nest in sets), None)
-    if usual is None and len(sets) == 1:
-        usual = next(iter(sets))
+    usual = next((nest for nest in (*_NESTS, "") if nest in sets), next(iter(sets)) if len(sets) == 1 else None)
     held = shortlist([nest or "weights at its top" for nest in sets], most=6)
     if key is None:
         if usual is None:
@@ -176,7 +182,7 @@ def _chosen(sets: Mapping[str, Mapping[Any, Any]], key: str | None, path: str | 
         return key, ""
     for nest in sets if usual is None else (usual, *sets):
         prefix = key.removeprefix(f"{nest}.") if nest else key
-        if prefix and any(isinstance(name, str) and name.startswith(f"{prefix}.") for name in sets[nest]):
+        if prefix and any(name.startswith(f"{prefix}.") for name in sets[nest]):
             return nest, f"{prefix}."
     raise RetrofitError(
         f"{path} holds no weights under {printable(key, 64)!r} (it holds {held}); "
@@ -184,13 +190,8 @@ def _chosen(sets: Mapping[str, Mapping[Any, Any]], key: str | None, path: str | 
     )
 
 
-def _dense(found: Mapping[Any, Any], file: Path) -> dict[str, Tensor]:
-    """Return a set's tensors, if they are what a state dict holds: numbers in memory under names."""
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    if strange := [name for name in tensors if not isinstance(name, str)]:
-        raise RetrofitError(
-            f"{len(strange)} tensors of {file} go by no name but a {type(strange[0]).__name__}; save a state_dict()"
-        )
+def _check_dense(tensors: Tensors, file: Path) -> None:
+    """Refuse tensors that are not numbers in memory, as a state dict holds them."""
     special = [
         name
         for name, value in tensors.items()
@@ -202,14 +203,180 @@ def _dense(found: Mapping[Any, Any], file: Path) -> dict[str, Tensor]:
             "save them dense"
         )
     _check_growth(file, sum(value.nbytes for value in tensors.values()))
-    return tensors
 
 
-def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take off the prefixes that wrappers give to all names."""
-    while True:
-        weights = [name for name in tensors if not is_counter(name)]
-        prefix = next((one for one in _WRAPPERS if weights and all(name.startswith(one) for name in weights)), None)
-        if prefix is None:
-            return tensors
-        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+def load_into(
+    model: nn.Module, state: Tensors, match: Literal["name", "order"] = "name", partial: bool = False
+) -> Loaded:
+    """Load a checkpoint's tensors into a network: all of them, into all of its tensors, unless `partial`.
+
+    By name, one prefix that the weights' names share ("model.", DistributedDataParallel's "module.") is taken off, and
+    what timm's own converter for the architecture makes of foreign names and sizes is accepted too. Only counters
+    (`num_batches_tracked`, AveragedModel's `n_averaged`) may be absent on either side.
+
+    Args:
+        model: The network, changed in place.
+        state: Tensors by name.
+        match: "name", or "order" to pair tensors by position and shape whatever they are called.
+        partial: Whether tensors may be missing, left over or of another shape (by name only); they are listed.
+
+    Raises:
+        UsageError: If `match` is neither, or "order" with `partial`.
+        RetrofitError: If the tensors do not fit; the network may then be half loaded.
+    """
+    if match not in ("name", "order"):
+        raise UsageError(f"`match={match!r}` is unknown; choose name or order")
+    if match == "order" and partial:
+        raise UsageError("`match='order'` pairs all tensors; drop it or `checkpoint_partial`")
+    loaded = _load_by_name(model, state, partial) if match == "name" else _load_by_order(model, state)
+    own = tensors_of(model).items()
+    broken = [name for name, value in own if not value.isfinite().all() and name not in loaded.left_random]
+    if broken:
+        loaded.warnings.append(
+            f"{len(broken)} tensors of the checkpoint hold NaN or infinite values: {shortlist(broken)}"
+        )
+    return loaded
+
+
+def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
+    prefix = _prefix(model, state)
+    beside = _weights(name for name in state if not name.startswith(prefix))
+    state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    own, state = tensors_of(model), _translated(model, state)
+    unfit = [name for name in own if name in state and not _alike(own[name], state[name], name)]
+    try:  # torch's own hooks may rename what older versions of a network called otherwise
+        result = model.load_state_dict({name: t for name, t in state.items() if name not in unfit}, strict=False)
+    except RuntimeError as error:
+        raise RetrofitError(
+            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check whose it is"
+        ) from error
+    missing = _weights(name for name in result.missing_keys if name not in unfit)
+    unexpected = _weights(result.unexpected_keys) + beside
+    weights = _weights(own)
+    if (missing or unexpected or unfit) and (not partial or len(missing + unfit) == len(weights)):
+        pairs = [_difference(name, state[name], own[name]) for name in unfit]
+        word = "shape" if any(own[name].shape != state[name].shape for name in unfit) else "type"
+        parts = ((missing, "missing", 64), (unexpected, "unexpected", 64), (pairs, f"of another {word}", 120))
+        listed = [f"{len(names)} {what} ({shortlist(names, limit=limit)})" for names, what, limit in parts if names]
+        hint = _hint(own, state, missing, unexpected, unfit, prefix if beside else "")
+        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {', '.join(listed)}; {hint}")
+    loaded = Loaded(unexpected + unfit, missing + unfit)
+    random = f"of the network's {len(weights)} tensors are left RANDOM"
+    for names, what in ((loaded.left_random, random), (loaded.left_out, "tensors of the checkpoint are left out")):
+        if names:
+            loaded.warnings.append(f"PARTIAL: {len(names)} {what} ({shortlist(names)})")
+    return loaded
+
+
+def _hint(
+    own: Tensors, state: Tensors, missing: list[str], unexpected: list[str], unfit: list[str], prefix: str
+) -> str:
+    """Say what the user may try."""
+    if unfit and not missing and not unexpected:
+        pairs = [(own[name].shape, state[name].shape) for name in unfit]
+        classes = {theirs[:1] for ours, theirs in pairs if ours != theirs and ours[1:] == theirs[1:]}
+        if len(classes) == 1 and all(ours[1:] == theirs[1:] for ours, theirs in pairs):
+            return f"only the classifier differs: pass `num_classes={classes.pop()[0]}`, or `checkpoint_partial=True`"
+        ours, theirs = pairs[0]
+        if len(pairs) == 1 and len(ours) == len(theirs) == 4 and (ours[0], *ours[2:]) == (theirs[0], *theirs[2:]):
+            return f"only the input channels differ: pass `in_chans={theirs[1]}`"
+    if prefix and not missing and not unfit:
+        return f"pass `checkpoint_key={printable(prefix.strip('.'), 64)!r}` to take what is under it and no more"
+    if _order_problem(own, state) is None:
+        return "all tensors pair up in order and shape: pass `match='order'`"
+    if 2 * len(missing + unfit) <= len(own):
+        return "pass `checkpoint_partial=True` to take what fits"
+    return "check which network the checkpoint is of"
+
+
+def _prefix(model: nn.Module, state: Tensors) -> str:
+    """Return what stands before the network's own names in a checkpoint's, if at least half of them are there.
+
+    Raises:
+        RetrofitError: If two prefixes fit equally well: the file holds two sets of weights.
+    """
+    own = set(_weights(tensors_of(model)))
+    counts: Counter[str] = Counter()
+    for name in state:
+        parts = name.split(".")
+        for length in range(min(_PARTS, len(parts))):
+            counts["".join(f"{part}." for part in parts[:length])] += ".".join(parts[length:]) in own
+    best = max(counts.values(), default=0)
+    if 2 * best < len(own) or counts[""] == best:
+        return ""
+    fitting = [prefix for prefix, count in counts.items() if count == best]
+    if len(fitting) > 1:
+        raise RetrofitError(
+            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; "
+            f"choose with `checkpoint_key={printable(fitting[0].strip('.'), 64)!r}`"
+        )
+    return fitting[0]
+
+
+def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:
+    """Whether a tensor can take another's values: of its shape, and a number with a fraction if it is one."""
+    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, theirs)]
+    return ours.shape == theirs.shape and (kinds[0] == kinds[1] or is_counter(name))
+
+
+def _difference(name: str, theirs: Tensor, ours: Tensor) -> str:
+    kinds = (theirs.dtype, ours.dtype) if theirs.shape == ours.shape else (list(theirs.shape), list(ours.shape))
+    return f"{printable(name, 64)} {printable(kinds[0], 32)} for {kinds[1]}".replace("torch.", "")
+
+
+def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Translate names and sizes with the function that timm has for the architecture, where more fits then."""
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    own = tensors_of(model)
+    if convert is None or _fitting(own, state) == len(own) == len(state):
+        return state
+    try:
+        with torch.no_grad():
+            converted = {
+                name: value for name, value in convert(dict(state), model).items() if isinstance(value, Tensor)
+            }
+    except Exception:  # it was written for other checkpoints, and fails on this one in its own way
+        return state
+    return converted if _fitting(own, converted) > _fitting(own, state) else state
+
+
+def _fitting(own: Tensors, state: Tensors) -> int:
+    return sum(name in state and _alike(tensor, state[name], name) for name, tensor in own.items())
+
+
+def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
+    own = tensors_of(model)
+    if problem := _order_problem(own, state):
+        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__} in order: {problem}")
+    pairs = list(zip(_weights(own), _weights(state), strict=True))
+    counters = [[name for name in names if is_counter(name)] for names in (own, state)]
+    if len(counters[0]) == len(counters[1]):
+        pairs += zip(*counters, strict=True)
+    model.load_state_dict({ours: state[theirs] for ours, theirs in pairs}, strict=False)
+    roles = {pair: {name.rpartition(".")[2] for name in pair} for pair in pairs}
+    odd = [f"{printable(theirs, 64)} as {ours}" for (ours, theirs), ends in roles.items() if len(ends & _ROLES) == 2]
+    said = f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"
+    return Loaded(warnings=[said] if odd else [])
+
+
+def _order_problem(own: Tensors, state: Tensors) -> str | None:
+    """Say where the tensors of a network and of a checkpoint stop pairing up; None if they all do."""
+    ours, theirs = _weights(own), _weights(state)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
+        if not _alike(own[a], state[b], a):
+            return (
+                f"tensor {number} is {a} {_kind(own[a])} in the network, {printable(b, 64)} {_kind(state[b])} in the "
+                "checkpoint; check which network it is of"
+            )
+    if len(ours) == len(theirs):
+        return None
+    side, names = ("network", ours) if len(ours) > len(theirs) else ("checkpoint", theirs)
+    return (
+        f"the network has {len(ours)} tensors, the checkpoint {len(theirs)} (the first left over is "
+        f"{printable(names[min(len(ours), len(theirs))], 64)} of the {side}); check which network it is of"
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    shape = printable(list(tensor.shape), 32)
+    return shape if tensor.is_floating_point() else f"{shape} {tensor.dtype}".replace("torch.", "")

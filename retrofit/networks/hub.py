@@ -59,14 +59,14 @@ def save_for_hub(
     existing = [name for name in (WEIGHTS, CONFIG, CARD) if (folder / name).exists()]
     if existing and not force:
         raise RetrofitError(f"{folder} holds {', '.join(existing)} already; choose another folder or pass `force=True`")
-    with tempfile.TemporaryDirectory() as made:
-        temporary = Path(made)
-        artifact.save(model, temporary / WEIGHTS, **options)
-        _write_config(model, Manifest.read(temporary / WEIGHTS), temporary / CONFIG)
-        (temporary / CARD).write_text(model_card(read_manifest(temporary / WEIGHTS), license, details), "utf-8")
+    with tempfile.TemporaryDirectory() as temporary:
+        staged = Path(temporary)
+        artifact.save(model, staged / WEIGHTS, **options)
+        _write_config(model, Manifest.read(staged / WEIGHTS), staged / CONFIG)
+        (staged / CARD).write_text(_model_card(read_manifest(staged / WEIGHTS), license, details or {}), "utf-8")
         folder.mkdir(parents=True, exist_ok=True)
         for name in (CARD, CONFIG, WEIGHTS):
-            shutil.move(temporary / name, folder / name)
+            shutil.move(staged / name, folder / name)
     return folder
 
 
@@ -101,8 +101,8 @@ def push_to_hub(
     """
     from huggingface_hub import HfApi
 
-    with tempfile.TemporaryDirectory() as made:
-        folder = save_for_hub(model, made, **options)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = save_for_hub(model, temporary, **options)
         api = HfApi(token=token, library_name=LIBRARY)
         commit = api.upload_folder(
             repo_id=api.create_repo(repo_id, private=private, exist_ok=True).repo_id,
@@ -117,66 +117,49 @@ def push_to_hub(
 def _write_config(model: nn.Module, manifest: Manifest, path: Path) -> None:
     """Write what timm and transformers read, as timm does."""
     source, plans = manifest.source, manifest.plans
+    ours = {"library_name": LIBRARY, "pretrained_cfg": manifest.preprocess.to_dict()}
     if source.library == "timm" and not plans:
         from timm.models._hub import save_config_for_hf
 
-        own = {"library_name": LIBRARY, "pretrained_cfg": manifest.preprocess.to_dict()}
-        save_config_for_hf(unwrapped(model), str(path), own, source.kwargs)
+        save_config_for_hf(unwrapped(model), str(path), ours, source.kwargs)
         return
     what = f"{plans[-1].to} of {source}" if plans else f"network {source}"  # timm reads a name up to its first dot
-    config = {
-        "architecture": f"{what}: open it with retrofit.load",
-        "library_name": LIBRARY,
-        "pretrained_cfg": manifest.preprocess.to_dict(),
-    }
+    config: dict[str, Any] = {"architecture": f"{what}: open it with retrofit.load", **ours}
     if manifest.labels is not None:
         config["label_names"] = manifest.labels
     path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
-def model_card(
-    manifest: Mapping[str, Any], license: str | None = None, details: Mapping[str, str] | None = None
-) -> str:
-    """Write the card.
-
-    Args:
-        manifest: What `read_manifest` returns.
-        license: As the hub spells it; the card says that there is none to be found if None.
-        details: Further lines, by heading.
-    """
+def _model_card(manifest: Mapping[str, Any], license: str | None, details: Mapping[str, str]) -> str:
+    """Return the card of an artifact, from what `read_manifest` returns."""
     model, weights, to = manifest["model"], manifest["weights"], manifest["conversion"]["to"]
-    name, origin = printable(model["name"], 100), weights.get("from")
+    name = printable(model["name"], 100)
     head: dict[str, Any] = {"library_name": "retrofit", "tags": ["retrofit", *([to] if to else []), model["library"]]}
     if license is not None:
         head["license"] = license
-    lines = ["---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""]
-    lines += [f"# {name}, {f'converted to {to}' if to else 'not converted'}", ""]
     facts = {"Base model": f"{model['library']} {name}"}
     if to:
-        strength = manifest["strength"]
-        rows = [row["status"] for row in manifest["layers"]]
-        facts["Target"] = to
-        facts["Strength"] = (
-            "differs by layer" if strength is None else f"{strength:g} (0: the base model, 1: the target)"
-        )
-        facts["Layers"] = f"{rows.count('converted')} of {len(rows)} normalization layers are converted"
-    facts["Weights before"] = f"{printable(weights['kind'], 40)}" + (
-        "" if weights.get("from") is None else f": {origin}"
-    )
-    facts["Images"] = _images(manifest["preprocess"])
-    facts |= {printable(key, 60): printable(value, 500) for key, value in (details or {}).items()}
+        strength, rows = manifest["strength"], [row["status"] for row in manifest["layers"]]
+        span = "differs by layer" if strength is None else f"{strength:g} (0: the base model, 1: the target)"
+        converted = f"{rows.count('converted')} of {len(rows)} normalization layers are converted"
+        facts |= {"Target": to, "Strength": span, "Layers": converted}
+    origin = "" if weights.get("from") is None else f": {weights['from']}"
+    facts["Weights before"] = printable(weights["kind"], 40) + origin
+    images = manifest["preprocess"]
+    size = " x ".join(str(side) for side in images["input_size"])
+    facts["Images"] = f"{size}, mean {images['mean']}, std {images['std']}, {images['interpolation']}"
+    facts |= {printable(key, 60): printable(value, 500) for key, value in details.items()}
     facts["License"] = license or "none is given: that of the base model's weights counts"
     facts["Made with"] = ", ".join(f"{key} {printable(value, 40)}" for key, value in manifest["versions"].items())
-    lines += [f"- {key}: {value}" for key, value in facts.items()]
-    if any(str(step["to"]).endswith("-pn") for step in manifest["conversion"]["steps"]):
-        lines += ["", _PATENT]
+    patented = any(str(step["to"]).endswith("-pn") for step in manifest["conversion"]["steps"])
     into = ", into=network" if model["library"] == "own" else ""
-    lines += ["", "```python", "import retrofit", f'model = retrofit.load("hf-hub:OWNER/NAME"{into})', "```", ""]
     opens = model["library"] == "timm" and not to
-    lines.append("timm opens it too." if opens else "timm alone does not open it, and says so.")
+    lines = [
+        *("---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""),
+        *(f"# {name}, {f'converted to {to}' if to else 'not converted'}", ""),
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        *(("", _PATENT) if patented else ()),
+        *("", "```python", "import retrofit", f'model = retrofit.load("hf-hub:OWNER/NAME"{into})', "```", ""),
+        "timm opens it too." if opens else "timm alone does not open it, and says so.",
+    ]
     return "\n".join(lines) + "\n"
-
-
-def _images(preprocess: Mapping[str, Any]) -> str:
-    size = " x ".join(str(side) for side in preprocess["input_size"])
-    return f"{size}, mean {preprocess['mean']}, std {preprocess['std']}, {preprocess['interpolation']}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,21 +15,23 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.errors import RetrofitError
-from retrofit.networks.budget import Shapes, TooLargeError
+from retrofit.networks.budget import TooLargeError
 from retrofit.networks.library import build, parse, timm_source
-from retrofit.networks.tensors import shapes_of
-from retrofit.networks.training_settings import SETTINGS
+from retrofit.networks.tensors import SETTINGS, shapes_of
 from retrofit.record import ModelSource, record_of
 from retrofit.utils.text import printable, shortlist
 
+_SIZES = 4  # a detector's head has one for the classes and one for their boxes
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a layer works out when it
 # is called first.
-_SIZES = 4  # a detector's head has one for the classes and one for their boxes
 _NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "scales", "map_levels", *SETTINGS}
+
+Convert = Callable[[nn.Module], nn.Module]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def identify(
-    model: nn.Module, hint: str | ModelSource | None = None, convert: Callable[[nn.Module], nn.Module] | None = None
+    model: nn.Module, hint: str | ModelSource | None = None, convert: Convert | None = None
 ) -> tuple[ModelSource, nn.Module]:
     """Tell where a network comes from, and hand back the skeleton of what its library builds, which proves it.
 
@@ -45,25 +48,24 @@ def identify(
     Raises:
         RetrofitError: If it cannot be told, or what the library builds differs.
     """
-    shapes = shapes_of(model)
+    ours = shapes_of(model)
     problems: dict[str, int] = {}  # with the number of tensors that differ
     for candidate in candidates(model, hint):
-        left = [candidate]
-        while left:
-            source = left.pop(0)
+        sources = [candidate]
+        for source in sources:
             try:
                 built = skeleton(source, convert)
             except RetrofitError as error:
-                problems[str(error)] = len(shapes)
+                problems[str(error)] = len(ours)
                 continue
-            found = shapes_of(built)
-            unlike = [name for name in {**shapes, **found} if shapes.get(name) != found.get(name)]
-            problem = f"{source} has {_difference(shapes, found)}" if unlike else first_difference(model, built, source)
+            theirs = shapes_of(built)
+            unlike = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+            problem = _difference(ours, theirs, source) if unlike else _module_difference(model, built, source)
             if problem is None:
                 return source, built
             problems[problem] = len(unlike)
             if unlike and source is candidate:
-                left += _other_classes(source, model, [shapes[name] for name in unlike if name in shapes])
+                sources += _other_classes(source, model, [ours[name] for name in unlike if name in ours])
     if not problems:
         kind = type(model).__name__
         raise RetrofitError(
@@ -77,7 +79,18 @@ def identify(
     )
 
 
-def first_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str | None:
+def _difference(ours: Shapes, theirs: Shapes, source: ModelSource) -> str:
+    """Describe the first tensors in which two networks differ."""
+    reshaped = [
+        f"{name} {list(theirs[name])} for {list(ours[name])}"
+        for name in ours
+        if theirs.get(name, ours[name]) != ours[name]
+    ]
+    parts = {"no": sorted(ours.keys() - theirs.keys()), "also": sorted(theirs.keys() - ours.keys()), "shapes": reshaped}
+    return f"{source} has " + "; ".join(f"{word} {shortlist(names)}" for word, names in parts.items() if names)
+
+
+def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str | None:
     """Name the first thing in which a network differs from what its library builds; None if there is none.
 
     Compared are the modules' names, their classes, and those of their attributes that are numbers, words or lists of
@@ -92,47 +105,40 @@ def first_difference(model: nn.Module, built: nn.Module, source: ModelSource) ->
         here, there = vars(ours[name]), vars(theirs[name])
         if "forward" in here and "forward" not in there and "_original_forward" not in here:
             return f"{label} has a forward of its own here, none in {source}"
-        for key in [key for key in here if key in there and _tells(ours[name], key)]:
-            if _is_plain(here[key]) and _is_plain(there[key]) and not _equal(here[key], there[key]):
-                values = [printable(values[key], 80) for values in (here, there)]
-                return f"{printable(key, 64)} of {label} is {values[0]} here, {values[1]} in {source}"
+        for key in [key for key in here if key in there and not key.startswith("_") and key not in _NEUTRAL]:
+            if f"setting_{key}" in ours[name]._buffers:  # the state dict holds it
+                continue
+            with suppress(TypeError, ValueError):  # it is no plain value
+                if _plain(here[key]) != _plain(there[key]):
+                    values = [printable(values[key], 80) for values in (here, there)]
+                    return f"{printable(key, 64)} of {label} is {values[0]} here, {values[1]} in {source}"
     return None
 
 
-def _tells(module: nn.Module, key: str) -> bool:
-    """Whether an attribute tells one network from another; the state dict holds some itself."""
-    return not key.startswith("_") and key not in _NEUTRAL and f"setting_{key}" not in module._buffers
+def _plain(value: object) -> Any:
+    """Return a number, a word or a list of them so that NaN is itself and a tuple is a list; else raise TypeError."""
+    if not isinstance(value, int | float | str | list | tuple | None):
+        raise TypeError
+    return json.loads(json.dumps(value), parse_constant=str)
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; NaN is itself, a list is a tuple."""
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b or (a != a and b != b))  # noqa: PLR0124
-
-
-def skeleton(source: ModelSource, convert: Callable[[nn.Module], nn.Module] | None = None) -> nn.Module:
+def skeleton(source: ModelSource, convert: Convert | None = None) -> nn.Module:
     """Build a network for its structure: without memory for its tensors, where it can be built so."""
-    finish = convert or (lambda model: model)
     try:
         with torch.device("meta"):
-            return finish(build(source))
+            model = build(source)
+            return model if convert is None else convert(model)
     except TooLargeError:
         raise
     except Exception:  # some builders compute with values; then the real ones are needed
-        return rebuilt(source, finish)
+        return rebuilt(source, convert)
 
 
-def rebuilt(source: ModelSource, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
+def rebuilt(source: ModelSource, convert: Convert | None = None) -> nn.Module:
     """Build a network whose tensors are about to be loaded: what would be random is zero, and nothing is drawn."""
     with torch.random.fork_rng(devices=[]), _NoRandomValues():
-        return convert(build(source))
+        model = build(source)
+        return model if convert is None else convert(model)
 
 
 class _NoRandomValues(TorchDispatchMode):
@@ -146,14 +152,9 @@ class _NoRandomValues(TorchDispatchMode):
 
 def candidates(model: nn.Module, hint: str | ModelSource | None = None) -> Iterator[ModelSource]:
     """List the sources that a network may be of, likely ones first; none for a network of nobody's."""
-    if hint is not None:
-        yield parse(hint) if isinstance(hint, str) else hint
-        return
-    attached = record_of(model).source
-    if attached is not None:
-        yield attached
-    elif (found := timm_source(model)) is not None:
-        yield found
+    likely = parse(hint) if isinstance(hint, str) else hint or record_of(model).source or timm_source(model)
+    if likely is not None:
+        yield likely
     else:
         yield from _torchvision_sources(model)
 
@@ -177,11 +178,11 @@ def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
 
 def _torchvision_structures(builder: Callable[..., nn.Module]) -> Iterator[dict[str, Any]]:
     """List the arguments that make one of torchvision's builders build other modules, the usual ones first."""
-    known = {"aux_loss": True, "aux_logits": False, "weights_backbone": True}
-    names = {"weights_backbone": "trained_backbone"}
-    present = [name for name in known if name in inspect.signature(builder).parameters]
+    options = {"aux_loss": ("aux_loss", True), "aux_logits": ("aux_logits", False)}
+    options["weights_backbone"] = ("trained_backbone", True)
+    present = [options[name] for name in options if name in inspect.signature(builder).parameters]
     for chosen in itertools.product((False, True), repeat=len(present)):
-        yield {names.get(n, n): known[n] for n, is_chosen in zip(present, chosen, strict=True) if is_chosen}
+        yield dict(itertools.compress(present, chosen))
 
 
 def _other_classes(source: ModelSource, model: nn.Module, unlike: list[tuple[int, ...]]) -> list[ModelSource]:
@@ -193,15 +194,3 @@ def _other_classes(source: ModelSource, model: nn.Module, unlike: list[tuple[int
         for number in dict.fromkeys(numbers)
         if isinstance(number, int) and number != source.kwargs.get("num_classes")
     ]
-
-
-def _difference(ours: Shapes, theirs: Shapes) -> str:
-    """Describe the first tensors in which two networks differ, in words that follow "NAME has"."""
-    lacking, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-    reshaped = [
-        f"{name} {list(theirs[name])} for {list(ours[name])}"
-        for name in ours
-        if theirs.get(name, ours[name]) != ours[name]
-    ]
-    parts = (("no", lacking), ("also", extra), ("shapes", reshaped))
-    return "; ".join(f"{word} {shortlist(names)}" for word, names in parts if names)

@@ -1,4 +1,4 @@
-"""Networks of timm and torchvision: found by name, built, recognised, and their preprocessing."""
+"""Networks of timm and torchvision: found by name, and built."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 from torch import nn
@@ -76,12 +77,8 @@ def parse(text: str) -> ModelSource:
 def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
     close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
     close.sort(key=lambda name: not name.startswith(sought.lower()))
-    hint = (
-        f"did you mean {', '.join(close)}?"
-        if close
-        else "give a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact "
-        "(*.safetensors)"
-    )
+    forms = "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact"
+    hint = f"did you mean {', '.join(close)}?" if close else f"give {forms} (*.safetensors)"
     return UsageError(f"unknown model {text!r}; {hint}")
 
 
@@ -107,16 +104,13 @@ def with_options(
             raise UsageError(f"`{size}={value}` is out of range; it must be at least {least}")
     if model_kwargs and source.library == "own":
         raise UsageError(f"`model_kwargs` means nothing to {source}; write a function that passes them, and name that")
-    kwargs = dict(model_kwargs or {})
-    if num_classes is not None:
-        kwargs["num_classes"] = num_classes
-    if in_chans is not None:
-        if source.library == "torchvision":
-            raise UsageError(f"torchvision's {source.name} has no `in_chans`; take timm's network instead")
-        kwargs["in_chans"] = in_chans
+    if in_chans is not None and source.library == "torchvision":
+        raise UsageError(f"torchvision's {source.name} has no `in_chans`; take timm's network instead")
+    sizes = {"num_classes": num_classes, "in_chans": in_chans}
     if img_size is not None and (name := _size_argument(source)):
-        kwargs[name] = img_size
-    changed = replace(source, kwargs={**source.kwargs, **kwargs})
+        sizes[name] = img_size
+    kwargs = {name: value for name, value in sizes.items() if value is not None}
+    changed = replace(source, kwargs={**source.kwargs, **(model_kwargs or {}), **kwargs})
     changed.refuse_reserved()
     return changed
 
@@ -173,13 +167,13 @@ def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module
     from torchvision.models import get_model, get_model_builder, get_model_weights
 
     kwargs = dict(source.kwargs)
-    named = kwargs.pop("weights", "DEFAULT" if pretrained else None)
-    weights = None if named is None else get_model_weights(source.name)[named]
-    structure = weights is not None and not pretrained
+    name = kwargs.pop("weights", "DEFAULT" if pretrained else None)
+    weights = None if name is None else get_model_weights(source.name)[name]
+    structure_only = weights is not None and not pretrained
     if "weights_backbone" in inspect.signature(get_model_builder(source.name)).parameters:
         kwargs["weights_backbone"] = "DEFAULT" if kwargs.pop("trained_backbone", False) else None
-        structure |= kwargs["weights_backbone"] is not None
-    with _structure_only(weights, kwargs.get("num_classes")) if structure else nullcontext():
+        structure_only |= kwargs["weights_backbone"] is not None
+    with _structure_only(weights, kwargs.get("num_classes")) if structure_only else nullcontext():
         model = get_model(source.name, weights=weights, **kwargs)
     if weights is not None:
         source = replace(source, kwargs={**source.kwargs, "weights": weights.name})
@@ -190,25 +184,15 @@ def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module
 def _structure_only(weights: Any, classes: int | None) -> Iterator[None]:
     """Let torchvision build what it builds for weights (frozen norms, no auxiliary heads, ...) without any weights.
 
-    Args:
-        weights: Those weights; None if only the backbone has some.
-        classes: Another number of outputs than theirs; the builders compare it with the names in the weights' record.
+    Its builders compare another number of classes with the names in the weights' record.
     """
     from torchvision.models import WeightsEnum
 
-    fetch, load = WeightsEnum.get_state_dict, nn.Module.load_state_dict
-    names = None if weights is None else weights.meta.get("categories")
-    WeightsEnum.get_state_dict = lambda *_, **__: {}
-    nn.Module.load_state_dict = lambda *_, **__: None  # type: ignore[method-assign]
-    if names is not None and classes is not None:
-        weights.meta["categories"] = range(classes)
-    try:
+    fetch = mock.patch.object(WeightsEnum, "get_state_dict", return_value={})
+    load = mock.patch.object(nn.Module, "load_state_dict", return_value=None)
+    named = classes is not None and weights is not None and "categories" in weights.meta
+    with fetch, load, mock.patch.dict(weights.meta, categories=range(classes or 0)) if named else nullcontext():
         yield
-    finally:
-        WeightsEnum.get_state_dict = fetch
-        nn.Module.load_state_dict = load  # type: ignore[method-assign]
-        if names is not None:
-            weights.meta["categories"] = names
 
 
 @contextmanager
@@ -230,17 +214,14 @@ def no_waiting_for_the_hub() -> Iterator[None]:
     """Without a network use only what is cached: the hub's client would try for 20 seconds a file."""
     from huggingface_hub import constants
 
-    host = urlsplit(constants.ENDPOINT).hostname or ""
-    before = constants.HF_HUB_OFFLINE
+    offline = constants.HF_HUB_OFFLINE
     if not urllib.request.getproxies():
         try:
-            socket.getaddrinfo(host, 443)
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname or "", 443)
         except OSError:
-            constants.HF_HUB_OFFLINE = True
-    try:
+            offline = True
+    with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
         yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:
@@ -249,9 +230,10 @@ def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> Ret
     said = one_line(error)
     if isinstance(error, LocalEntryNotFoundError):  # its message is three sentences long
         said = "it is not in the cache, and the hub cannot be reached"
-    if isinstance(error, OSError) and (pretrained or source.name.startswith("hf-hub:")):
-        instead = "or pass `checkpoint=FILE`" + (" with a plain timm name" if source.name.startswith("hf-hub:") else "")
-        return RetrofitError(f"cannot download {source} ({said}); check the network, {instead}")
+    on_hub = source.name.startswith("hf-hub:")
+    if isinstance(error, OSError) and (pretrained or on_hub):
+        instead = "pass `checkpoint=FILE`" + (" with a plain timm name" if on_hub else "")
+        return RetrofitError(f"cannot download {source} ({said}); check the network, or {instead}")
     if pretrained and ("No pretrained weights" in said or isinstance(error, KeyError | AttributeError)):
         return RetrofitError(
             f"there are no pretrained weights for {source}; pass `checkpoint=FILE` or drop `pretrained`"
@@ -280,14 +262,14 @@ def timm_source(model: nn.Module) -> ModelSource | None:
     if isinstance(classes := getattr(model, "num_classes", None), int):
         arguments["num_classes"] = classes
     try:
-        plain = json.loads(json.dumps(arguments))
+        arguments = json.loads(json.dumps(arguments))
     except TypeError as error:
         raise RetrofitError(
             f"{name} was built with an argument that a file cannot hold ({error}); build it from names and numbers, or "
             "save it with `save(source='own')`"
         ) from error
-    kwargs = {key: value for key, value in plain.items() if defaults.get(key) != value and key not in RESERVED_KWARGS}
-    return ModelSource("timm", name, kwargs)
+    changed = {key: value for key, value in arguments.items() if defaults.get(key) != value}
+    return ModelSource("timm", name, {key: value for key, value in changed.items() if key not in RESERVED_KWARGS})
 
 
 def _builder_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:

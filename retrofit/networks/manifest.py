@@ -12,10 +12,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from retrofit.errors import RetrofitError
-from retrofit.networks.budget import Shapes, check_numbers
 from retrofit.networks.library import no_waiting_for_the_hub
 from retrofit.networks.sampled_outputs import SampledOutputs
-from retrofit.networks.tensors import Header
 from retrofit.record import ModelSource, Preprocess
 from retrofit.surgery import Plan
 from retrofit.utils.text import one_line, printable
@@ -83,19 +81,27 @@ class Manifest:
         why = printable(self.outputs, 300)
         return f"not checked: {why}; only the names and shapes of its tensors tell which network it is"
 
-    def check_sizes(self, shapes: Shapes) -> None:
-        """Check that what it would have us build is in proportion to its tensors.
 
-        Raises:
-            TooLargeError: If it is not.
-        """
-        check_numbers(self.source.kwargs, shapes)
-        for plan in self.plans:
-            check_numbers([row.options for row in plan.layers] + [row.options for row in plan.edits], shapes)
+def _preprocess(values: Mapping[str, Any]) -> Preprocess:
+    """Read the preprocessing; raise ValueError for sizes and numbers that no images have."""
+    preprocess = Preprocess.from_dict(values)
+    _check_size(preprocess.input_size)
+    numbers = (*preprocess.mean, *preprocess.std, preprocess.crop_pct)
+    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+        raise ValueError(f"mean {printable(preprocess.mean, 80)}, std {printable(preprocess.std, 80)}")
+    return preprocess
 
 
-class PlainCheckpointError(RetrofitError):
-    """A safetensors file holds tensors alone, and nothing says of which network."""
+def _outputs(values: Mapping[str, Any]) -> SampledOutputs | str:
+    if "not_checked" in values:
+        return str(values["not_checked"])
+    _check_size(values["size"])
+    return SampledOutputs.from_dict(values)
+
+
+def _check_size(sizes: Sequence[Any]) -> None:
+    if len(sizes) not in (3, 4) or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
+        raise ValueError(f"images of size {printable(sizes, 80)}")
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
@@ -111,16 +117,15 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             f"{path} {problem}; give the path of an artifact, which `retrofit.save` and `retrofit convert` write"
         )
     try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
+        text = _manifest_text(file)
     except (SafetensorError, OSError) as error:
         raise damaged(path, one_line(error)) from error
-    if KEY not in metadata:
-        raise PlainCheckpointError(
-            f"{path} is a plain checkpoint, which holds no network; build the network and load it with load_state_dict"
+    if text is None:
+        raise RetrofitError(
+            f"{path} is a plain checkpoint, which holds no network; give the network's name, and `checkpoint='{path}'`"
         )
     try:
-        values = json.loads(metadata[KEY])
+        values = json.loads(text)
         schema = values["schema"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, "its manifest is not readable") from error
@@ -133,37 +138,25 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     return dict(values)
 
 
-def read_header(path: str | Path) -> Header:
-    """Read the shape and type of each tensor of a safetensors file, but no tensor.
-
-    Raises:
-        RetrofitError: If the file is damaged.
-    """
-    try:
-        with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in sorted(opened.keys())}
-            return {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, one_line(error)) from error
-
-
 def is_artifact(path: str | Path) -> bool:
     """Tell whether a file is a safetensors file with a manifest of ours, of any schema."""
     try:
-        with safe_open(path, framework="pt") as opened:
-            return KEY in (opened.metadata() or {})
+        return _manifest_text(Path(path)) is not None
     except (SafetensorError, OSError):
         return False
+
+
+def _manifest_text(path: Path) -> str | None:
+    with safe_open(path, framework="pt") as opened:
+        text: str | None = (opened.metadata() or {}).get(KEY)
+        return text
 
 
 def artifact_behind(text: str) -> Path | None:
     """Return the artifact that `hf-hub:OWNER/NAME[@REVISION]` or `local-dir:FOLDER` holds, fetched if need be.
 
-    Returns:
-        None if the text is of another form, the hub gives no answer, or what lies there is not ours.
-
-    Raises:
-        RetrofitError: If the artifact is there and cannot be fetched.
+    None if the text is of another form, the hub gives no answer, or what lies there is not ours; RetrofitError if the
+    artifact is there and cannot be fetched.
     """
     prefix, colon, rest = text.partition(":")
     prefix = prefix.replace("_", "-").lower()
@@ -175,42 +168,19 @@ def artifact_behind(text: str) -> Path | None:
     from huggingface_hub import hf_hub_download
 
     repo_id, _, revision = rest.partition("@")
-    try:
-        with no_waiting_for_the_hub():
+    with no_waiting_for_the_hub():
+        try:
             config = json.loads(Path(hf_hub_download(repo_id, CONFIG, revision=revision or None)).read_text("utf-8"))
-    except (OSError, ValueError):  # what opens a network of timm's there says why it cannot
-        return None
-    if not isinstance(config, dict) or config.get("library_name") != LIBRARY:
-        return None
-    try:
-        with no_waiting_for_the_hub():
+        except (OSError, ValueError):  # what opens a network of timm's there says why it cannot
+            return None
+        if not isinstance(config, dict) or config.get("library_name") != LIBRARY:
+            return None
+        try:
             return Path(hf_hub_download(repo_id, WEIGHTS, revision=revision or None))
-    except (OSError, ValueError) as error:
-        raise RetrofitError(f"{text} cannot be fetched: {one_line(error)}; check the connection") from error
+        except (OSError, ValueError) as error:
+            raise RetrofitError(f"{text} cannot be fetched: {one_line(error)}; check the connection") from error
 
 
 def damaged(path: str | Path, why: str) -> RetrofitError:
     """Return the error for a file that is not what was once written."""
     return RetrofitError(f"{path} is not a whole artifact ({why}); write or fetch it again")
-
-
-def _preprocess(values: Mapping[str, Any]) -> Preprocess:
-    """Read the preprocessing; raise ValueError for sizes and numbers that no images have."""
-    found = Preprocess.from_dict(values)
-    _check_size(found.input_size)
-    numbers = (*found.mean, *found.std, found.crop_pct)
-    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
-        raise ValueError(f"mean {printable(found.mean, 80)}, std {printable(found.std, 80)}")
-    return found
-
-
-def _outputs(values: Mapping[str, Any]) -> SampledOutputs | str:
-    if "not_checked" in values:
-        return str(values["not_checked"])
-    _check_size(values["size"])
-    return SampledOutputs.from_dict(values)
-
-
-def _check_size(sizes: Sequence[Any]) -> None:
-    if len(sizes) not in (3, 4) or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
-        raise ValueError(f"images of size {printable(sizes, 80)}")

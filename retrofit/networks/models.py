@@ -11,10 +11,9 @@ from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact, own
-from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
+from retrofit.networks.checkpoint import load_into, read_checkpoint
 from retrofit.networks.library import build, parse, with_options
-from retrofit.networks.load_weights import load_into
-from retrofit.networks.manifest import Manifest, PlainCheckpointError, artifact_behind
+from retrofit.networks.manifest import Manifest, artifact_behind
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
 from retrofit.record import ModelSource, Preprocess, Record, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
@@ -25,10 +24,10 @@ _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
 
 @dataclass
 class Network:
-    """A network and what is known about it.
+    """A network, whose record holds what is known about it.
 
     Attributes:
-        model: The network; what is known about it is its record.
+        model: The network.
         warnings: Sentences for the user.
         artifact: The artifact it was read from, if it was.
     """
@@ -63,11 +62,6 @@ class Network:
         return dict(self.record.weights or artifact.UNKNOWN_WEIGHTS)
 
     @property
-    def conversion(self) -> dict[str, Any]:
-        """How far it is converted, as JSON values: `target` and `strength`."""
-        return {"target": self.target, "strength": self.strength}
-
-    @property
     def target(self) -> str | None:
         """What it was converted to last; None if it was not."""
         plans = plans_of(self.model)
@@ -76,8 +70,12 @@ class Network:
     @property
     def strength(self) -> float | None:
         """Strength of its converted layers; None where there are none, or they differ."""
-        found = set(strengths(self.model))
-        return found.pop() if len(found) == 1 else None
+        return artifact.common_strength(self.model)
+
+    @property
+    def conversion(self) -> dict[str, Any]:
+        """How far it is converted, as JSON values: `target` and `strength`."""
+        return {"target": self.target, "strength": self.strength}
 
     def save(self, path: str | Path, force: bool = False) -> None:
         """Write it as an artifact, with what is known about it; see `retrofit.save`."""
@@ -91,12 +89,12 @@ def strengths(model: nn.Module) -> list[float]:
 
 def strength_sentence(model: nn.Module) -> str | None:
     """Say how far a network is on its way from its source to its target; None if no layer has a strength."""
-    found = strengths(model)
-    if not found:
+    values = strengths(model)
+    if not values:
         return None
-    low, high = min(found), max(found)
+    low, high = min(values), max(values)
     span = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-    return f"strength: {span} in {plural(len(found), 'converted layer')} (0 is the source, 1 the target)"
+    return f"strength: {span} in {plural(len(values), 'converted layer')} (0 is the source, 1 the target)"
 
 
 def weights_sentence(weights: Mapping[str, Any]) -> str:
@@ -108,10 +106,10 @@ def weights_sentence(weights: Mapping[str, Any]) -> str:
             return f"weights: pretrained ({printable(weights.get('from'), 200)})"
         case "checkpoint":
             key, others = weights.get("key"), weights.get("others") or []
-            taken = f", its {printable(key, 64)}" if key else ""
+            part = f", its {printable(key, 64)}" if key else ""
+            part += " in PART" if weights.get("left_random") else ""
             instead = f" (it also holds {shortlist(others)}: `checkpoint_key=NAME`)" if others else ""
-            part = " in PART" if weights.get("left_random") else ""
-            return f"weights: checkpoint {printable(weights.get('from'), 200)}{taken}{part}{instead}"
+            return f"weights: checkpoint {printable(weights.get('from'), 200)}{part}{instead}"
         case _:
             return "weights: of unknown origin (saved from Python without weights=)"
 
@@ -155,11 +153,15 @@ def open_model(
         UsageError: If the name is unknown, an option is wrong, or options contradict each other.
         RetrofitError: If weights or the artifact cannot be read or do not fit.
     """
-    options = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size, "model_kwargs": model_kwargs}
+    options: dict[str, Any] = {
+        "num_classes": num_classes,
+        "in_chans": in_chans,
+        "img_size": img_size,
+        "model_kwargs": model_kwargs,
+    }
     if is_artifact(text):
         others = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
-        given = [f"`{name}`" for name, value in others.items() if value not in (None, False)]
-        if given:
+        if given := [f"`{name}`" for name, value in others.items() if value not in (None, False)]:
             raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}")
         return _open_artifact(str(artifact_behind(text) or text), network)
     if network is not None:
@@ -174,18 +176,18 @@ def open_model(
         raise UsageError("`pretrained` and `checkpoint` are two sources of weights; pass one of them")
     if "weights" in (model_kwargs or {}) and not pretrained:
         raise UsageError("'weights' in `model_kwargs` chooses among pretrained weights; pass `pretrained=True` too")
-
-    source = with_options(parse(text), **options)  # type: ignore[arg-type]
+    source = with_options(parse(text), **options)
     if pretrained and source.library == "own":
         raise UsageError(f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`")
-    read = _read(checkpoint, checkpoint_key) if checkpoint is not None else None
+    if checkpoint is not None and artifact.is_artifact(checkpoint):
+        raise RetrofitError(f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL")
+    read = None if checkpoint is None else read_checkpoint(checkpoint, checkpoint_key)
+
     model = build(source, pretrained)
     source = record_of(model).source or source
     preprocess = preprocess_of(model, source)
     if img_size is not None:
-        if (
-            with_options(source, img_size=img_size) != source
-        ):  # only now is known what lies behind hf-hub: or local-dir:
+        if with_options(source, img_size=img_size) != source:  # what lies behind hf-hub: or local-dir: is known by now
             raise UsageError(f"{text} is built for one size; pass `model_kwargs={{'img_size': {img_size}}}`")
         preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
     labels, warnings = None, []
@@ -193,14 +195,13 @@ def open_model(
     if read is not None:
         loaded = load_into(model, read.tensors, match, checkpoint_partial)
         warnings += loaded.warnings
-        weights = {"kind": "checkpoint", "from": read.path}
         details = {
             "key": read.key,
             "others": list(read.others),
             "left_random": loaded.left_random,
             "left_out": [*read.left_out, *loaded.left_out],
         }
-        weights.update({name: value for name, value in details.items() if value})
+        weights = {"kind": "checkpoint", "from": read.path} | {name: value for name, value in details.items() if value}
     elif pretrained:
         labels = labels_of(model, source)
         weights = {"kind": "pretrained", "from": weights_name(model, source)}
@@ -213,32 +214,19 @@ def open_model(
     return Network(model, tuple(warnings))
 
 
-def _read(checkpoint: str | Path, key: str | None) -> Checkpoint:
-    if artifact.is_artifact(checkpoint):
-        raise RetrofitError(f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL")
-    return read_checkpoint(checkpoint, key)
-
-
 def _open_artifact(path: str, network: str | None) -> Network:
-    try:
-        held = Manifest.read(path).source
-    except PlainCheckpointError:
-        raise PlainCheckpointError(
-            f"{path} is a plain checkpoint; give the network's name and `checkpoint={path!r}`"
-        ) from None
-    if network is None and held.library == "own":
-        whose = f"{path} holds a network of one's own, {printable(held, 100)}"
+    source = Manifest.read(path).source
+    if network is None and source.library == "own":
+        whose = f"{path} holds a network of one's own, {printable(source, 100)}"
         raise UsageError(f"{whose}; say what builds it with `network='py:MODULE:CALLABLE'`")
-    if network is not None and held.library != "own":
-        raise UsageError(f"{path} holds {held}, which its library builds; drop `network`")
-    model, manifest = artifact.opened(path, None if network is None else _own_network(network, held))
+    if network is not None and source.library != "own":
+        raise UsageError(f"{path} holds {source}, which its library builds; drop `network`")
+    into = None
+    if network is not None:
+        typed = parse(network)
+        if typed.library == "own":  # with the sizes that the artifact's network was built with
+            sizes = {name: source.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
+            typed = with_options(typed, **{name: size for name, size in sizes.items() if type(size) is int})  # type: ignore[arg-type]
+        into = build(typed).train()
+    model, manifest = artifact.opened(path, into)
     return Network(model, (manifest.not_checked,) if manifest.not_checked else (), path)
-
-
-def _own_network(text: str, held: ModelSource) -> nn.Module:
-    """Build the network that the user typed, with the numbers of classes and channels that an artifact holds."""
-    source = parse(text)
-    if source.library == "own":
-        sizes = {name: held.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
-        source = with_options(source, **{name: size for name, size in sizes.items() if type(size) is int})  # type: ignore[arg-type]
-    return build(source).train()

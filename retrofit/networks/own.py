@@ -38,19 +38,20 @@ def resolve(name: str) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except Exception as error:  # anything may come out of the user's own module
         raise RetrofitError(
             f"cannot import {module_name} ({with_class(error)}); run this in its folder, or set PYTHONPATH"
         ) from error
     for part in path.split("."):
-        if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), n=3) or [n for n in dir(found) if not n.startswith("_")]
-            raise UsageError(f"{module_name} has no {path}; it has {', '.join(close[:5]) or 'nothing'}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{path} of {module_name} is a {type(found).__name__}; name a function or class that builds")
-    _typed[name] = found
+        if not hasattr(target, part):
+            names = [name for name in dir(target) if not name.startswith("_")]
+            close = difflib.get_close_matches(part, names, n=3) or names[:5] or ["nothing"]
+            raise UsageError(f"{module_name} has no {path}; it has {', '.join(close)}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise UsageError(f"{path} of {module_name} is a {type(target).__name__}; name a function or class that builds")
+    _typed[name] = target
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:

@@ -18,28 +18,23 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
     import timm.data
 
     if source.library == "timm":
-        found = Preprocess.from_dict(timm.data.resolve_model_data_config(model))
+        usual = Preprocess.from_dict(timm.data.resolve_model_data_config(model))
     elif source.library == "torchvision":
-        found = _torchvision_preprocess(source)
+        usual = _torchvision_preprocess(source)
     else:
         first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
         cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
         cfg |= getattr(model, "pretrained_cfg", None) or {}
-        found = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
+        usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
     size = source.kwargs.get("img_size", source.kwargs.get("image_size"))
-    height, width = (size, size) if isinstance(size, int) else size or found.input_size[1:]
-    channels = source.kwargs.get("in_chans", found.input_size[0])
-    return replace(
-        found,
-        input_size=(channels, height, width),
-        mean=_for_channels(found.mean, channels),
-        std=_for_channels(found.std, channels),
-    )
+    height, width = (size, size) if isinstance(size, int) else size or usual.input_size[1:]
+    channels = source.kwargs.get("in_chans", usual.input_size[0])
 
+    def each_channel(values: tuple[float, ...]) -> tuple[float, ...]:
+        return values if len(values) == channels else (sum(values) / len(values),) * channels
 
-def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Give each channel a value: its own, or the mean where the network has another number of channels."""
-    return values if len(values) == channels else (sum(values) / len(values),) * channels
+    mean, std = each_channel(usual.mean), each_channel(usual.std)
+    return replace(usual, input_size=(channels, height, width), mean=mean, std=std)
 
 
 def _torchvision_preprocess(source: ModelSource) -> Preprocess:
@@ -71,8 +66,8 @@ def labels_of(model: nn.Module, source: ModelSource) -> list[str] | None:
     if source.library == "torchvision":
         from torchvision.models import get_model_weights
 
-        named = source.kwargs.get("weights")
-        names = get_model_weights(source.name)[named].meta.get("categories") if named else None
+        weights = source.kwargs.get("weights")
+        names = get_model_weights(source.name)[weights].meta.get("categories") if weights else None
         return list(ImageNetInfo().label_names() if len(names) == 1000 else names) if names else None
     if names := getattr(model, "pretrained_cfg", {}).get("label_names"):
         return list(names) if len(names) == getattr(model, "num_classes", None) else None

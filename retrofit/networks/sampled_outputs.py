@@ -36,33 +36,32 @@ class NotRunError(Exception):
 
 
 @dataclass(frozen=True)
+class Sample:
+    """The largest value of a layer's output, and a few of its values, evenly spread."""
+
+    scale: float
+    samples: list[float]
+
+
+@dataclass(frozen=True)
 class SampledOutputs:
-    """What a network answers.
+    """What a network answers to an image.
 
     Attributes:
         size: (C, H, W) of the image.
         classes: How many scores the network gives, where it gives one number for each class.
-        values: By layer, "" for the network's output: the largest value, and some of the values.
+        values: Samples by layer, "" for the network's output.
     """
 
     size: tuple[int, ...]
     classes: int | None
-    values: dict[str, tuple[float, list[float]]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; `from_dict` reads them back."""
-        values = {name: {"scale": scale, "samples": samples} for name, (scale, samples) in self.values.items()}
-        return {"size": list(self.size), "classes": self.classes, "values": values}
+    values: dict[str, Sample]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SampledOutputs:
-        """Rebuild from `to_dict`'s values.
-
-        Raises:
-            KeyError, TypeError, ValueError: If `values` did not come from `to_dict`.
-        """
+        """Rebuild from `dataclasses.asdict`'s values; raise KeyError, TypeError or ValueError if they are others."""
         rows = {
-            str(name): (float(row["scale"]), [float(number) for number in row["samples"]])
+            str(name): Sample(float(row["scale"]), [float(number) for number in row["samples"]])
             for name, row in values["values"].items()
         }
         return cls(tuple(values["size"]), values["classes"], rows)
@@ -70,23 +69,19 @@ class SampledOutputs:
     def difference(self, other: SampledOutputs) -> str | None:
         """Say where another network's outputs differ most by more than rounding; None if they do not."""
         worst, where = 0.0, ""
-        for name, (scale, samples) in self.values.items():
-            _, others = other.values.get(name, (0.0, []))
-            if len(others) != len(samples):
-                return f"the output of {name or 'the network'} has another shape"
-            gaps = [abs(a - b) for a, b in zip(samples, others, strict=True)]
-            share = max(gaps, default=0.0) / scale if scale else float(any(gaps))
+        for name, sample in self.values.items():
+            others = other.values[name].samples if name in other.values else []
+            if len(others) != len(sample.samples):
+                return f"the output of {name or 'the network'} has another shape, or other values that are not finite"
+            gaps = [abs(a - b) for a, b in zip(sample.samples, others, strict=True)]
+            share = max(gaps, default=0.0) / sample.scale if sample.scale else float(any(gaps))
             if not share <= max(worst, TOLERANCE):
                 worst, where = share, name
         return f"the output of {where or 'the network'} differs by {worst:.2g} of its scale" if worst else None
 
 
 def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
-    """Run a network on an image of half its size, or of its own, at most; smaller where it is large.
-
-    Args:
-        model: Any network; it is left as it was.
-        own_size: (C, H, W) of its images.
+    """Run a network on an image of half its own size, or of that, or a smaller one where the network is large.
 
     Raises:
         NotRunError: If it is too large, or takes no such images.
@@ -114,20 +109,21 @@ def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[
     Raises:
         NotRunError: If it takes no such image.
     """
-    values: dict[str, tuple[float, list[float]]] = {}
+    values: dict[str, Sample] = {}
 
     def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         values.setdefault(name, _sample(output))
 
     try:
         model = _on_cpu(model)
-        call = _call(model, size)
-        chosen = [name for name, module in model.named_modules() if name and (module._parameters or module._buffers)]
+        images = [_images(shape).to(placement_of(model)[1]) for shape in input_shapes(model, tuple(size), 1)]
+        call = Call(tuple(images), stage="backbone" if is_detector(model) else "")
+        names = [name for name, module in model.named_modules() if name and (module._parameters or module._buffers)]
         if layers is None:
-            chosen = chosen[:: max(1, -(-len(chosen) // _LAYERS))]
+            names = names[:: max(1, -(-len(names) // _LAYERS))]
         else:
-            chosen = [name for name in chosen if name in layers]
-        watched = hooked(model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in chosen)
+            names = [name for name in names if name in layers]
+        watched = hooked(model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in names)
         with undisturbed(model), watched:
             answer = call.on(model)
     except Exception as error:  # anything may come out of a network's own code
@@ -135,7 +131,7 @@ def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[
             f"it takes no random images of {'x'.join(map(str, size))} ({with_class(error, 100)})"
         ) from error
     values[""] = _sample(answer)
-    values = {name: value for name, value in values.items() if value[1]}
+    values = {name: sample for name, sample in values.items() if sample.samples}
     if not values:
         raise NotRunError("it answers random images with no finite number")
     scores = not call.stage and isinstance(answer, Tensor) and answer.ndim == 2
@@ -168,12 +164,6 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     return model.to("cpu", wide)
 
 
-def _call(model: nn.Module, size: Sequence[int]) -> Call:
-    _, dtype = placement_of(model)
-    images = [_images(shape).to(dtype) for shape in input_shapes(model, tuple(size), 1)]
-    return Call(tuple(images), stage="backbone" if is_detector(model) else "")
-
-
 def _images(shape: tuple[int, ...]) -> Tensor:
     """Numbers of mean 0 and variance 1, the same with every version of torch."""
     mixed = torch.arange(math.prod(shape), device="cpu") * 2654435761 & 0xFFFFFFFF
@@ -181,18 +171,17 @@ def _images(shape: tuple[int, ...]) -> Tensor:
     return ((mixed ^ mixed >> 13).double() / 2**31 - 1).mul_(3**0.5).float().reshape(shape)
 
 
-def _sample(output: Any) -> tuple[float, list[float]]:
-    """Return the largest value of an output, and a few values, evenly spread, of each of its tensors."""
+def _sample(output: Any) -> Sample:
+    """Sample each of an output's tensors that is finite."""
     samples: list[float] = []
     scale = 0.0
     for tensor in tensors_of(output):
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         largest = float(tensor.detach().abs().max())
-        if not math.isfinite(largest):
-            continue
-        scale = max(scale, largest)
-        flat = tensor.detach().flatten()
-        places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
-        samples += [float(f"{number:.7g}") for number in flat[places].tolist()]
-    return float(f"{scale:.7g}"), samples
+        if math.isfinite(largest):
+            scale = max(scale, largest)
+            flat = tensor.detach().flatten()
+            places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
+            samples += [float(f"{number:.7g}") for number in flat[places].tolist()]
+    return Sample(float(f"{scale:.7g}"), samples)

@@ -25,7 +25,6 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.artifact import is_artifact, load, read_manifest, save
 from retrofit.networks.library import build
-from retrofit.networks.models import open_model
 from retrofit.networks.tensors import checksum
 from retrofit.record import ModelSource, Preprocess, Record, record_of
 
@@ -54,6 +53,7 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tenso
     """Change an artifact's manifest and tensors."""
     manifest, tensors = read_manifest(path), {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(manifest, tensors)
+    manifest["checksum"] = checksum(tensors)
     save_file(tensors, path, metadata={"format": "pt", "retrofit": json.dumps(manifest)})
 
 
@@ -62,9 +62,7 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tenso
     [
         ("test_resnet", None, {"num_classes": 3}),
         ("test_byobnet", "bnn", {"in_chans": 1}),
-        ("test_efficientnet", "bnn", {}),
         ("test_vit", "lnn", {"img_size": 64}),
-        ("test_vit", "normal", {"num_classes": 0}),
         ("tv:resnet18", "bnn", {"num_classes": 3}),
         pytest.param("tv:googlenet", "bnn", {"weights": "IMAGENET1K_V1"}, marks=pytest.mark.slow),
         ("tv:regnet_y_400mf", "bnn", {}),  # does not build on the meta device
@@ -79,8 +77,7 @@ def test_round_trip(tmp_path: Path, name: str, to: str | None, kwargs: dict[str,
     _assert_same(again, model)
     assert again.training
     image = torch.rand(2, kwargs.get("in_chans", 3), 64, 64)
-    if "vit" not in name or "img_size" in kwargs:
-        assert torch.equal(again.eval()(image), model.eval()(image))
+    assert torch.equal(again.eval()(image), model.eval()(image))
 
     save(again, tmp_path / "b.safetensors")
     assert read_manifest(tmp_path / "b.safetensors") == read_manifest(path)
@@ -133,20 +130,10 @@ def test_manifest(tmp_path: Path) -> None:
     assert record_of(again) == Record(source, WEIGHTS, preprocess, ["cat", "dog"], (plan,))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(("name", "to"), [("test_vit", "lnn"), ("test_resnet", None)])
-def test_the_dtype_comes_back(tmp_path: Path, dtype: torch.dtype, name: str, to: str | None) -> None:
-    model = _network(name, to).to(dtype)
-    save(model, tmp_path / "a.safetensors")
-    again = load(tmp_path / "a.safetensors")
-    _assert_same(again, model)
-    assert next(again.parameters()).dtype == dtype
-
-
-def test_dtypes_may_be_mixed(tmp_path: Path) -> None:
-    model = _network("test_resnet", "bnn")
-    model.fc.to(torch.bfloat16)
-    model.conv1[0].to(torch.float64)
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float64, torch.bfloat16)])
+def test_dtypes_come_back(tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    model = _network("test_resnet", "bnn").to(dtypes[0])
+    model.fc.to(dtypes[1])
     save(model, tmp_path / "a.safetensors")
     _assert_same(load(tmp_path / "a.safetensors"), model)
 
@@ -157,33 +144,21 @@ def test_buffers_that_are_in_no_file_follow_the_dtype(tmp_path: Path) -> None:
     save(model, tmp_path / "a.safetensors")
     again = load(tmp_path / "a.safetensors")
     mask = again.layers[0].blocks[1].attn_mask
-    assert "layers.0.blocks.1.attn_mask" not in again.state_dict()
     assert mask.dtype == torch.bfloat16
     assert torch.equal(mask, model.layers[0].blocks[1].attn_mask)
 
 
-def test_memory_formats_do_not_matter(tmp_path: Path) -> None:
-    model = _network("test_resnet", "bnn")
-    plain = copy.deepcopy(model)
+def test_views_and_memory_formats_do_not_matter(tmp_path: Path) -> None:
+    model = _network("test_resnet")
     model.to(memory_format=torch.channels_last)
     model.fc.weight.data = model.fc.weight.data.t().contiguous().t()
-    assert not model.fc.weight.is_contiguous()
+    norms = model.layer1[0].bn1, model.layer1[0].bn2
+    flat = torch.rand(2 * norms[0].num_features)
+    norms[0].bias.data, norms[1].bias.data = flat.chunk(2)
+    norms[1].weight.data = norms[1].bias.data
+    plain = copy.deepcopy(model)
     save(model, tmp_path / "a.safetensors")
     _assert_same(load(tmp_path / "a.safetensors"), plain)
-
-
-def test_views_of_one_storage_are_written_apart(tmp_path: Path) -> None:
-    model = _network("test_vit")
-    flat = torch.rand(2 * model.head.bias.numel())
-    model.head.bias.data, other = flat.chunk(2)
-    model.norm.weight.data = other[: model.norm.weight.numel()]
-    model.norm.bias.data = model.norm.weight.data
-    first = model.blocks[0].norm1
-    first.bias.data = first.weight.data  # all of one storage, twice
-    save(model, tmp_path / "a.safetensors")
-    _assert_same(load(tmp_path / "a.safetensors"), model)
-    written = load_file(tmp_path / "a.safetensors")
-    assert {"norm.weight", "norm.bias", "head.bias"} <= written.keys()
 
 
 class Tied(nn.Module):
@@ -218,9 +193,6 @@ def test_tied_tensors_are_written_once_and_tied_again(tmp_path: Path, tied: nn.M
     _assert_same(again, model)
     assert again.a.weight is again.b.weight
     assert again.norm is again.again
-    double = load(tmp_path / "a.safetensors").double()
-    save(double, tmp_path / "b.safetensors")
-    _assert_same(load(tmp_path / "b.safetensors"), double)
 
 
 def test_a_tensor_untied_by_the_user_is_refused(tmp_path: Path, tied: nn.Module) -> None:
@@ -242,16 +214,6 @@ def test_saving_and_loading_leave_the_random_numbers_alone(tmp_path: Path, tied:
     save(tied, tmp_path / "a.safetensors")
     load(tmp_path / "a.safetensors")
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    path.write_text("mine")
-    with pytest.raises(RetrofitError, match="`force=True`"):
-        save(_network("test_vit"), path)
-    assert path.read_text() == "mine"
-    save(_network("test_vit"), path, force=True)
-    assert is_artifact(path)
 
 
 def test_a_failing_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +249,8 @@ def _lying_header(path: Path) -> None:
         (lambda path: None, "does not exist"),
         (Path.mkdir, "is a folder"),
         (lambda path: path.write_text("hello"), "not a whole artifact"),
-        (lambda path: path.write_bytes(b""), "not a whole artifact"),
         (_lying_header, "not a whole artifact"),
-        (_plain, "is a plain checkpoint, which holds no network; build the network"),
+        (_plain, "is a plain checkpoint, which holds no network; give the network's name, and `checkpoint="),
         (_header("[]"), "manifest is not readable"),
         (_header('{"schema": 2}'), "has schema 2, this retrofit reads up to 1; upgrade retrofit"),
         (_header('{"schema": 1}'), "malformed: 'model'"),
@@ -318,7 +279,7 @@ def saved(_saved: Path, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0.1, 0.999])
 def test_a_truncated_artifact_is_refused(saved: Path, share: float) -> None:
     saved.write_bytes(saved.read_bytes()[: int(saved.stat().st_size * share)])
     with pytest.raises(RetrofitError, match="not a whole artifact"):
@@ -331,25 +292,21 @@ def test_a_truncated_artifact_is_refused(saved: Path, share: float) -> None:
     [
         (lambda m, t: m["model"].update(name="no_such_network"), "cannot be rebuilt with timm .* unknown model"),
         (lambda m, t: m["model"].update(library="keras"), "'keras'"),
-        (lambda m, t: m["model"].update(kwargs=3), "malformed"),
         (lambda m, t: m["model"]["kwargs"].update(nonsense=1), "nonsense"),
         (lambda m, t: m["model"].update(kwargs={"pretrained": True}), "not a model argument"),
         (lambda m, t: m["model"].update(name="hf-hub:timm/resnet18.a1_in1k"), "malformed"),
         (lambda m, t: m.update(versions=None), "malformed"),
-        (lambda m, t: m["conversion"].pop("steps"), "malformed: 'steps'"),
         (lambda m, t: m["conversion"]["steps"][0].update(to="xyz"), "unknown target 'xyz'"),
         (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(name="nowhere"), "made for another model"),
         (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(extra=1), "malformed: .*extra"),
         (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(options={"nonsense": 1}), "nonsense"),
         (lambda m, t: m["conversion"]["steps"].clear(), r"\d+ unexpected \(.*running_lambda"),
-        (lambda m, t: m.pop("labels"), "malformed: 'labels'"),
         (lambda m, t: t.pop("head.fc.bias"), r"1 missing \(head.fc.bias\)"),
         (lambda m, t: t.update(extra=torch.zeros(1)), r"1 unexpected \(extra\)"),
         (
             lambda m, t: t.update({"head.fc.bias": torch.zeros(7)}),
             r"1 of another shape \(head.fc.bias \[7\] for \[1000",
         ),
-        (lambda m, t: t.update({"stem.bn.strength": torch.zeros(3)}), r"stem.bn.strength \[3\] for \[2\]"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(
@@ -362,20 +319,10 @@ def test_a_manifest_that_does_not_fit_is_refused(
     assert str(saved) in str(caught.value)
 
 
-def test_labels_are_one_for_each_output(tmp_path: Path) -> None:
+def test_labels_are_those_of_the_classifier_that_is_there(tmp_path: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=3)
     with pytest.raises(UsageError, match="2 labels for 3 outputs"):
         save(model, tmp_path / "a.safetensors", labels=["cat", "dog"])
-    save(model, tmp_path / "a.safetensors", labels=["ant", "cat", "dog"])
-    again = load(tmp_path / "a.safetensors")
-    again.reset_classifier(5)  # the names are those of the classifier that was
-    save(again, tmp_path / "b.safetensors")
-    assert read_manifest(tmp_path / "b.safetensors")["labels"] is None
-
-
-@pytest.mark.parametrize("name", ["test_resnet", pytest.param("tv:resnet18", marks=pytest.mark.slow)])
-def test_a_classifier_put_in_by_hand_has_no_old_names(tmp_path: Path, name: str) -> None:
-    model = open_model(name, num_classes=3).model
     save(model, tmp_path / "a.safetensors", labels=["ant", "cat", "dog"])
     again = load(tmp_path / "a.safetensors")
     again.fc = torch.nn.Linear(again.fc.in_features, 2)
@@ -383,7 +330,5 @@ def test_a_classifier_put_in_by_hand_has_no_old_names(tmp_path: Path, name: str)
     assert "labels" not in {entry.key for entry in onnx.load(tmp_path / "a.onnx").metadata_props}
     save(again, tmp_path / "b.safetensors", source="own")
     assert read_manifest(tmp_path / "b.safetensors")["labels"] is None
-    with pytest.raises(UsageError, match="3 labels for 2 outputs"):
-        save(again, tmp_path / "c.safetensors", source="own", labels=["ant", "cat", "dog"])
     save(again, tmp_path / "c.safetensors", source="own", labels=["ant", "cat"])
     assert read_manifest(tmp_path / "c.safetensors")["labels"] == ["ant", "cat"]

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read of a file, which of its weights, and what is said when it cannot be read."""
+"""Checkpoints: what is read of a file, which of its weights, how they get into a network, and what is said if not."""
 
 from __future__ import annotations
 
@@ -10,47 +10,63 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from retrofit.errors import RetrofitError
-from retrofit.networks.checkpoint import read_checkpoint
-from tests.networks.small_states import same_tensors, small_state
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks.checkpoint import Loaded, load_into, read_checkpoint
+
+
+def small_net(width: int = 4, classes: int = 3, channels: int = 3) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 4, classes)
+    )
+
+
+def small_state(**options: int) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return dict(small_net(**options).state_dict())
+
+
+def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in state.items()}
+
 
 # --- reading
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin", ".pth.tar"])
-def test_reads_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
-    state, path = small_state(), tmp_path / f"a{suffix}"
-    (save_file if suffix == ".safetensors" else torch.save)(state, path)
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pth", "a.pth.tar", "old.pth"])
+def test_reads_every_kind_of_file(tmp_path: Path, name: str) -> None:
+    state, path = small_state(), tmp_path / name
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=not name.startswith("old"))
     assert same_tensors(read_checkpoint(path).tensors, state)
-
-
-def test_reads_the_format_of_old_torch(tmp_path: Path) -> None:
-    torch.save(small_state(), tmp_path / "a.pth", _use_new_zipfile_serialization=False)
-    assert same_tensors(read_checkpoint(tmp_path / "a.pth").tensors, small_state())
 
 
 @pytest.mark.parametrize(
     "wrap",
     [
         lambda s: {"state_dict": s, "epoch": 3, "args": argparse.Namespace(lr=0.1)},
-        lambda s: {"model": s, "optimizer": {"state": {}}},
         lambda s: {"model": "resnet18", "state_dict": s},
         lambda s: {"state_dict": {k: v + 1 for k, v in s.items()}, "state_dict_ema": s},
-        lambda s: {"model": {k: v + 1 for k, v in s.items()}, "model_ema": s},
         lambda s: {"epoch": 3, "net": s},
-        lambda s: {f"module.{k}": v for k, v in s.items()},
-        lambda s: {f"_orig_mod.{k}": v for k, v in s.items()},
-        lambda s: {"model": {f"module._orig_mod.{k}": v for k, v in s.items()}},
+        lambda s: {"model": under("module._orig_mod.", s)},
         lambda s: {**s, "epoch": 3},
     ],
 )
 def test_opens_what_training_scripts_wrap_around(tmp_path: Path, wrap: Callable[[dict[str, Tensor]], Any]) -> None:
     torch.save(wrap(small_state()), tmp_path / "a.pth")
-    assert same_tensors(read_checkpoint(tmp_path / "a.pth").tensors, small_state())
+    net = small_net()
+    assert load_into(net, read_checkpoint(tmp_path / "a.pth").tensors) == Loaded()
+    assert same_tensors(dict(net.state_dict()), small_state())
 
 
 @pytest.mark.parametrize(
@@ -60,29 +76,23 @@ def test_opens_what_training_scripts_wrap_around(tmp_path: Path, wrap: Callable[
         (lambda s, o: {"model": o, "model_ema": s}, None, "model_ema", ("model",)),
         (lambda s, o: {"model": s, "model_ema": o}, "model", "model", ("model_ema",)),
         (lambda s, o: {"a": o, "b": s, "optimizer": {"state": {0: o}}}, "b", "b", ("a",)),
-        (lambda s, o: {"ema": {"state_dict": s}, "epoch": 3}, None, "ema.state_dict", ()),
         (lambda s, o: {"ema": {"state_dict": s}, "model": o}, "ema.state_dict", "ema.state_dict", ("model",)),
         (
-            lambda s, o: {"state_dict": {f"teacher.{k}": v for k, v in s.items()} | {f"student.{k}": o[k] for k in o}},
+            lambda s, o: {"state_dict": under("teacher.", s) | under("student.", o)},
             "teacher",
             "state_dict.teacher",
             (),
         ),
-        (
-            lambda s, o: {"state_dict": {f"net.{k}": v for k, v in s.items()}, "model": o},
-            "state_dict.net",
-            "state_dict.net",
-            ("model",),
-        ),
+        (lambda s, o: {"state_dict": under("net.", s), "model": o}, "state_dict.net", "state_dict.net", ("model",)),
     ],
 )
 def test_which_of_several_weights(tmp_path: Path, wrap: Any, key: str, taken: str, others: tuple[str, ...]) -> None:
     wrong = {name: value + 1 for name, value in small_state().items()}
     torch.save(wrap(small_state(), wrong), tmp_path / "a.pth")
-    found = read_checkpoint(tmp_path / "a.pth", key)
-    assert same_tensors(found.tensors, small_state())
-    assert (found.key, found.others) == (taken, others)
-    assert bool(found.left_out) == (taken == "state_dict.teacher")
+    checkpoint = read_checkpoint(tmp_path / "a.pth", key)
+    assert same_tensors(checkpoint.tensors, small_state())
+    assert (checkpoint.key, checkpoint.others) == (taken, others)
+    assert bool(checkpoint.left_out) == (taken == "state_dict.teacher")
 
 
 def test_a_key_that_is_not_there(tmp_path: Path) -> None:
@@ -91,14 +101,8 @@ def test_a_key_that_is_not_there(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "a.pth", "e")
 
 
-def test_a_wrapper_s_prefix_that_only_some_names_have_hides_nothing(tmp_path: Path) -> None:
-    state = {"module.a": torch.zeros(1), "a": torch.ones(1)}
-    torch.save(state, tmp_path / "a.pth")
-    assert same_tensors(read_checkpoint(tmp_path / "a.pth").tensors, state)
-
-
-def _cut(path: Path, state: Any) -> None:
-    (save_file if path.suffix == ".safetensors" else torch.save)(state, path)
+def _cut(path: Path) -> None:
+    (save_file if path.suffix == ".safetensors" else torch.save)(small_state(), path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
@@ -117,44 +121,33 @@ def _looped(path: Path) -> None:
     torch.save(wide, path)
 
 
-@pytest.mark.parametrize(
-    ("name", "write", "message"),
-    [
-        ("a.pth", lambda path: None, "there is no checkpoint"),
-        ("a.pth", Path.mkdir, "is a folder"),
-        ("a.pth", lambda path: _cut(path, small_state()), "not a whole checkpoint"),
-        ("a.safetensors", lambda path: _cut(path, small_state()), "not a whole safetensors"),
-        ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),
-        ("a.safetensors", lambda path: path.write_text("hello"), "not a whole safetensors"),
-        ("a.pth", lambda path: path.write_bytes(b""), "not a whole checkpoint"),
-        ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "NumPy"),
-        ("a.pth", lambda path: torch.save(nn.Linear(2, 2), path), r"Python objects \(torch.nn.modules.linear.Linear\)"),
-        (
-            "a.pth",
-            lambda path: torch.save({"a": Path("x")}, path, _use_new_zipfile_serialization=False),
-            r"Python objects \(pathlib",
-        ),
-        ("a.pth", lambda path: torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path), "TorchScript"),
-        ("a.pth", lambda path: torch.save({"epoch": 3}, path), "no tensors"),
-        ("a.pth", lambda path: torch.save([torch.zeros(2)], path), "no tensors"),
-        ("a.pth", lambda path: torch.save({}, path), "no tensors"),
-        (
-            "a.pth",
-            lambda path: torch.save({"g": small_state(), "d": small_state()}, path),
-            r"several sets of weights \(g, d\)",
-        ),
-        (
-            "a.pth",
-            lambda path: torch.save({0: torch.zeros(1), 1: torch.zeros(1)}, path),
-            "2 tensors of .* no name",
-        ),
-        ("a.pth", lambda path: torch.save({"a": torch.eye(3).to_sparse()}, path), r"sparse, .*\(a\); save them dense"),
-        ("a.pth", lambda path: torch.save({"a": torch.empty(3, device="meta")}, path), "without data"),
-        ("a.pth", lambda path: torch.save({"a": torch.zeros(1).expand(10**9)}, path), "unpacks to 4,000,000,000"),
-        ("a.pth", _bomb, "unpacks to "),
-        ("a.pth", _looped, "no tensors"),
-    ],
-)
+def _saves(content: Any, **options: Any) -> Callable[[Path], None]:
+    return lambda path: torch.save(content, path, **options)
+
+
+OLD = {"_use_new_zipfile_serialization": False}
+UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("a.pth", lambda path: None, "there is no checkpoint"),
+    ("a.pth", Path.mkdir, "is a folder"),
+    ("a.pth", _cut, "not a whole checkpoint"),
+    ("a.safetensors", _cut, "not a whole safetensors"),
+    ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),
+    ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "NumPy"),
+    ("a.pth", _saves(nn.Linear(2, 2)), r"Python objects \(torch.nn.modules.linear.Linear\)"),
+    ("a.pth", _saves({"a": Path("x")}, **OLD), r"Python objects \(pathlib"),
+    ("a.pth", lambda path: torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path), "TorchScript"),
+    ("a.pth", _saves([torch.zeros(2)]), "no tensors"),
+    ("a.pth", _saves({0: torch.zeros(1)}), "no tensors"),
+    ("a.pth", _saves({"g": small_state(), "d": small_state()}), r"several sets of weights \(g, d\)"),
+    ("a.pth", _saves({"a": torch.eye(3).to_sparse()}), r"sparse, .*\(a\); save them dense"),
+    ("a.pth", _saves({"a": torch.empty(3, device="meta")}), "without data"),
+    ("a.pth", _saves({"a": torch.zeros(1).expand(10**9)}), "unpacks to 4,000,000,000"),
+    ("a.pth", _bomb, "unpacks to "),
+    ("a.pth", _looped, "no tensors"),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "message"), UNREADABLE)
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_says_why_a_file_cannot_be_read(
     tmp_path: Path, name: str, write: Callable[[Path], object], message: str
@@ -174,3 +167,186 @@ def test_executes_nothing(tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match="Python objects"):
         read_checkpoint(tmp_path / "a.pth")
     assert not (tmp_path / "touched").exists()
+
+
+# --- loading by name
+
+
+def test_the_batch_counter_may_be_absent_or_extra() -> None:
+    state = {name: value for name, value in small_state().items() if "num_batches" not in name}
+    assert load_into(small_net(), state) == Loaded()
+    assert load_into(small_net(), {**small_state(), "3.num_batches_tracked": torch.tensor(1)}) == Loaded()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda s: s.pop("3.bias"), ["1 missing (3.bias)", "pass `checkpoint_partial=True`"]),
+        (lambda s: s.update(extra=torch.zeros(1)), ["1 unexpected (extra)", "pass `checkpoint_partial=True`"]),
+        (
+            lambda s: s.update(small_state(classes=7)),
+            ["2 of another shape (3.weight [7, 16] for [3, 16]", "`num_classes=7`"],
+        ),
+        (lambda s: s.update(small_state(channels=1)), ["1 of another shape (0.weight [4, 1, 3, 3]", "`in_chans=1`"]),
+        (lambda s: s.update(small_state(width=8)), ["7 of another shape", " and 4 more)", "check which network"]),
+        (lambda s: (s.update(under("n", s)), [s.pop(k) for k in small_state()]), ["`match='order'`"]),
+        (lambda s: s.update({"0.bias": s["0.bias"].to(torch.int8)}), ["1 of another type (0.bias int8 for float32)"]),
+        (lambda s: s.update({"0.bias": s["0.bias"] + 0j}), ["1 of another type (0.bias complex64 for float32)"]),
+        (lambda s: s.update({"a\nb" * 9999: torch.zeros(1)}), [r"1 unexpected (a\nba\nb", "..."]),
+    ],
+)
+def test_says_what_does_not_fit(change: Callable[[dict[str, Tensor]], object], expected: list[str]) -> None:
+    state = small_state()
+    change(state)
+    with pytest.raises(RetrofitError) as caught:
+        load_into(small_net(), state)
+    for words in expected:
+        assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_timms_own_converter_is_asked() -> None:
+    small = timm.create_model("test_vit", img_size=64)
+    large = timm.create_model("test_vit", img_size=96)
+    assert load_into(large, small.state_dict()) == Loaded()  # its position embedding is resampled
+    assert torch.equal(large.blocks[0].attn.qkv.weight, small.blocks[0].attn.qkv.weight)
+    assert large.pos_embed.shape[1] == 1 + (96 // 16) ** 2
+
+
+def test_torchs_hooks_for_old_names_are_asked() -> None:
+    from torchvision.models import vit_b_16
+
+    model = vit_b_16(num_classes=2, image_size=32)
+    new = {".mlp.0.": ".mlp.linear_1.", ".mlp.3.": ".mlp.linear_2."}
+    old = model.state_dict()
+    for ours, theirs in new.items():
+        old = {name.replace(ours, theirs): value for name, value in old.items()}
+    assert old.keys() != model.state_dict().keys()
+    assert load_into(model, old) == Loaded()
+
+
+@pytest.mark.parametrize("match", ["name", "order"])
+def test_warns_of_weights_that_are_not_finite(match: Any) -> None:
+    state = small_state()
+    state["3.weight"][0, 0], state["1.running_var"][1] = float("nan"), float("-inf")
+    (said,) = load_into(small_net(), state, match).warnings
+    assert "2 tensors" in said
+    assert "1.running_var, 3.weight" in said
+
+
+def test_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="choose name or order"):
+        load_into(small_net(), small_state(), "shape")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="drop it or `checkpoint_partial`"):
+        load_into(small_net(), small_state(), "order", partial=True)
+
+
+# --- names with something before them, and parts
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "encoder.module."])
+def test_one_prefix_of_all_names_is_taken_off(prefix: str) -> None:
+    model, state = small_net(), small_state()
+    assert load_into(model, under(prefix, state)) == Loaded()
+    assert same_tensors(dict(model.state_dict()), state)
+
+
+def test_an_average_of_torch_is_loaded() -> None:
+    source = small_net()
+    source.load_state_dict(small_state())
+    average = torch.optim.swa_utils.AveragedModel(source, use_buffers=True)
+    model = small_net()
+    assert load_into(model, average.state_dict()) == Loaded()
+    assert same_tensors(dict(model.state_dict()), small_state())
+
+
+def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
+    state = {**under("model.", small_state()), "criterion.weight": torch.ones(3)}
+    with pytest.raises(
+        RetrofitError, match=r"1 unexpected \(criterion.weight\); pass `checkpoint_key=.model.` to take"
+    ):
+        load_into(small_net(), state)
+    model = small_net()
+    loaded = load_into(model, state, partial=True)
+    assert (loaded.left_out, loaded.left_random) == (["criterion.weight"], [])
+    assert loaded.warnings == ["PARTIAL: 1 tensors of the checkpoint are left out (criterion.weight)"]
+    assert same_tensors(dict(model.state_dict()), small_state())
+
+
+def test_two_prefixes_that_fit_alike_are_a_question() -> None:
+    state = {**under("student.", small_state()), **under("teacher.", small_state())}
+    for partial in (False, True):
+        with pytest.raises(RetrofitError, match=r"under student., teacher.; choose with `checkpoint_key=.student.`"):
+            load_into(small_net(), state, partial=partial)
+
+
+def test_a_backbone_without_classifier() -> None:
+    model, fresh = small_net(), small_net()
+    fresh.load_state_dict(model.state_dict())
+    backbone = {name: value for name, value in small_state().items() if not name.startswith("3.")}
+    with pytest.raises(RetrofitError, match=r"2 missing \(3.weight, 3.bias\); pass `checkpoint_partial=True`"):
+        load_into(fresh, backbone)
+    loaded = load_into(fresh, backbone, partial=True)
+    assert (loaded.left_random, loaded.left_out) == (["3.weight", "3.bias"], [])
+    assert loaded.warnings == ["PARTIAL: 2 of the network's 8 tensors are left RANDOM (3.weight, 3.bias)"]
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name] if name.startswith("3.") else small_state()[name]), name
+
+
+def test_a_part_leaves_tensors_of_another_shape_on_both_sides() -> None:
+    loaded = load_into(small_net(), small_state(classes=7), partial=True)
+    assert loaded.left_random == loaded.left_out == ["3.weight", "3.bias"]
+
+
+def test_a_part_that_is_nothing_is_no_part() -> None:
+    with pytest.raises(RetrofitError, match="8 missing"):
+        load_into(small_net(), {"x": torch.zeros(1)}, partial=True)
+
+
+# --- loading in order
+
+
+def _foreign(state: dict[str, Tensor], counters: bool) -> dict[str, Tensor]:
+    return {f"x{i}.{k.split('.')[1]}": v for i, (k, v) in enumerate(state.items()) if counters or "num_" not in k}
+
+
+@pytest.mark.parametrize("counters", [True, False])
+def test_loads_in_order(counters: bool) -> None:
+    model, state = small_net(), small_state()
+    state["1.num_batches_tracked"] += 5
+    assert load_into(model, _foreign(state, counters), "order") == Loaded()
+    for name, value in model.state_dict().items():
+        if counters or "num_batches" not in name:
+            assert torch.equal(value, state[name]), name
+    assert model[1].num_batches_tracked.item() == (5 if counters else 0)
+
+
+def test_in_order_a_wrong_shape_names_both() -> None:
+    with pytest.raises(RetrofitError, match=r"tensor 7 is 3.weight \[3, 16\] in the network, x7.weight \[5, 16\]"):
+        load_into(small_net(), _foreign(small_state(classes=5), True), "order")
+
+
+@pytest.mark.parametrize(("ours", "theirs", "side"), [(2, 3, "checkpoint"), (3, 2, "network")])
+def test_in_order_a_tensor_too_many(ours: int, theirs: int, side: str) -> None:
+    nets = [nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count))) for count in (ours, theirs)]
+    with pytest.raises(RetrofitError, match=rf"{ours} tensors, the checkpoint {theirs} .*2.weight of the {side}"):
+        load_into(nets[0], nets[1].state_dict(), "order")
+
+
+def test_in_order_pairs_against_the_names_are_told() -> None:
+    state = small_state()
+    state = {"1.bias" if k == "1.weight" else "1.weight" if k == "1.bias" else k: v for k, v in state.items()}
+    (said,) = load_into(small_net(), state, "order").warnings
+    assert "2 tensors were paired against their names: 1.bias as 1.weight" in said
+
+
+@pytest.mark.slow
+def test_a_real_checkpoint(real_weights: Path) -> None:
+    state, model = read_checkpoint(real_weights).tensors, timm.create_model("tf_efficientnet_lite0")
+    with pytest.raises(RetrofitError, match="pass `match='order'`"):
+        load_into(model, state)
+    assert load_into(model, state, "order") == Loaded()
+    theirs = [value for name, value in state.items() if "num_batches" not in name]
+    ours = [value for name, value in model.state_dict().items() if "num_batches" not in name]
+    assert len(ours) == len(theirs) > 200
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -51,7 +51,6 @@ def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("torchvision:resnet18", "torchvision", "resnet18"),
         ("googlenet", "torchvision", "googlenet"),
         ("tf_efficientnet_b0_ns", "timm", "tf_efficientnet_b0.ns_jft_in1k"),  # what timm calls it today
-        ("hf-hub:timm/resnet18.a1_in1k", "timm", "hf-hub:timm/resnet18.a1_in1k"),
         ("hf_hub:timm/resnet18.a1_in1k", "timm", "hf-hub:timm/resnet18.a1_in1k"),
     ],
 )
@@ -72,14 +71,10 @@ def test_every_name_of_both_libraries_is_found() -> None:
         ("resnet500", "resnet50"),
         ("ResNet50", "resnet50"),
         ("resnet50.a1", "resnet50.a1_in1k"),
-        ("resnet50.", "resnet50."),
-        ("resnte50.a1_in1k", "resnet50"),
         ("tv:resnet5", "tv:resnet50"),
         ("googlnet", "tv:googlenet"),
         ("qqqqqqqq", "local-dir:"),
-        ("timm/resnet18", "resnet18"),
         ("", "local-dir:"),
-        ("tv:", "tv:vgg"),
         ("hf-hub:", "local-dir:"),
         ("local-dir:/no/such/folder", "/no/such/folder"),
     ],
@@ -100,9 +95,7 @@ def test_unknown_names_get_the_closest(text: str, closest: str) -> None:
         (ModelSource("timm", "resnet18"), {"num_classes": 3, "in_chans": 1}, {"num_classes": 3, "in_chans": 1}),
         (ModelSource("timm", "resnet18"), {"img_size": 64}, {}),
         (ModelSource("timm", "vit_tiny_patch16_224"), {"img_size": 64}, {"img_size": 64}),
-        (ModelSource("torchvision", "resnet18"), {"img_size": 64, "num_classes": 2}, {"num_classes": 2}),
         (ModelSource("torchvision", "vit_b_16"), {"img_size": 64}, {"image_size": 64}),
-        (ModelSource("timm", "resnet18"), {"model_kwargs": {"drop_rate": 0.1}}, {"drop_rate": 0.1}),
         (ModelSource("timm", "resnet18", {"a": 1}), {"num_classes": 0}, {"a": 1, "num_classes": 0}),
     ],
 )
@@ -114,11 +107,8 @@ def test_options_become_the_builders_arguments(source: ModelSource, options: Any
     ("name", "options", "message"),
     [
         ("resnet18", {"num_classes": -1}, "`num_classes=-1`"),
-        ("resnet18", {"in_chans": 0}, "`in_chans=0`"),
-        ("resnet18", {"img_size": 0}, "`img_size=0`"),
         ("tv:resnet18", {"in_chans": 1}, "has no `in_chans`"),
         ("resnet18", {"model_kwargs": {"pretrained": True}}, "use `pretrained=True`"),
-        ("resnet18", {"model_kwargs": {"checkpoint_path": "x"}}, "`checkpoint=FILE`"),
     ],
 )
 def test_wrong_options(name: str, options: Any, message: str) -> None:
@@ -143,30 +133,22 @@ def test_builds_and_remembers_the_source(source: ModelSource) -> None:
         assert record_of(twin).source == source
 
 
-@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
-def test_builds_without_the_libraries_warnings(name: str) -> None:
+@pytest.mark.usefixtures("_no_network")
+@pytest.mark.parametrize("name", ["googlenet", "deeplabv3_resnet50"])
+def test_builds_without_the_libraries_warnings_and_fetches_nothing(name: str) -> None:
     with warnings.catch_warnings(record=True) as said, torch.device("meta"):
         warnings.simplefilter("always")
         build(ModelSource("torchvision", name))
     assert not said
 
 
-@pytest.mark.usefixtures("_no_network")
-@pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "deeplabv3_resnet50"])
-def test_a_random_network_fetches_no_backbone(name: str) -> None:
-    with torch.device("meta"):
-        build(ModelSource("torchvision", name))
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         (ModelSource("timm", "resnet18", {"img_size": 64}), "cannot build resnet18 with img_size=64: .*img_size"),
-        (ModelSource("timm", "test_vit", {"depth": 1, "nonsense": 2}), "depth=1, nonsense=2"),
         (ModelSource("torchvision", "resnet18", {"in_chans": 1}), "cannot build tv:resnet18 with in_chans=1"),
         (ModelSource("torchvision", "resnet18", {"weights": "NO_SUCH"}), "weights='NO_SUCH'"),
         (ModelSource("timm", "no_such_network"), "unknown model"),
-        (ModelSource("torchvision", "no_such_network"), "unknown model"),
         (ModelSource("timm", "resnet18", {"pretrained_cfg": {"file": "/etc/passwd"}}), "not a model argument"),
         (ModelSource("torchvision", "fcn_resnet50", {"weights_backbone": "DEFAULT"}), "not a model argument"),
     ],
@@ -193,15 +175,6 @@ def test_weights_that_do_not_exist() -> None:
     name = min(untrained)
     with pytest.raises(RetrofitError, match=f"no pretrained weights for {name}; pass `checkpoint=FILE`"):
         build(parse(name), pretrained=True)
-    source = ModelSource("torchvision", "shufflenet_v2_x0_5", {"weights": "NO_SUCH"})
-    with pytest.raises(RetrofitError, match="no pretrained weights for tv:shufflenet_v2_x0_5"):
-        build(source, pretrained=True)
-
-
-def _local_dir(folder: Path, config: dict[str, Any]) -> str:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return f"local-dir:{folder}"
 
 
 def test_a_local_folder_is_remembered_as_its_architecture(tmp_path: Path) -> None:
@@ -211,17 +184,12 @@ def test_a_local_folder_is_remembered_as_its_architecture(tmp_path: Path) -> Non
         "pretrained_cfg": {"tag": "mine", "input_size": [1, 64, 64]},
         "model_args": {"drop_rate": 0.25},
     }
-    text = _local_dir(tmp_path / "model", config)
-    model = build(parse(text))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = build(parse(f"local-dir:{tmp_path}"))
     source = record_of(model).source
     assert source == ModelSource("timm", "resnet18", {"num_classes": 5, "in_chans": 1, "drop_rate": 0.25})
     again = build(source)  # without the folder
     assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
-
-
-def _serve(monkeypatch: pytest.MonkeyPatch, state: dict[str, torch.Tensor]) -> None:
-    """Let torchvision's weights be `state`, without a network."""
-    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(state))
 
 
 def _kinds(model: nn.Module) -> dict[str, str]:
@@ -231,7 +199,7 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 def test_torchvisions_structure_for_weights_is_built_again_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build(ModelSource("torchvision", "googlenet"))
     with monkeypatch.context() as patched:
-        _serve(patched, dict(plain.state_dict()))
+        patched.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(plain.state_dict()))
         trained = build(ModelSource("torchvision", "googlenet"), pretrained=True)
     source = record_of(trained).source
     assert source.kwargs == {"weights": "IMAGENET1K_V1"}

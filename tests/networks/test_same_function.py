@@ -46,15 +46,9 @@ def _built(name: str, **kwargs: Any) -> nn.Module:
     return _spread(build(ModelSource("torchvision" if library else "timm", name, kwargs)))
 
 
-def _pool(**attributes: Any) -> Change:
-    return lambda model: vars(model.maxpool).update(attributes)
-
-
 STORED: dict[str, tuple[str, str | None, Change]] = {
-    "momentum": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "momentum", 0.01)),
-    "momentum None": ("test_resnet", None, lambda m: setattr(m.bn1, "momentum", None)),
-    "noise": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "noise", 0.25)),
-    "noise kind": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "noise_kind", "unscaled")),
+    "momentum": ("test_resnet", None, lambda m: setattr(m.bn1, "momentum", None)),
+    "noise": ("test_resnet", "bnn", lambda m: vars(m.bn1).update(noise=0.25, noise_kind="unscaled")),
     "alpha": ("test_vit", "lnn", lambda m: setattr(m.norm, "alpha", 0.5)),
 }
 
@@ -78,7 +72,7 @@ def test_what_a_run_sets_on_a_layer_comes_back(tmp_path: Path, case: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "values", [{"momentum": float("inf")}, {"momentum": "1"}, {"noise": -1}, {"noise_kind": "loud"}, {"noise": None}]
+    "values", [{"momentum": float("inf")}, {"momentum": "1"}, {"noise": -1}, {"noise_kind": "loud"}]
 )
 def test_settings_that_no_layer_has_are_refused(saved: Path, values: dict[str, Any]) -> None:
     manifest, tensors = read_manifest(saved), load_file(saved)
@@ -105,43 +99,19 @@ def _other_class(model: nn.Module) -> None:
     model.layer1[0].__class__ = type("Mine", (type(model.layer1[0]),), {"forward": lambda self, x: x})
 
 
-def _frozen(model: nn.Module) -> None:
-    model.layer1[0].bn1 = nn.GroupNorm(1, model.layer1[0].bn1.num_features)
-    model.layer1[0].bn1.register_buffer("running_mean", torch.zeros(1))
-
-
 REFUSED: dict[str, tuple[str, str | None, Change, str]] = {
     "eps": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "eps", 0.3), "eps of bn1 is 0.3 here, 1e-05 in test_resnet"),
-    "stride": ("tv:resnet18", "gn", _pool(stride=1), "stride of maxpool is 1 here, 2 in tv:resnet18"),
     "padding": (
         "test_resnet",
         "bnn",
         lambda m: setattr(m.conv1[0], "padding", (0, 0)),
         r"padding of conv1.0 is \(0, 0\) h",
     ),
-    "dropout": (
-        "tv:mobilenet_v3_small",
-        "bnn",
-        lambda m: setattr(m.classifier[2], "p", 0.7),
-        "p of classifier.2 is 0",
-    ),
+    "dropout": ("tv:mobilenet_v3_small", None, lambda m: setattr(m.classifier[2], "p", 0.7), "p of classifier.2 is 0"),
     "drop rate": ("test_resnet", "bnn", lambda m: setattr(m, "drop_rate", 0.5), "drop_rate of the network is 0.5 here"),
-    "flag": ("tv:googlenet", None, lambda m: setattr(m, "transform_input", True), "transform_input of the network is"),
-    "an activation": ("test_resnet", "bnn", lambda m: setattr(m, "act1", nn.Tanh()), "act1 is a Tanh here, a ReLU in"),
     "a subclass": ("test_resnet", "bnn", lambda m: setattr(m, "act1", Loud()), "act1 is a Loud here, a ReLU in"),
-    "a module more": (
-        "test_resnet",
-        "gn",
-        lambda m: m.act1.add_module("x", nn.ReLU()),
-        "act1.x is a .*here, absent in",
-    ),
+    "a module more": ("test_resnet", None, lambda m: m.act1.add_module("x", nn.ReLU()), "act1.x is a .*here, absent"),
     "a patched forward": ("test_resnet", "bnn", _patched_block, "layer1.0 has a forward of its own here, none in"),
-    "a patched model": (
-        "test_vit",
-        "lnn",
-        lambda m: setattr(m, "forward", m.forward_features),
-        "the network has a f",
-    ),
     "another class": ("test_resnet", "bnn", _other_class, "layer1.0 is a Mine here, a BasicBlock in"),
     "a hook": (
         "test_resnet",
@@ -155,7 +125,6 @@ REFUSED: dict[str, tuple[str, str | None, Change, str]] = {
         lambda m: setattr(m, "forward_head", functional.relu),
         "is another function than this network: the output of the network differs",
     ),
-    "a norm": ("test_resnet", None, _frozen, "layer1.0.bn1"),
 }
 
 
@@ -243,27 +212,24 @@ def test_what_ran_when_it_was_saved_must_run(saved: Path, monkeypatch: pytest.Mo
         retrofit.load(saved)
 
 
-@pytest.mark.parametrize("name", ["fc.weight", "layer1.0.bn1.running_var", "conv1.0.weight"])
-def test_one_changed_byte_is_found(saved: Path, name: str) -> None:
+def test_one_changed_byte_is_found(saved: Path) -> None:
     data = bytearray(saved.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
-    start, end = json.loads(data[8 : 8 + length])[name]["data_offsets"]
+    start, end = json.loads(data[8 : 8 + length])["layer1.0.bn1.running_lambda"]["data_offsets"]
     data[8 + length + (start + end) // 2] ^= 1
     saved.write_bytes(data)
-    with pytest.raises(RetrofitError, match=r"not a whole artifact \(its tensors are not those that were written"):
+    with pytest.raises(RetrofitError, match=r"were changed after it was saved"):
         retrofit.load(saved)
 
 
-@pytest.mark.parametrize("size", [(3, 2048, 2048), (3, 4096, 2048)])
-def test_a_large_network_is_asked_about_smaller_images(size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(sampled_outputs, "sample_outputs_at", lambda _, size: asked.append(size))
+def test_a_large_network_is_asked_about_smaller_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(sampled_outputs, "sample_outputs_at", lambda _, size: sizes.append(size))
     with torch.device("meta"):
-        sampled_outputs.sample_outputs(timm.create_model("resnet18"), size)
-    (smaller,) = asked
-    assert smaller[0] == 3
-    assert smaller[1] * size[2] == smaller[2] * size[1]
-    assert 64 <= smaller[2] < size[2]
+        sampled_outputs.sample_outputs(timm.create_model("resnet18"), (3, 4096, 2048))
+    ((channels, height, width),) = sizes
+    assert (channels, height) == (3, 2 * width)
+    assert 64 <= width < 2048
 
 
 class Wordy(nn.Module):
@@ -320,7 +286,7 @@ def test_a_difference_of_rounding_is_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-@pytest.mark.parametrize(("name", "to"), [("resnet50", "bnn"), ("vit_tiny_patch16_224", "lnn"), ("resnet18", "ln-pn")])
+@pytest.mark.parametrize(("name", "to"), [("resnet50", "bnn"), ("vit_tiny_patch16_224", "lnn")])
 def test_the_samples_hold_on_another_processor(tmp_path: Path, capability: str, name: str, to: str) -> None:
     model = retrofit.convert(build(ModelSource("timm", name)), to, check=False)[0]
     retrofit.set_strength(model, 1.0)
