@@ -6,13 +6,15 @@ record into the artifact. Copies and pickles of a network carry it along.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
 
 from retrofit.errors import UsageError
+from retrofit.utils.text import shown
 
 PREFIX = "py:"  # of what builds a network of one's own: `py:package.module:callable`
 # Arguments of the builders that fetch or read weights: that is the business of `pretrained` and `checkpoint`, and an
@@ -21,6 +23,9 @@ RESERVED_KWARGS = frozenset(
     {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "weights_backbone"}
 )
 _ATTRIBUTE = "_retrofit_record"
+_LARGEST_SIDE = 16_384
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_CROP_MODES = ("center", "squash", "border")
 
 
 @dataclass(frozen=True)
@@ -97,13 +102,29 @@ class Preprocess:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """Rebuild from `to_dict`'s values.
+        """Rebuild from `to_dict`'s values, which may come from anyone.
 
         Raises:
-            KeyError, TypeError: If `values` did not come from `to_dict`.
+            KeyError, TypeError, ValueError: If `values` did not come from `to_dict`, or no images have such sizes and
+                numbers.
         """
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**plain)
+        found = cls(**plain)
+        check_size(found.input_size)
+        for name in ("mean", "std", "crop_pct"):
+            numbers = getattr(found, name) if name != "crop_pct" else (found.crop_pct,)
+            for number in numbers:
+                if type(number) not in (int, float) or not math.isfinite(number) or (name != "mean" and number <= 0):
+                    raise ValueError(f"{name} {shown(getattr(found, name))}")
+        if found.interpolation not in _INTERPOLATIONS or found.crop_mode not in _CROP_MODES:
+            raise ValueError(f"interpolation {shown(found.interpolation)}, crop_mode {shown(found.crop_mode)}")
+        return found
+
+
+def check_size(sizes: Sequence[Any]) -> None:
+    """Raise ValueError for what is no (C, H, W) or (N, C, H, W) of images."""
+    if len(sizes) not in (3, 4) or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
+        raise ValueError(f"images of size {shown(sizes)}")
 
 
 @dataclass(frozen=True)

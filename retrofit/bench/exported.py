@@ -6,11 +6,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from retrofit.bench.cost import Progress, Spread
 from retrofit.errors import RetrofitError
+from retrofit.record import check_size
 from retrofit.utils.onnx_runtimes import Array, Run, Runtime, metadata, open_onnx
 
 _WARM = 2  # turns that are not timed
@@ -89,9 +91,11 @@ def _opened(path: Path, runtime: Runtime, batch_size: int, threads: int | None) 
 
 def _input_size(path: Path) -> list[int]:
     """Return the (C, H, W) of a file's images."""
-    size = metadata(path).get("input_size")
-    if not (isinstance(size, list) and len(size) == 3 and all(isinstance(side, int) and side > 0 for side in size)):
+    size: Any = metadata(path).get("input_size")
+    try:
+        check_size(size)
+    except (TypeError, ValueError):
         raise RetrofitError(
             f"{path} does not say which images it takes; write it with `retrofit.export_onnx` or `retrofit export`"
-        )
-    return size
+        ) from None
+    return list(size)

@@ -9,20 +9,14 @@ refused: at its turn it needs `retrofit.recentre`, and images.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from retrofit.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from retrofit.callbacks.lightning import LightningStrength
     from retrofit.callbacks.transformers import TransformersStrength
 
-_HOME = {"LightningStrength": "lightning", "TransformersStrength": "transformers"}
-
 __all__ = ["LightningStrength", "TransformersStrength"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a callback, and with it its trainer, when it is first asked for."""
-    if name in _HOME:
-        return getattr(importlib.import_module(f"retrofit.callbacks.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, {"lightning": ("LightningStrength",), "transformers": ("TransformersStrength",)})

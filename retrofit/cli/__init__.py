@@ -8,11 +8,11 @@ exit code 1 (refused, failed check, nothing to do) or 2 (usage); RETROFIT_DEBUG=
 from __future__ import annotations
 
 import difflib
-import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -37,94 +37,72 @@ INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
 class _Commands(click.Group):
-    """A group that imports a command's module when the command is called and turns every exception into one line."""
+    """A group that imports a command's module when the command is called, and reports every exception in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands, in the order of the work."""
         return list(COMMANDS)
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that `args` start with; for a mistyped one, say which is the closest."""
-        name = args[0] if args else ""
-        if name not in COMMANDS and not name.startswith("-"):
-            close = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            ctx.fail(f"there is no command {name!r}{hint}")
-        return super().resolve_command(ctx, args)
-
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None for an unknown name."""
-        if cmd_name not in COMMANDS:
+        """Import a command; for a mistyped one, say which is the closest."""
+        if cmd_name in COMMANDS:
+            command: click.Command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
+            return command
+        if cmd_name.startswith("-"):
             return None
-        command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
-        assert isinstance(command, click.Command)
-        return command
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what it refuses is said in its own flags, and refers to its own page of help."""
-        try:
-            return super().invoke(ctx)
-        except click.UsageError as error:
-            if error.ctx is None and (command := self.get_command(ctx, ctx.invoked_subcommand or "")):
-                error.ctx = click.Context(command, ctx, info_name=ctx.invoked_subcommand)
-            raise
-        except RetrofitError as error:
-            error.args = (in_flags(str(error), self.get_command(ctx, ctx.invoked_subcommand or "")),)
-            raise
+        close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise click.UsageError(f"there is no command {cmd_name!r}{hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what it refuses is said in its own flags, and refers to its own page of help."""
+        try:
+            return super().invoke(ctx)
+        except (click.UsageError, RetrofitError) as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand) if ctx.invoked_subcommand else None
+            if isinstance(error, RetrofitError):
+                error.args = (in_flags(str(error), command),)
+            elif error.ctx is None and command is not None:
+                error.ctx = click.Context(command, ctx, info_name=command.name)
+            raise
+
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = "retrofit", **extra: Any) -> Any:  # type: ignore[override]
         """Run the command line and exit with the code that the outcome calls for."""
-        extra["standalone_mode"] = False
-        code = INTERRUPTED
         try:
-            code = super().main(args, prog_name, **extra) or 0
+            sys.exit(super().main(args, prog_name, **{**extra, "standalone_mode": False}) or 0)
         except click.exceptions.NoArgsIsHelpError as bare:
-            code = bare.exit_code
             click.echo(bare.format_message(), err=True)
+            code = bare.exit_code
         except click.Abort as abort:
-            _report("interrupted", abort)
+            code = _report("interrupted", abort, INTERRUPTED)
         except click.ClickException as error:
-            code = error.exit_code
-            _report(_sentence(error), error)
+            context = getattr(error, "ctx", None)
+            page = f"see {context.command_path if context else 'retrofit'} --help"
+            code = _report(f"error: {error.format_message().rstrip('.')}; {page}", error, error.exit_code)
         except RetrofitError as error:
-            code = error.exit_code
-            _report(f"error: {error}", error)
+            code = _report(f"error: {error}", error, error.exit_code)
         except OSError as error:
-            code = 1
-            _report(f"error: {error}; check the path, its permissions and the free space", error)
+            code = _report(f"error: {error}; check the path, its permissions and the free space", error, 1)
         except Exception as error:
-            code = 1
             hint = "RETROFIT_DEBUG=1 shows the traceback, please report it"
-            _report(f"error: unexpected {with_class(error)}; {hint}", error)
+            code = _report(f"error: unexpected {with_class(error)}; {hint}", error, 1)
         sys.exit(code)
 
 
-def _sentence(error: click.ClickException) -> str:
-    """Return click's complaint as our one line, with the help page to turn to."""
-    message = error.format_message().rstrip(".")
-    context = getattr(error, "ctx", None)
-    page = f"{context.command_path if context else 'retrofit'} --help"
-    return f"error: {message}; see {page}"
-
-
-def _report(line: str, error: BaseException) -> None:
-    """Write one line to stderr, after the traceback if the user asked for it."""
+def _report(line: str, error: BaseException, code: int) -> int:
+    """Write one line to stderr, after the traceback if the user asked for it; return the exit code."""
     if os.environ.get("RETROFIT_DEBUG"):
         import traceback
 
         traceback.print_exception(error)
-    try:
+    with suppress(BrokenPipeError):  # nobody is left to read it
         click.echo(printable(line), err=True)
-    except OSError as closed:  # nobody is left to read it
-        if closed.errno != errno.EPIPE:
-            raise
+    return code
 
 
 HELP = """Turn trained networks into normality-normalized or batch-independent ones, with the same outputs at the start.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrofit.cli.console import emit, names, say, show_table, waiting
-from retrofit.cli.options import architecture_options, json_option, model_argument
+from retrofit.cli import options
+from retrofit.cli.console import emit, names, say, say_written, show_table, waiting
 
 if TYPE_CHECKING:
     from retrofit.export.bake import BakeReport, Stage
@@ -25,70 +25,68 @@ $ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o b
 
 
 @click.command("bake", help=HELP)
-@model_argument
+@options.model
+@options.path("--calibrate", "Folder or .tar of images to fit and judge on.", metavar="DIR", required=True)
 @click.option(
-    "--calibrate", type=click.Path(), required=True, metavar="DIR", help="Folder or .tar of images to fit and judge on."
+    "--images", type=click.IntRange(min=4), default=128, metavar="N", help="How many of them at most (default: 128)."
 )
-@click.option("--images", type=click.IntRange(min=4), metavar="N", help="How many of them at most (default: 128).")
 @click.option(
     "--tolerance",
     type=float,
+    default=0.1,
     metavar="F",
     help="Largest change of the output, as a share of its standard deviation (default: 0.1).",
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="NAME-baked.safetensors if left out."
-)
-@architecture_options
-@click.option("--force", is_flag=True, help="Replace an existing file.")
-@json_option
+@options.output("output", "NAME-baked.safetensors")
+@options.architecture
+@options.force
+@options.json
 def command(
     model: str,
-    calibrate: str,
-    images: int | None,
-    tolerance: float | None,
+    calibrate: Path,
+    images: int,
+    tolerance: float,
     output: Path | None,
     force: bool,
     as_json: bool,
-    **options: Any,
+    **given: Any,
 ) -> None:
     """Run `retrofit bake`."""
+    import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file
-    from retrofit.export.bake import IMAGES, TOLERANCE, bake
     from retrofit.images.dataset import sample_batches
 
     output = output_file(output, f"{file_stem(model)}-baked.safetensors", force)
-    network = open_network(model, **options)
-    batches = sample_batches(calibrate, network.preprocess, images=images or IMAGES)
+    network = open_network(model, given)
+    batches = sample_batches(calibrate, network.preprocess, images=images)
     with waiting("baking"):
-        _, report = bake(network.model, batches, tolerance=TOLERANCE if tolerance is None else tolerance)
+        network.model, report = retrofit.bake(network.model, batches, tolerance=tolerance)
     _show(report)
-    with waiting(f"writing {output}"):
-        network.save(output, force)
-    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)", style="bold")
+    network.save(output, force)
+    say_written(output)
     say(f"next: retrofit export {output}")
     if as_json:
         emit({"model": network.source.name, "output": str(output), **report.to_dict()})
 
 
 def _show(report: BakeReport) -> None:
-    """Write what was tried, what was taken, and what stays."""
-    rows = [(str(one.layers), f"{one.error:.3g}", f"{one.worst:.3g}", _share(one)) for one in report.stages]
+    """Write the choices that were tried, the one that was taken, and the layers that stay."""
+    rows = [(str(one.layers), f"{one.error:.3g}", f"{one.worst:.3g}", _agreement(one)) for one in report.stages]
     show_table(("layers", "output changes by", "in the worst 1%", "same top-1"), list(dict.fromkeys(rows)))
     kept: dict[str, list[str]] = {}
     for layer in report.layers:
         if not layer.baked:
             kept.setdefault(layer.reason, []).append(layer.name)
-    for reason, found in kept.items():
-        say(f"kept: {names(found)}: {reason}")
+    for reason, layers in kept.items():
+        say(f"kept: {names(layers)}: {reason}")
     chosen, (fitted, judged) = report.chosen, report.images
-    agreement = "" if chosen.top1_agreement is None else f", the same top-1 for {_share(chosen)}"
+    agreement = "" if chosen.top1_agreement is None else f", the same top-1 for {_agreement(chosen)}"
     say(
         f"baked {chosen.layers} of {len(report.layers)} layers on {fitted} images: the output changes by "
         f"{chosen.error:.3g} of its standard deviation on {judged} others{agreement}",
-        style="bold",
+        "bold",
     )
 
 
-def _share(stage: Stage) -> str:
+def _agreement(stage: Stage) -> str:
     return "" if stage.top1_agreement is None else f"{stage.top1_agreement:.1%}"

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrofit.cli.flags import in_flags
-from retrofit.utils.text import json_text, printable
+from retrofit.utils.text import ROOT, json_text, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+
+    from retrofit.surgery import Plan
 
 _LOG_WIDTH = 120  # where stderr is no terminal, a table should not be squeezed into 80 columns
 _GAP = 3  # between two columns of a table
+_NARROW, _SENTENCE = 14, 20  # no column is made narrower than that, and the last one not than this
 _WIDE = 100  # a terminal that has room for long lines
-_NARROW = 14  # a column is not made narrower than that,
-_SENTENCE = 16  # and one of sentences than that
 _EVERY = 30.0  # seconds between lines of progress, where there is no terminal
 _ROWS = 16  # of a table: what is shown must not grow with the model
 
@@ -40,6 +41,16 @@ def say(text: str, style: str | None = None) -> None:
     stderr().print(printable(in_flags(text)), style=style, soft_wrap=True)
 
 
+def warn(text: str) -> None:
+    """Write a warning to stderr."""
+    say(f"warning: {text}", "yellow")
+
+
+def say_written(path: Path, details: str = "") -> None:
+    """Say which file was written, and its size."""
+    say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB{details})", "bold")
+
+
 def emit(values: dict[str, Any]) -> None:
     """Write one JSON object to stdout."""
     click.echo(json_text(values))
@@ -49,32 +60,28 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     """Write a table to stderr; the first column holds numbers, and a column without entries is left out.
 
     Rows beyond a limit are counted, not shown. Where the terminal is too narrow, the last column is broken between
-    words if it holds sentences, and entries of the others are shortened in their middle.
+    words, and entries of the others are shortened in their middle, those of the widest column first.
     """
     from rich import box
     from rich.table import Table
 
     console = stderr()
     filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    head = [columns[number] for number in filled]
     shown = [[in_flags(row[number]) for number in filled] for row in rows[:_ROWS]]
-    widths = _fit([columns[number] for number in filled], shown, console.width)
+    widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
+    room = console.width - _GAP * len(widths)
+    widths[-1] = min(widths[-1], max(room - sum(widths[:-1]), _SENTENCE))
+    while sum(widths) > room and (widest := max(widths)) > _NARROW:
+        widths[widths.index(widest)] -= 1
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, number in enumerate(filled):
-        table.add_column(columns[number], justify="left" if place else "right", no_wrap=place < len(filled) - 1)
-    for row in shown:
-        *cells, last = (shorten(cell, width) for cell, width in zip(row, widths, strict=True))
-        table.add_row(*cells, row[-1] if " " in row[-1] else last)
+    for place, title in enumerate(head):
+        table.add_column(title, justify="left" if place else "right", no_wrap=place < len(head) - 1)
+    for *cells, last in shown:
+        table.add_row(*map(shorten, cells, widths), last)
     console.print(table)
     if len(rows) > _ROWS:
         say(f"... and {len(rows) - _ROWS} more kinds; --json lists every layer")
-
-
-def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
-    """Write rows to stderr, whole and aligned, however wide the terminal is."""
-    rows = [tuple(map(in_flags, row)) for row in rows]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))] if rows else []
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def shorten(text: str, width: int) -> str:
@@ -85,18 +92,33 @@ def shorten(text: str, width: int) -> str:
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def _fit(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Return how wide each column may be, so that all of them and the gaps between them fit: the widest gives first."""
-    widths = [
-        max(len(column), *(len(row[place]) for row in rows)) if rows else len(column)
-        for place, column in enumerate(columns)
-    ]
-    room = width - _GAP * len(columns)
-    if sum(widths) > room and any(" " in row[-1] for row in rows):
-        widths[-1] = max(room - sum(widths[:-1]), _SENTENCE)  # is broken into lines
-    while sum(widths) > room and (widest := max(widths)) > _NARROW:
-        widths[widths.index(widest)] -= 1
-    return widths
+def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
+    """Write rows to stderr, whole and aligned, however wide the terminal is."""
+    rows = [tuple(map(in_flags, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def show_plan(plan: Plan, full: bool = False) -> None:
+    """Write what becomes of the layers and of what lies around them: a line for each, or for each kind of them."""
+    from retrofit.surgery.report_table import edit_fate, layer_fate, plan_rows
+
+    if full:
+        rows = [(row.name or ROOT, row.source, layer_fate(row.status, row.target), row.reason) for row in plan.layers]
+        show_lines([*rows, *((row.name, row.source, edit_fate(row), row.reason) for row in plan.edits)])
+        return
+    kinds = [(str(len(row.names)), row.found, row.becomes, names(row.names), row.why) for row in plan_rows(plan)]
+    show_table(("count", "found", "becomes", "names", "why"), kinds)
+
+
+def names(values: Iterable[str]) -> str:
+    """Return the first names, two where there is room for them, and the number of the others."""
+    listed = list(values)
+    if stderr().width < _WIDE and len(listed) > 1:
+        return f"{listed[0]} (+{len(listed) - 1})"
+    head = ", ".join(printable(value, 80) for value in listed[:2])
+    return f"{head}, ... ({len(listed) - 2} more)" if len(listed) > 2 else head
 
 
 def waiting(text: str) -> AbstractContextManager[Any]:
@@ -107,29 +129,17 @@ def waiting(text: str) -> AbstractContextManager[Any]:
     return console.status(Text(printable(text))) if console.is_terminal else nullcontext()
 
 
-def bar_on(console: Console) -> Progress:
-    """Return a progress bar that is gone when it is done."""
+@contextmanager
+def progress_bar(text: str) -> Iterator[Callable[..., None]]:
+    """Give what moves a progress bar, as move(done, total, what); without a terminal it writes a line now and then."""
+    console = stderr()
+    if not console.is_terminal:
+        yield _lines(text)
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
-
-
-class ProgressCallback(Protocol):
-    """What moves a progress bar: how much is done, of how much, and of what."""
-
-    def __call__(self, done: int, total: int | None, what: str = "") -> None:
-        """Move it."""
-
-
-@contextmanager
-def progress_bar(text: str, lines: bool = False) -> Iterator[ProgressCallback | None]:
-    """Give what moves a progress bar. Without a terminal None; with `lines` what writes lines."""
-    console = stderr()
-    if not console.is_terminal:
-        yield _lines(text) if lines else None
-        return
-    with bar_on(console) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(text, total=None)
 
         def move(done: int, total: int | None, what: str = "") -> None:
@@ -138,24 +148,21 @@ def progress_bar(text: str, lines: bool = False) -> Iterator[ProgressCallback | 
         yield move
 
 
-def _lines(text: str) -> ProgressCallback:
+def _lines(text: str) -> Callable[..., None]:
     """Return what writes a line of progress every `_EVERY` seconds."""
     written = time.monotonic()
+    start: tuple[float, int] | None = None  # when, and how much was done then
 
     def move(done: int, total: int | None, what: str = "") -> None:
-        nonlocal written
-        if time.monotonic() - written > _EVERY:
-            written = time.monotonic()
-            say(f"{text}: {what} {done}" + ("" if total is None else f" of {total}"))
+        nonlocal start, written
+        now = time.monotonic()
+        start = start or (now, done)
+        if now - written < _EVERY:
+            return
+        written = now
+        of, left = "" if total is None else f" of {total}", ""
+        if total is not None and done > start[1]:
+            left = f", {(now - start[0]) / (done - start[1]) * (total - done) / 60:.0f} min left"
+        say(f"{text} {done}{of}{what and ': '}{what}{left}")
 
     return move
-
-
-def names(values: Iterable[str]) -> str:
-    """Return the first names, two where there is room for them, and the number of the others."""
-    listed = list(values)
-    if stderr().width < _WIDE and len(listed) > 1:
-        return f"{listed[0]} (+{len(listed) - 1})"
-    shown = 2
-    head = ", ".join(printable(value, 80) for value in listed[:shown])
-    return f"{head}, ... ({len(listed) - shown} more)" if len(listed) > shown else head

@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrofit.cli.console import emit, say, waiting
-from retrofit.cli.options import (
-    architecture_options,
-    inputs_option,
-    json_option,
-    model_argument,
-    plan_options,
-    take_plan_options,
-    target_completion,
-    weights_options,
-)
-from retrofit.cli.tables import show_plan
+from retrofit.cli import options
+from retrofit.cli.console import emit, say, say_written, show_plan, waiting
 from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import RetrofitError
 
@@ -61,92 +51,60 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 
 
 @click.command("convert", help=HELP)
-@model_argument
-@click.option(
-    "--to",
-    required=True,
-    metavar="TARGET",
-    shell_complete=target_completion,
-    help=f"{', '.join(CONVERTERS)}.",
-)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="NAME-TARGET.safetensors if left out."
-)
-@weights_options
-@plan_options
+@options.model
+@options.target(f"{', '.join(CONVERTERS)}.", required=True)
+@options.output("output", "NAME-TARGET.safetensors")
+@options.weights
+@options.plan
 @click.option(
     "--strength",
     type=click.FloatRange(0, 1),
     metavar="F",
     help="Of the layers converted now: from 0, the source's function, to 1, the target's (default: 0).",
 )
-@architecture_options
-@inputs_option
-@click.option("--force", is_flag=True, help="Replace an existing output file.")
-@json_option
-def command(
-    model: str,
-    to: str,
-    output: Path | None,
-    strength: float | None,
-    inputs: Path | None,
-    force: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+@options.architecture
+@options.inputs
+@options.force
+@options.json
+def command(model: str, to: str, output: Path | None, force: bool, as_json: bool, **given: Any) -> None:
     """Run `retrofit convert`."""
     import retrofit
-    from retrofit.cli.network import file_stem, open_network, output_file
-    from retrofit.images.dataset import sample_batches
-    from retrofit.inputs import read_inputs
-    from retrofit.surgery import CheckError, converter_for
+    from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
+    from retrofit.surgery import CheckError
 
-    identity = converter_for(to).identity
     output = output_file(output, f"{file_stem(model)}-{to}.safetensors", force)
-    choices = take_plan_options(options)
-    tensors = None if inputs is None else read_inputs(inputs)
-    network = open_network(model, **options)
-    if choices["calibrate"] is not None:
-        choices["calibrate"] = sample_batches(choices["calibrate"], network.preprocess)
+    network = open_network(model, given)
+    read_calibration(given, network)
     try:
         with waiting("converting, and running the network before and after"):
-            network.model, report = retrofit.convert(network.model, to, strength=strength, inputs=tensors, **choices)
+            network.model, report = retrofit.convert(network.model, to, **given)
     except CheckError as error:
-        _show(error.report, identity)
+        _show(error.report)
         if as_json:
-            emit(_answer(network, error.report, identity, None))
+            emit(_answer(network, error.report, None))
         raise RetrofitError(
             f"{error.problem}; nothing was written, keep the layers concerned with --skip REGEX"
         ) from error
-    _show(report, identity, strength)
+    _show(report)
     network.save(output, force)
     _show_artifact(output, network.source, report.classifies)
     if as_json:
-        emit(_answer(network, report, identity, output))
+        emit(_answer(network, report, output))
 
 
-def _answer(network: Network, report: Report, identity: bool, output: Path | None) -> dict[str, Any]:
-    """Return what the command writes to stdout."""
-    values = report.to_dict()
-    if values["check"] is not None:
-        values["check"]["identity"] = identity
-    return {
-        "schema": 1,
-        "model": network.source.name,
-        "library": network.source.library,
-        "weights": network.weights,
-        **values,
-        "output": None if output is None else str(output),
-    }
+def _answer(network: Network, report: Report, output: Path | None) -> dict[str, Any]:
+    """Return what --json writes to stdout."""
+    source = {"model": network.source.name, "library": network.source.library, "weights": network.weights}
+    return {"schema": 1, **source, **report.to_dict(), "output": None if output is None else str(output)}
 
 
 def _show_artifact(output: Path, source: ModelSource, classifies: bool | None) -> None:
-    """Write what was written, and what to do with it, to stderr."""
+    """Write the file's name, and what to do with it, to stderr."""
     from retrofit.networks.manifest import Manifest
 
     if note := Manifest.read(output).not_checked:
         say(f"note: the file is {note}")
-    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)", style="bold")
+    say_written(output)
     own = source.library == "own"
     if classifies:
         whose = f" --network {source}" if own else ""
@@ -156,24 +114,22 @@ def _show_artifact(output: Path, source: ModelSource, classifies: bool | None) -
         say(f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks")
 
 
-def _show(report: Report, identity: bool, strength: float | None = None) -> None:
+def _show(report: Report) -> None:
     """Write what became of the network to stderr."""
     show_plan(report.plan)
     for note in report.notes:
         say(note if note.startswith("not checked:") else f"note: {note}")
     growth = report.params_after - report.params_before
     say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
-    if (result := report.check) is not None:
-        if identity:
-            at = f" (in {result.where})" if result.where else ""
-            verdict = "passed" if result.passed else "FAILED"
-            say(f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}{at}")
-        else:
-            say(f"{report.plan.to} does not start as its source: {result}", style="bold")
+    if (result := report.check) is not None and report.identity:
+        at = f" (in {result.where})" if result.where else ""
+        verdict = "passed" if result.passed else "FAILED"
+        say(f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}{at}")
+    elif result is not None:
+        say(f"{report.plan.to} does not start as its source: {result}", "bold")
     if report.agreement is not None:
         same, images = report.agreement["same"], report.agreement["images"]
         at = "untrained" if report.strength is None else "at strength 1, untrained"
-        share = 100 * same / images
-        say(f"{at}, {share:.1f}% of the predictions are the source's ({same} of {images} images)")
+        say(f"{at}, {same / images:.1%} of the predictions are the source's ({same} of {images} images)")
     if report.change is not None:
-        say(f"at strength {strength:g} the output changes: {report.change}")
+        say(f"at strength {report.strength:g} the output changes: {report.change}")

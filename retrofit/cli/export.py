@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrofit.cli.console import emit, names, say, show_table, waiting
-from retrofit.cli.options import architecture_options, inputs_option, json_option, model_argument, weights_options
+from retrofit.cli import options
+from retrofit.cli.console import emit, names, say, show_table, waiting, warn
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,19 +31,16 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 
 
 @click.command("export", help=HELP)
-@model_argument
-@click.option("-o", "--output", "path", type=click.Path(path_type=Path), metavar="FILE", help="NAME.onnx if left out.")
-@click.option(
-    "--fold",
-    type=click.Choice(["exact", "poly"]),
-    default="exact",
-    help="The transform itself (default), or an approximation in its place.",
+@options.model
+@options.output("path", "NAME.onnx")
+@options.choice(
+    "--fold", ["exact", "poly"], "The transform itself (default), or an approximation in its place.", default="exact"
 )
-@click.option(
+@options.choice(
     "--for",
+    options.RUNTIMES,
+    "Approximate by polynomials (onnxruntime, default), or by lines that fuse into convolutions (openvino).",
     "runtime",
-    type=click.Choice(["onnxruntime", "openvino"]),
-    help="Approximate by polynomials (onnxruntime, default), or by lines that fuse into convolutions (openvino).",
 )
 @click.option(
     "--degree", type=int, metavar="N", help="Of all polynomials, or lines, 2 to 8; as few as will do if left out."
@@ -56,95 +53,48 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     "--half, 0.3 with --int8).",
 )
 @click.option("--opset", type=int, default=18, metavar="N", help="18 to 22 (default: 18).")
-@click.option(
-    "--calibrate",
-    type=click.Path(),
-    metavar="DIR",
-    help=f"Folder or .tar of images; {_IMAGES} of them to fit and check on.",
-)
+@options.path("--calibrate", f"Folder or .tar of images; {_IMAGES} of them to fit and check on.", metavar="DIR")
 @click.option("--freeze-lambda", is_flag=True, help="Use the images' mean lambda where a layer estimates it.")
 @click.option("--half", is_flag=True, help="Write float16: half the size.")
 @click.option("--int8", is_flag=True, help="Quantize to INT8, with ranges from the --calibrate images.")
 @click.option("--batch", type=int, metavar="N", help="Fix the number of images, for networks that fix it themselves.")
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
-@weights_options
-@architecture_options
-@inputs_option
-@click.option(
-    "--report",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write what --json says to a .json file.",
-)
-@click.option("--force", is_flag=True, help="Replace existing files.")
-@json_option
+@options.weights
+@options.architecture
+@options.inputs
+@options.path("--report", "Also write what --json says to a .json file.")
+@options.force
+@options.json
 def command(
-    model: str,
-    path: Path | None,
-    fold: Any,
-    runtime: Any,
-    degree: int | None,
-    tolerance: float | None,
-    opset: int,
-    calibrate: str | None,
-    freeze_lambda: bool,
-    half: bool,
-    int8: bool,
-    batch: int | None,
-    dynamic_size: bool,
-    inputs: Path | None,
-    report: Path | None,
-    force: bool,
-    as_json: bool,
-    **options: Any,
+    model: str, path: Path | None, half: bool, int8: bool, report: Path | None, force: bool, as_json: bool, **given: Any
 ) -> None:
     """Run `retrofit export`."""
-    from retrofit.cli.network import file_stem, open_network, output_file
-    from retrofit.export import export_onnx
-    from retrofit.export.onnx.model import check_opset
+    import retrofit
+    from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
     from retrofit.export.report import ComparisonError, check_report
-    from retrofit.images.dataset import sample_batches
-    from retrofit.inputs import read_inputs
 
     if half and int8:
         raise UsageError("--half and --int8 are two precisions; choose one")
     precision: Precision = "float16" if half else "int8" if int8 else "float32"
-    check_opset(opset)
     path = output_file(path, f"{file_stem(model)}.onnx", force)
     if report is not None:
         check_report(report, path, force)
-    network = open_network(model, **options)
-    batches = None if calibrate is None else sample_batches(calibrate, network.preprocess, images=_IMAGES)
+    network = open_network(model, given)
+    read_calibration(given, network, _IMAGES)
     try:
         with waiting("exporting"):
-            found = export_onnx(
-                network.model,
-                path,
-                fold,
-                opset=opset,
-                runtime=runtime,
-                degree=degree,
-                tolerance=tolerance,
-                calibrate=batches,
-                freeze_lambda=freeze_lambda,
-                batch=batch,
-                dynamic_size=dynamic_size,
-                inputs=None if inputs is None else read_inputs(inputs),
-                precision=precision,
-                report=report,
-                force=force,
-            )
+            result = retrofit.export_onnx(network.model, path, precision=precision, report=report, force=force, **given)
     except ComparisonError as failed:
         if as_json:
-            emit({"schema": 1, "model": network.source.name, **network.conversion, "fold": fold,
-                  "precision": precision, "opset": opset, "output": None, "bytes": 0,
-                  "parity": failed.comparison.to_dict(), "nodes": {}})  # fmt: skip
+            asked = {"fold": given["fold"], "precision": precision, "opset": given["opset"]}
+            nothing = {"output": None, "bytes": 0, "parity": failed.comparison.to_dict(), "nodes": {}}
+            emit({"schema": 1, **network.facts, **asked, **nothing})
         raise
-    _show(found)
+    _show(result)
     if report is not None:
-        say(f"wrote {report}", style="bold")
+        say(f"wrote {report}", "bold")
     if as_json:
-        emit(found.to_dict())
+        emit(result.to_dict())
 
 
 def _show(report: ExportReport) -> None:
@@ -152,16 +102,10 @@ def _show(report: ExportReport) -> None:
     kinds: dict[str, list[FoldedLayer]] = {}
     for layer in report.layers:
         kinds.setdefault(layer.kind, []).append(layer)
-    rows = [
-        (
-            str(len(found)),
-            kind,
-            _largest(found, "max_error"),
-            _largest(found, "rms_error"),
-            names(x.name for x in found),
-        )
-        for kind, found in kinds.items()
-    ]
+    rows = []
+    for kind, layers in kinds.items():
+        errors = (_largest(layer.max_error for layer in layers), _largest(layer.rms_error for layer in layers))
+        rows.append((str(len(layers)), kind, *errors, names(layer.name for layer in layers)))
     if rows:
         show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
     parity = report.parity
@@ -173,14 +117,11 @@ def _show(report: ExportReport) -> None:
         f"tolerance {parity.tolerance * parity.scale:.3g}{agreement}"
     )
     if report.guessed:
-        say(
-            f"warning: judged on {report.judged}, which are unlike pictures; give pictures with --calibrate DIR",
-            style="yellow",
-        )
-    say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", style="bold")
+        warn(f"judged on {report.judged}, which are unlike pictures; give pictures with --calibrate DIR")
+    say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", "bold")
 
 
-def _largest(found: Sequence[FoldedLayer], error: str) -> str:
-    """Return the largest error of some layers, as a share of their outputs' standard deviation; empty if exact."""
-    known = [value for value in (getattr(layer, error) for layer in found) if value is not None]
+def _largest(errors: Iterable[float | None]) -> str:
+    """Return the largest error, as a share of the layers' standard deviation; empty if all are exact."""
+    known = [error for error in errors if error is not None]
     return f"{max(known):.2g}" if known else ""

@@ -7,22 +7,19 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import click
 
-from retrofit.cli import completion
-from retrofit.cli.console import emit, names, say
-from retrofit.cli.options import json_option, network_option
+from retrofit.cli import options
+from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
 from retrofit.finetune.recipe import FREE, Recipe, load_recipe
-from retrofit.utils.text import printable
-
-if TYPE_CHECKING:
-    from retrofit.finetune.run_callback import Result
-    from retrofit.networks.models import Network
+from retrofit.finetune.run_callback import Result, RunCallback, Step
+from retrofit.utils.text import plural, printable
 
 HELP = """Train MODEL, a converted network, while its strength goes from 0, the source, to 1, the target.
 
@@ -77,21 +74,23 @@ class _Grouped(click.Command):
                 formatter.write_dl(records)
 
 
-def _option(name: str) -> Callable[[Any], Any]:
-    """Make the flag of a recipe's setting; its value is checked with the rest of the recipe."""
-    field = Recipe.model_fields[name]
-    flag = f"--{name.replace('_', '-')}"
-    default = "" if field.default in (None, "", []) else f" [{_shown(field.default)}]"
-    text = f"{field.description}{default}"
-    if field.annotation is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
-    metavar = next((_METAVARS[kind] for kind in _kinds(field.annotation) if kind in _METAVARS), "VALUE")
-    flags = [_SHORT[name], flag] if name in _SHORT else [flag]
-    return click.option(*flags, name, metavar=metavar, help=text)
+def _settings(function: Any) -> Any:
+    """Make a flag of each of a recipe's settings; their values are checked with the rest of the recipe."""
+    for name, field in reversed(Recipe.model_fields.items()):
+        flag, text = f"--{name.replace('_', '-')}", str(field.description)
+        if field.default not in (None, "", []):
+            text += f" [{_shown(field.default)}]"
+        if field.annotation is bool:
+            function = click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)(function)
+        elif name != "model":
+            metavar = next((_METAVARS[kind] for kind in _kinds(field.annotation) if kind in _METAVARS), "VALUE")
+            flags = [_SHORT[name], flag] if name in _SHORT else [flag]
+            function = click.option(*flags, name, metavar=metavar, help=text)(function)
+    return function
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Give what a type is made of, from the outside in: `tuple[float, float] | None` is first a tuple."""
+    """Yield the parts of a type, from the outside in: `tuple[float, float] | None` is first a tuple."""
     yield get_origin(annotation) or annotation
     for part in get_args(annotation):
         yield from _kinds(part)
@@ -103,22 +102,14 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _settings(function: Any) -> Any:
-    for name in reversed([name for name in Recipe.model_fields if name != "model"]):
-        function = _option(name)(function)
-    return function
-
-
 @click.command("finetune", cls=_Grouped, help=HELP)
-@click.argument("model", metavar="MODEL", required=False, shell_complete=completion.model)
-@click.option("--recipe", metavar="NAME|FILE", shell_complete=completion.recipe, help="Settings to start from.")
-@click.option(
-    "-o", "--output", "folder", type=click.Path(path_type=Path), metavar="DIR", help="runs/MODEL-RECIPE if left out."
-)
-@click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in this folder.")
-@network_option
+@click.argument("model", metavar="MODEL", required=False, shell_complete=options.complete_model)
+@click.option("--recipe", metavar="NAME|FILE", shell_complete=options.complete_recipe, help="Settings to start from.")
+@options.output("folder", "runs/MODEL-RECIPE", metavar="DIR")
+@options.path("--resume", "Go on with the run in this folder.", metavar="DIR")
+@options.network
 @_settings
-@json_option
+@options.json
 def command(
     model: str | None,
     recipe: str | None,
@@ -129,131 +120,108 @@ def command(
     **settings: Any,
 ) -> None:
     """Run `retrofit finetune`."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    if resume is not None:
-        if fixed := [name for name in given if name not in FREE]:
-            flag = fixed[0].replace("_", "-")
-            raise UsageError(
-                f"--{flag} would change the run that --resume continues; drop it, or start a new run with "
-                f"--recipe {resume / 'recipe.yaml'}"
-            )
-        if model is not None or recipe is not None or folder is not None:
-            raise UsageError("--resume takes MODEL, --recipe and -o from the run's folder; drop them")
-    with _asked_to_stop() as stop:
-        from retrofit.cli.progress import run_callback
-        from retrofit.finetune.loop import finetune, resume_network
+    given = {name: value for name, value in {"model": model, **settings}.items() if value is not None}
+    with _signals() as received:
+        from retrofit.cli.network import introduce
+        from retrofit.finetune.loop import finetune, recipe_network, resume_network
 
         if resume is not None:
+            reason = f"a run that goes on keeps its settings (to start another: --recipe {resume / 'recipe.yaml'})"
+            options.refuse_flags(reason, but=(*FREE, "resume", "network", "as_json"))
             folder, opened = resume, resume_network(resume, network)
-            settled = load_recipe(resume / "recipe.yaml", given)
+            run = load_recipe(resume / "recipe.yaml", given)
         else:
-            folder, opened, settled = _prepared(model, network, recipe, folder, given)
-            network = model if model is not None and model.startswith("py:") else network
-        going_on, stopped = resume is not None, lambda: stop() is not None
-        with run_callback() as callback:
-            result = finetune(opened, settled, folder, resume=going_on, callback=callback, stop=stopped)
+            run = load_recipe(recipe, given)
+            own = run.model is not None and run.model.startswith("py:")
+            if own and model is None:
+                raise UsageError(f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself")
+            opened, network = recipe_network(run, network), run.model if own else network
+            folder = folder or _fresh_folder(str(run.model), recipe)
+            if _first_process():
+                introduce(opened)
+        with progress_bar("training") as move:
+            result = finetune(
+                opened, run, folder, resume=resume is not None, callback=_Progress(move), stop=lambda: bool(received)
+            )
     if _first_process():
         _conclude(folder, result, network, as_json)
     if not result.finished:
-        sys.exit(128 + (stop() or signal.SIGTERM))
+        sys.exit(128 + (received[0] if received else signal.SIGTERM))
 
 
-def _prepared(
-    model: str | None, network_name: str | None, name: str | None, folder: Path | None, given: dict[str, Any]
-) -> tuple[Path, Network, Recipe]:
-    """Return the folder of a new run, the network that it begins with, and its settings."""
-    from retrofit.finetune.run_state import seed_everything
-    from retrofit.networks.models import is_artifact, open_model
+class _Progress(RunCallback):
+    """Moves a bar with every step, and writes a line for each epoch."""
 
-    recipe = load_recipe(name, {**given, **({} if model is None else {"model": model})})
-    if recipe.model is None:
-        raise UsageError("there is no network to train; give MODEL, an artifact or a network's name")
-    if recipe.model.startswith("py:") and recipe.model != model:
-        raise UsageError(f"no recipe may have {printable(recipe.model, 100)} imported; give it as MODEL yourself")
-    folder = folder or _fresh_folder(recipe.model, name)
-    seed_everything(recipe.seed)
-    network = open_model(
-        recipe.model,
-        pretrained=recipe.pretrained,
-        checkpoint=recipe.checkpoint,
-        match=recipe.match or "name",
-        num_classes=recipe.num_classes if recipe.checkpoint else None,  # else the run replaces the classifier
-        img_size=None if is_artifact(recipe.model) else recipe.img_size,
-        network=network_name,
-    )
-    _introduce(network)
-    return folder, network, recipe
+    def __init__(self, move: Callable[..., None]) -> None:
+        self._move = move
+
+    def note(self, text: str) -> None:
+        """Write a sentence."""
+        say(text if text.startswith("warning") else f"note: {text}", "yellow" if text.startswith("warning") else None)
+
+    def started(self, folder: Path) -> None:
+        """Write the folder's name."""
+        say(f"run: {folder}")
+
+    def step(self, step: Step) -> None:
+        """Move the bar."""
+        strength = "" if step.strength is None else f", strength {step.strength:.2f}"
+        figures = f"loss {step.loss:.4f}, lr {step.lr:.2e}{strength}, {step.images_per_second:.0f} images/s"
+        self._move(step.step, step.steps, f"epoch {step.epoch} of {step.epochs}, {figures}")
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Write an epoch's line."""
+        strength = "" if row["strength"] is None else f", strength {row['strength']:.2f}"
+        top1 = "" if row["val_top1"] is None else f", top-1 {row['val_top1']:.2f}%"
+        say(
+            f"epoch {row['epoch']}: loss {row['train_loss']:.4f}{top1}, lr {row['lr']:.2e}{strength}, "
+            f"{row['images_per_second']:.0f} images/s"
+        )
 
 
 def _first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _introduce(network: Network) -> None:
-    from retrofit.networks.models import weights_sentence
-
-    if _first_process():
-        random = network.weights["kind"] == "random"
-        say(weights_sentence(network.weights), style="bold yellow" if random else "bold")
-        for warning in network.warnings:
-            say(f"warning: {warning}", style="yellow")
-
-
 def _fresh_folder(model: str, recipe: str | None) -> Path:
     """Return runs/MODEL-RECIPE, with a number behind it if it is taken."""
     stem = Path(model).name.removesuffix(".safetensors").replace(":", "-")
-    base = Path("runs") / (stem if recipe is None else f"{stem}-{Path(recipe).stem}")
-    folder, number = base, 1
-    while folder.exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
+    name = stem if recipe is None else f"{stem}-{Path(recipe).stem}"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(folder for folder in (Path("runs") / name for name in names) if not folder.exists())
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], int | None]]:
-    """Give a question whose answer is the signal that asked the run to stop; a second one ends it on the spot."""
+def _signals() -> Iterator[list[int]]:
+    """Give a list that gets the signal which asks the run to stop; a second one ends the run on the spot."""
     received: list[int] = []
 
-    def hear(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: received[0] if received else None
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _conclude(folder: Path, result: Result, network: str | None, as_json: bool) -> None:
+    """Write how a run ended, and what to do next."""
     if result.unreadable:
-        count = len(result.unreadable)
-        say(f"warning: {count} images cannot be read: {names(result.unreadable)}", style="yellow")
+        warn(f"{plural(len(result.unreadable), 'image')} cannot be read: {names(result.unreadable)}")
     artifact = folder / ("best.safetensors" if result.finished else "last.safetensors")
     if result.finished:
         best = "" if result.best is None else f", best top-1 {result.best:.2f}%"
-        say(f"done: {result.step} steps{best}", style="bold")
-        say(f"wrote {artifact}", style="bold")
+        say(f"done: {result.step} steps{best}", "bold")
+        say(f"wrote {artifact}", "bold")
     else:
-        say(f"stopped and saved at step {result.step} of {result.steps}", style="bold")
+        say(f"stopped and saved at step {result.step} of {result.steps}", "bold")
         processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
         start = "retrofit" if processes == "1" else f"torchrun --nproc-per-node {processes} -m retrofit"
         say(f"next: {start} finetune --resume {folder}" + (f" --network {network}" if network else ""))
     if as_json:
-        last = result.rows[-1] if result.rows else None
-        emit(
-            {
-                "schema": 1,
-                "folder": str(folder),
-                "finished": result.finished,
-                "step": result.step,
-                "steps": result.steps,
-                "best_top1": result.best,
-                "last": last,
-                "unreadable": result.unreadable,
-                "output": str(artifact),
-            }
-        )
+        emit({"schema": 1, "folder": str(folder), **result.to_dict(), "output": str(artifact)})

@@ -10,7 +10,6 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
-from typing import Any
 
 import click
 
@@ -18,22 +17,18 @@ _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
 
 
 def in_flags(text: str, command: click.Command | None = None) -> str:
-    """Return a sentence with the arguments that a command has an option for as flags.
+    """Return "pass `num_classes=7` or drop `checkpoint`" as "pass --num-classes 7 or drop --checkpoint".
 
-    Args:
-        text: For example "pass `num_classes=7` or drop `checkpoint`".
-        command: The one that is run; click's current one if None.
-
-    Returns:
-        For example "pass --num-classes 7 or drop --checkpoint".
+    The flags are those of a command, click's current one if None.
     """
-    if command is None and (context := click.get_current_context(silent=True)) is not None:
+    context = click.get_current_context(silent=True)
+    if command is None and context is not None:
         command = context.command
     options = {} if command is None else {option.name: option for option in _options(command)}
 
-    def flag(found: re.Match[str]) -> str:
-        option = options.get(found[1])
-        return found[0] if option is None else _typed(option, found[2])
+    def flag(match: re.Match[str]) -> str:
+        option = options.get(match[1])
+        return match[0] if option is None else _as_typed(option, match[2])
 
     return _ARGUMENT.sub(flag, text)
 
@@ -45,23 +40,18 @@ def _options(command: click.Command) -> Iterator[click.Option]:
         yield from _options(inner)
 
 
-def _typed(option: click.Option, text: str | None) -> str:
-    """Return an option as a user types it, with a value that Python's text names."""
+def _as_typed(option: click.Option, text: str | None) -> str:
+    """Return an option as a user types it, with a value that Python's text names; a placeholder (FILE) stays a word."""
     name = max(option.opts, key=len)
     if text is None:
         return name
-    value = _value(text)
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
     if option.is_flag:
         return option.secondary_opts[0] if value is False and option.secondary_opts else name
     if isinstance(value, dict):
         return " ".join(f"{name} {shlex.quote(f'{key}={entry}')}" for key, entry in value.items())
     words = value if isinstance(value, list | tuple) else [value]
     return " ".join([name, *(shlex.quote(str(word)) for word in words)])
-
-
-def _value(text: str) -> Any:
-    """Read a literal; a placeholder (FILE) stays a word."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

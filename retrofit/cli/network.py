@@ -1,69 +1,92 @@
-"""Open the network that a command line names, and say aloud whose weights it has."""
+"""The network and the images that a command line names, and the file that it writes."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrofit.cli.console import say, waiting
+from retrofit.cli.console import say, waiting, warn
 from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
+    from retrofit.export.onnx.exported_file import ExportedFile
+    from retrofit.images.dataset import ImageData
     from retrofit.networks.models import Network
 
 
-def open_network(text: str, *, beside: str | None = None, **options: Any) -> Network:
-    """Open MODEL and write the weights line and every warning to stderr.
+def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Take the arguments of a function out of those that a command was given."""
+    return {name: given.pop(name) for name in inspect.signature(function).parameters if name in given}
 
-    Args:
-        text: MODEL.
-        beside: The command's other MODEL, which its --network may be for.
-        **options: As for `retrofit.networks.models.open_model`.
 
-    Raises:
-        UsageError: If options contradict each other.
-        RetrofitError: As `retrofit.networks.models.open_model` does.
-    """
-    for name in ("match", "checkpoint_key", "checkpoint_partial"):
-        if options.get(name) and not options.get("checkpoint"):
-            raise UsageError(
-                f"--{name.replace('_', '-')} says what to take of a checkpoint; give --checkpoint FILE too"
-            )
-    from retrofit.networks import models
+def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
+    """Open MODEL by the options given for it, and say what it is; --network may be for the MODEL `beside` it."""
+    from retrofit.networks.models import is_artifact, open_model
 
-    if beside is not None and models.is_artifact(beside) and not models.is_artifact(text):
-        options["network"] = None
-    options["match"] = options.get("match") or "name"
+    own = taken(given, open_model)
+    if beside is not None and is_artifact(beside) and not is_artifact(text):
+        own["network"] = None
     with waiting(f"opening {text}"):
-        network = models.open_model(text, **options)
-    say(
-        models.weights_sentence(network.weights), style="bold yellow" if network.weights["kind"] == "random" else "bold"
-    )
-    if (strength := models.strength_sentence(network.model)) is not None:
-        say(strength)
-    for warning in network.warnings:
-        say(f"warning: {warning}", style="yellow")
+        network = open_model(text, **own)
+    introduce(network)
     return network
 
 
-def output_file(given: Path | None, default: str, force: bool) -> Path:
-    """Return the file that a command writes, after checking that it can be written and will be recognised.
+def introduce(network: Network) -> None:
+    """Write whose weights a network has, how far it is converted, and every warning to stderr."""
+    from retrofit.networks.models import strength_sentence, weights_sentence
 
-    Args:
-        given: What -o says; `default` if None.
-        default: The name if there is no -o; its ending is the one that a given name must have too.
-        force: Whether an existing file may be replaced.
+    say(weights_sentence(network.weights), "bold yellow" if network.weights["kind"] == "random" else "bold")
+    if (strength := strength_sentence(network.model)) is not None:
+        say(strength)
+    for warning in network.warnings:
+        warn(warning)
+
+
+def open_data(network: Network | ExportedFile, given: dict[str, Any]) -> ImageData:
+    """Open images for a network, and say what there is to say of them."""
+    from retrofit.images.dataset import open_images
+
+    named = {name: given.pop(name) for name in ("data_dir", "dataset", "split", "class_map")}
+    data = open_images(**named, labels=network.labels, channels=network.preprocess.input_size[0])
+    for note in data.notes:
+        say(f"note: {note}")
+    return data
+
+
+def read_calibration(given: dict[str, Any], network: Network, images: int = 128) -> None:
+    """Put the images of --calibrate in the place of their folder."""
+    from retrofit.images.dataset import sample_batches
+
+    if given["calibrate"] is not None:
+        given["calibrate"] = sample_batches(given["calibrate"], network.preprocess, images)
+
+
+def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
+    """Take where to run, and in which mixed precision, out of what a command was given."""
+    from retrofit.utils.placement import device_named, mixed_precision
+
+    device = device_named(given.pop("device"))
+    return device, mixed_precision(device, given.pop("amp"), given.pop("amp_dtype"))
+
+
+def output_file(given: Path | None, default: str, force: bool) -> Path:
+    """Return the file that a command writes: what -o says, or `default`, whose ending it must have.
 
     Raises:
-        UsageError: If the name has another ending. With --force it could be that of the artifact which is being read.
+        UsageError: If it has another ending. With --force it could be that of the artifact which is being read.
         RetrofitError: If the file cannot be written there.
     """
-    from retrofit.utils import files
+    from retrofit.utils.files import ensure_writable
 
     output = given or Path(default)
     if output.suffix != (ending := Path(default).suffix):
         raise UsageError(f"{output} would not be recognised later; give -o a name that ends in {ending}")
-    files.ensure_writable(output, force)
+    ensure_writable(output, force)
     return output
 
 

@@ -1,75 +1,112 @@
-"""Options that several commands share: which network, with which weights, and which of its layers."""
+"""Options that several commands share; an option goes by the name of the Python argument that it sets.
+
+Importing this imports no torch: `--help` and the shell's completion answer at once.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
-from retrofit.cli import completion
 from retrofit.conversion_options import CONVERTERS, OPTIONS, Option
+from retrofit.errors import UsageError
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
+
+FAMILIES = ("bn", "ln", "gn", "in", "frozen-bn")
+_ENOUGH = 2  # typed characters from which names of networks are worth the seconds that importing timm takes
 
 
-class KeyValue(click.ParamType):
-    """`key=value` with a Python literal as value, or else a string: timm's --model-kwargs, one pair a flag."""
+def typed_flags() -> dict[str, str]:
+    """Return what the user typed for the running command, by the name of the argument: flags, and MODEL."""
+    context = click.get_current_context()
+    return {
+        param.name: max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
+        for param in context.command.params
+        if param.name and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    }
 
-    name = "K=V"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
-        """Split the pair and read its value."""
-        if isinstance(value, tuple):
-            return value
-        key, separator, text = str(value).partition("=")
-        if not separator or not key.isidentifier():
-            self.fail(f"{value!r} is not of the form key=value", param, ctx)
+def refuse_flags(reason: str, *, but: Collection[str]) -> None:
+    """Raise UsageError if anything else than the arguments named was typed."""
+    if refused := [flag for name, flag in typed_flags().items() if name not in but]:
+        raise UsageError(f"{reason}; drop {', '.join(refused)}")
+
+
+def complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Complete files, and once some of it is typed the networks of timm and, behind tv:, of torchvision."""
+    known: Iterable[str] = ()
+    if typed.startswith("tv:"):
+        from torchvision.models import list_models
+
+        known = (f"tv:{name}" for name in list_models())
+    elif len(typed) >= _ENOUGH and "/" not in typed:
+        from timm import list_models as timm_models
+
+        known = timm_models(f"{typed}*")
+    return _completed(known, typed)
+
+
+def complete_recipe(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Complete files and the recipes that come with the package."""
+    from retrofit.finetune.recipe_files import recipe_summaries
+
+    return _completed(recipe_summaries(), typed)
+
+
+def _completed(words: Iterable[str], typed: str) -> list[CompletionItem]:
+    items = [CompletionItem(word) for word in words if word.startswith(typed)]
+    return [*items, CompletionItem(typed, type="file")]
+
+
+def _key_value(text: str) -> tuple[str, Any]:
+    """Read `key=value`, whose value is a Python literal or else a string."""
+    key, separator, value = text.partition("=")
+    if not separator or not key.isidentifier():
+        raise click.BadParameter(f"{text!r} is not of the form key=value")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def _share(text: str) -> float:
+    """Read a number above 0 and up to 1, or a fraction such as 4/255."""
+    try:
+        if 0 < (number := float(Fraction(text))) <= 1:
+            return number
+    except (ValueError, ArithmeticError):
+        pass
+    raise click.BadParameter(f"{text!r} is no number above 0 and up to 1, such as 4/255")
+
+
+def _number_or(kind: type, word: str) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
         try:
-            return key, ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return key, text
-
-
-class NumberOr(click.ParamType):
-    """A number, or one word."""
-
-    def __init__(self, kind: type[int] | type[float], word: str) -> None:
-        """Name the type by its metavar."""
-        self.kind, self.word = kind, word
-        self.name = f"{'N' if kind is int else 'F'}|{word}"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
-        """Return the number or the word."""
-        if value == self.word or isinstance(value, self.kind):
-            return value
-        try:
-            return self.kind(value)
+            return text if text == word else kind(text)
         except ValueError:
-            self.fail(f"{value!r} is neither a number nor {self.word}", param, ctx)
+            raise click.BadParameter(f"{text!r} is neither a number nor {word}") from None
+
+    return number
 
 
-class Share(click.ParamType):
-    """A number, or a fraction such as 4/255."""
+def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Any:
+    if path is None:
+        return None
+    from retrofit.inputs import read_inputs
 
-    name = "N/255"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number, which lies above 0 and up to 1."""
-        try:
-            number = float(Fraction(value))
-        except (ValueError, ZeroDivisionError, OverflowError):
-            number = 0.0
-        if not 0 < number <= 1:
-            self.fail(f"{value!r} is no number above 0 and up to 1, such as 4/255", param, ctx)
-        return number
+    return read_inputs(path)
 
 
-def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def decorate(function: Command) -> Command:
+def _stacked(*options: Decorator) -> Decorator:
+    def decorate(function: Any) -> Any:
         for option in reversed(options):
             function = option(function)
         return function
@@ -77,66 +114,82 @@ def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
-def _conversion_option(name: str, known: Option) -> Callable[[Command], Command]:
-    """The flag of an option of a conversion."""
-    first = f"--{name.replace('_', '-')}"
+def _conversion_option(name: str, known: Option) -> Decorator:
+    """Make the flag of an option of a conversion."""
+    flag = f"--{name.replace('_', '-')}"
     text = f"{known.help.replace('_', '-')} Targets: {', '.join(known.targets)}."
     if known.kind is bool:
-        form = first if known.switch else f"{first}/--no-{first[2:]}"
+        form = flag if known.switch else f"{flag}/--no-{flag[2:]}"
         return click.option(form, name, is_flag=True, default=None, help=text)
     if known.kind == "batches":
-        return click.option(first, name, type=click.Path(), metavar="DIR", help=text)
+        return click.option(flag, name, type=click.Path(), metavar="DIR", help=text)
     if known.kind is str:
-        return click.option(first, name, type=click.Choice(known.words), help=text)
-    kind: Any = NumberOr(known.kind, known.words[0]) if known.words else known.kind
-    metavar = kind.name if known.words else "N" if known.kind is int else "F"
-    return click.option(first, name, type=kind, metavar=metavar, help=text)
+        return click.option(flag, name, type=click.Choice(known.words), help=text)
+    kind = _number_or(known.kind, known.words[0]) if known.words else known.kind
+    metavar = "|".join(["N" if known.kind is int else "F", *known.words])
+    return click.option(flag, name, type=kind, metavar=metavar, help=text)
 
 
-def _dictionary(
-    _ctx: click.Context, _param: click.Parameter, pairs: tuple[tuple[str, Any], ...]
-) -> dict[str, Any] | None:
-    return dict(pairs) or None
-
-
-def _or_none(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
+def _list_or_none(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
     return list(values) or None
 
 
-model_argument = click.argument("model", metavar="MODEL", shell_complete=completion.model)
+def _patterns(flag: str, help: str) -> Decorator:
+    return click.option(flag, multiple=True, callback=_list_or_none, metavar="REGEX", help=help)
 
-target_completion = completion.one_of(CONVERTERS)
 
-network_option = click.option(
+def choice(flag: str, words: Sequence[str], help: str, *name: str, **rest: Any) -> Decorator:
+    """Make an option that takes one of a few words."""
+    return click.option(flag, *name, type=click.Choice(words), help=help, **rest)
+
+
+def path(flag: str, help: str, *name: str, metavar: str = "FILE", **rest: Any) -> Decorator:
+    """Make an option that takes a file or a folder."""
+    return click.option(flag, *name, type=click.Path(path_type=Path), metavar=metavar, help=help, **rest)
+
+
+def output(name: str, default: str, metavar: str = "FILE") -> Decorator:
+    """Make -o, which sets the argument `name`."""
+    return path("-o", f"{default} if left out.", "--output", name, metavar=metavar)
+
+
+def target(help: str, **rest: Any) -> Decorator:
+    """Make --to, which takes every target."""
+    return choice("--to", list(CONVERTERS), help, metavar="TARGET", **rest)
+
+
+def against(help: str) -> Decorator:
+    """Make --against, which takes a second MODEL."""
+    return click.option("--against", metavar="MODEL", shell_complete=complete_model, help=help)
+
+
+model = click.argument("model", metavar="MODEL", shell_complete=complete_model)
+
+network = click.option(
     "--network",
     metavar="py:MODULE:CALLABLE",
     help="What builds the network that an artifact of your own network holds.",
 )
 
-architecture_options = _stacked(
+architecture = _stacked(
     click.option("--num-classes", type=click.IntRange(min=0), metavar="N", help="Outputs of the classifier."),
     click.option("--in-chans", type=click.IntRange(min=1), metavar="N", help="Channels of the images."),
     click.option("--img-size", type=click.IntRange(min=1), metavar="N", help="Side of the images in pixels."),
     click.option(
         "--model-kwargs",
-        type=KeyValue(),
+        type=_key_value,
         multiple=True,
-        callback=_dictionary,
+        callback=lambda _ctx, _param, pairs: dict(pairs) or None,
+        metavar="K=V",
         help="Argument of the model's constructor; repeatable.",
     ),
-    network_option,
+    network,
 )
 
-weights_options = _stacked(
+weights = _stacked(
     click.option("--pretrained", is_flag=True, help="Fetch the library's pretrained weights (default: random)."),
-    click.option(
-        "--checkpoint", type=click.Path(path_type=Path), metavar="FILE", help="Load .safetensors, .pth, .pt or .bin."
-    ),
-    click.option(
-        "--match",
-        type=click.Choice(["name", "order"]),
-        help="Pair the checkpoint's tensors by name (default) or by order and shape.",
-    ),
+    path("--checkpoint", "Load .safetensors, .pth, .pt or .bin."),
+    choice("--match", ["name", "order"], "Pair the checkpoint's tensors by name (default) or by order and shape."),
     click.option(
         "--checkpoint-key",
         metavar="NAME",
@@ -149,48 +202,56 @@ weights_options = _stacked(
     ),
 )
 
-data_options = _stacked(
+data = _stacked(
     click.option("--data-dir", metavar="DIR", help="Folder or .tar with one folder a class."),
     click.option("--dataset", default="", metavar="NAME", help='timm\'s dataset name, or "digits", which is built in.'),
     click.option("--split", default="validation", metavar="NAME", help="Part of the data (default: validation)."),
-    click.option(
-        "--class-map", type=click.Path(path_type=Path), metavar="FILE", help="Class names in the order of the outputs."
-    ),
+    path("--class-map", "Class names in the order of the outputs."),
 )
 
-plan_options = _stacked(
-    click.option(
+device = click.option("--device", metavar="NAME", help="Default: cuda if there is one, else cpu.")
+
+precision = _stacked(
+    device,
+    click.option("--amp", is_flag=True, help="Mixed precision."),
+    choice("--amp-dtype", ["float16", "bfloat16"], "Default: float16 (cpu: bfloat16)."),
+    click.option("--channels-last", is_flag=True, help="Use the channels-last memory format."),
+)
+
+RUNTIMES = ("onnxruntime", "openvino")
+runtime = choice("--runtime", RUNTIMES, "What runs exported files, .onnx (default: onnxruntime).")
+
+plan = _stacked(
+    choice(
         "--from",
+        FAMILIES,
+        f"Convert layers of this family ({', '.join(FAMILIES)}), not the target's own; repeatable.",
         "source",
         multiple=True,
-        callback=_or_none,
+        callback=_list_or_none,
         metavar="FAMILY",
-        shell_complete=completion.one_of(completion.FAMILIES),
-        help=f"Convert layers of this family ({', '.join(completion.FAMILIES)}), not the target's own; repeatable.",
     ),
-    click.option(
-        "--only", multiple=True, callback=_or_none, metavar="REGEX", help="Convert only layers so named; repeatable."
-    ),
-    click.option("--skip", multiple=True, callback=_or_none, metavar="REGEX", help="Keep layers so named; repeatable."),
+    _patterns("--only", "Convert only layers so named; repeatable."),
+    _patterns("--skip", "Keep layers so named; repeatable."),
     *(_conversion_option(name, known) for name, known in OPTIONS.items()),
 )
 
-attack_options = _stacked(
-    click.option("--attack", type=click.Choice(["fgsm", "pgd"]), help="Also count what stays right under attack."),
-    click.option("--eps", type=Share(), help="Largest change of a pixel, of an image from 0 to 1 (default: 4/255)."),
+attack = _stacked(
+    choice("--attack", ["fgsm", "pgd"], "Also count what stays right under attack."),
+    click.option(
+        "--eps",
+        type=_share,
+        metavar="N/255",
+        help="Largest change of a pixel, of an image from 0 to 1 (default: 4/255).",
+    ),
 )
 
-inputs_option = click.option(
+inputs = path(
     "--inputs",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Example inputs of a network that takes no single image: a .safetensors file, its tensors named by argument.",
+    "Example inputs of a network that takes no single image: a .safetensors file, its tensors named by argument.",
+    callback=_inputs,
 )
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
+force = click.option("--force", is_flag=True, help="Replace what is there.")
 
-
-def take_plan_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove and return what `plan_options` gathered: arguments of `retrofit.surgery.plan`, calibrate still a path."""
-    names = ("source", "only", "skip", *OPTIONS)
-    return {name: options.pop(name) for name in names}
+json = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from retrofit.cli import options
 from retrofit.cli.console import say
 
 HELP = """The recipes that come with retrofit, to run as they are or to copy and change.
@@ -47,7 +48,7 @@ def show(name: str) -> None:
 @command.command("copy")
 @click.argument("name", metavar="NAME")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Replace an existing file.")
+@options.force
 def copy(name: str, file: Path, force: bool) -> None:
     """Write a recipe to FILE."""
     from retrofit.finetune.recipe_files import recipe_text
@@ -56,5 +57,5 @@ def copy(name: str, file: Path, force: bool) -> None:
     text = recipe_text(name)
     with atomic_write(file, force) as temporary:
         temporary.write_text(text)
-    say(f"wrote {file}", style="bold")
+    say(f"wrote {file}", "bold")
     say(f"next: retrofit finetune MODEL --recipe {file}")

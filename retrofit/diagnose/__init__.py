@@ -1,6 +1,6 @@
 """What is wrong with a network, or what a conversion changed: measured, drawn and put on one page."""
 
-from retrofit.diagnose.diagnosis import Diagnosis, DiagnosisOptions, Layer, Unlabelled, diagnose
+from retrofit.diagnose.diagnosis import Diagnosis, DiagnosisOptions, Layer, Unlabelled, diagnose, labelled_batches
 from retrofit.diagnose.report_folder import check_folder, write_report
 from retrofit.diagnose.summary import sentences
 
@@ -11,6 +11,7 @@ __all__ = [
     "Unlabelled",
     "check_folder",
     "diagnose",
+    "labelled_batches",
     "sentences",
     "write_report",
 ]

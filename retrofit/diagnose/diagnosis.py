@@ -29,8 +29,10 @@ from retrofit.diagnose.robustness import (
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.attack import Attack
 from retrofit.graph.find_sites import find_sites
+from retrofit.images.dataset import ImageData, SampledBatches
 from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values
+from retrofit.networks.models import Network
 from retrofit.utils.batches import without_image_rows
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
@@ -38,7 +40,7 @@ from retrofit.utils.placement import device_of
 from retrofit.utils.text import shortlist
 
 Batch = tuple[Tensor, "Tensor | None"]
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[int, int, str], None]
 Item = TypeVar("Item")
 
 NOISE_LEVELS = (0.0, 0.1, 0.25, 0.5, 1.0)
@@ -146,6 +148,25 @@ class Unlabelled(Sequence[Batch]):
         return self._batches[index][0], None
 
 
+def labelled_batches(network: Network, data: ImageData, images: int, batch_size: int) -> Sequence[Batch]:
+    """Return some images of a set as batches, with labels if these are known to be the network's outputs.
+
+    Args:
+        network: The network, by whose preprocessing the images are prepared.
+        data: The images.
+        images: How many at most.
+        batch_size: Images in a batch.
+    """
+    batches = SampledBatches(data, network.preprocess, images, batch_size)
+    if data.matched != "order":
+        return batches
+    with evaluating(network.model):
+        scores = network.model(batches[0][0][:1].to(device_of(network.model)))
+    outputs = scores.shape[1] if isinstance(scores, Tensor) and scores.ndim == 2 else None
+    known = data.classes is not None and not data.doubt(outputs, network.labels)
+    return batches if known else Unlabelled(batches)
+
+
 class _Placed(Sequence[Batch]):
     """Batches that are moved to a device when they are asked for."""
 
@@ -174,7 +195,7 @@ def diagnose(
             sequence that reads them when they are asked for (`retrofit.images.dataset.SampledBatches`) keeps memory
             small.
         options: How much is measured.
-        progress: Called as progress(what, done, in all).
+        progress: Called as progress(done, in all, what).
 
     Raises:
         RetrofitError: If the network calls no normalization layer or gives scores that are not finite, or there are no
@@ -249,7 +270,7 @@ def _reported(what: str, items: Sequence[Item], progress: Progress | None) -> It
     for number, item in enumerate(items, 1):
         yield item
         if progress is not None:
-            progress(what, number, len(items))
+            progress(number, len(items), what)
 
 
 def _follow_activations(model: nn.Module, observers: list[_Observer]) -> None:

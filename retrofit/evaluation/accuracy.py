@@ -16,7 +16,7 @@ from retrofit.evaluation.attack import Attack
 from retrofit.images.worker_signals import heed_no_signals
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.placement import autocast
-from retrofit.utils.text import shortlist
+from retrofit.utils.text import plural, shortlist
 
 if TYPE_CHECKING:
     from retrofit.images.dataset import ImageData
@@ -63,6 +63,11 @@ class Accuracy:
     def attacked_top1(self) -> float | None:
         """Top-1 accuracy under attack in percent; None without one."""
         return None if self.attacked1 is None else 100 * self.attacked1 / self.images
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        shares = {"images": self.images, "top1": self.top1, "top5": self.top5, "loss": self.loss}
+        return {**shares, "correct1": self.correct1, "correct5": self.correct5, "skipped": list(self.skipped)}
 
 
 def evaluate(
@@ -175,7 +180,7 @@ def _scores(answer: Any, outputs_needed: int | None) -> Tensor:
         raise RetrofitError(f"the model gives no class scores (its output: {shape}); use an image classifier")
     if outputs_needed is not None and outputs_needed > answer.shape[1]:
         raise RetrofitError(
-            f"the data has class {outputs_needed - 1} (from 0) but the model gives {answer.shape[1]} scores; "
+            f"the data has class {outputs_needed - 1} (from 0) but the model gives {plural(answer.shape[1], 'score')}; "
             "use the model's own data, a `class_map`, or `num_classes` with a matching checkpoint"
         )
     return answer.float()

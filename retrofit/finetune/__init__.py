@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from retrofit.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from retrofit.finetune.batch_statistics import local_norms as local_norms
@@ -16,22 +17,14 @@ if TYPE_CHECKING:
     from retrofit.finetune.run_callback import RunCallback as RunCallback
     from retrofit.finetune.strength_schedule import StrengthSchedule as StrengthSchedule
 
-_HOME = {
-    "Distillation": "objective",
-    "Recipe": "recipe",
-    "Result": "run_callback",
-    "RunCallback": "run_callback",
-    "StrengthSchedule": "strength_schedule",
-    "finetune": "loop",
-    "local_norms": "batch_statistics",
-    "parameter_groups": "optim",
-    "sync_norms": "batch_statistics",
+_HOMES = {
+    "batch_statistics": ("local_norms", "sync_norms"),
+    "loop": ("finetune",),
+    "objective": ("Distillation",),
+    "optim": ("parameter_groups",),
+    "recipe": ("Recipe",),
+    "run_callback": ("Result", "RunCallback"),
+    "strength_schedule": ("StrengthSchedule",),
 }
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    """Import the public names when they are first asked for: a schedule alone needs neither timm nor accelerate."""
-    if name in _HOME:
-        return getattr(importlib.import_module(f"retrofit.finetune.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [name for names in _HOMES.values() for name in names]
+__getattr__ = lazy_names(__name__, _HOMES)  # a schedule alone needs neither timm nor accelerate

@@ -19,7 +19,7 @@ from retrofit.networks.models import Network
 from retrofit.networks.tensors import set_training_settings, tensors_of, training_settings
 from retrofit.record import set_record
 from retrofit.utils.evaluating import evaluating
-from retrofit.utils.text import one_line, shortlist
+from retrofit.utils.text import one_line, plural, shortlist
 
 
 def fit_network(
@@ -53,8 +53,8 @@ def fit_network(
     if outputs is not None and present is not None and outputs != present:
         if recipe.teacher == "source":
             raise RetrofitError(
-                f"the source network has {present} outputs and cannot teach {outputs} classes; give `class_map`, "
-                "or train without labels: `task_loss_weight=0`"
+                f"the source network has {plural(present, 'output')} and cannot teach {plural(outputs, 'class')}; give "
+                "`class_map`, or train without labels: `task_loss_weight=0`"
             )
         network, new_tensors = with_classes(network, outputs)
         note(f"new classifier: {outputs} outputs in place of {present}, zero")

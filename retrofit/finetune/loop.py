@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import Run
 from retrofit.finetune.run_callback import Result, RunCallback
-from retrofit.finetune.run_state import START, load_state, owned
+from retrofit.finetune.run_state import START, load_state, owned, seed_everything
 from retrofit.finetune.setup import make_accelerator
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.models import Network, is_artifact, open_model
 
 
 def finetune(
@@ -55,6 +55,30 @@ def finetune(
                 run.end_epoch()
             run.checkpoint()
         return run.end()
+
+
+def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
+    """Open the network that a recipe names; random weights come from the recipe's seed.
+
+    Args:
+        recipe: The run's settings.
+        network: What builds it, if an artifact holds the user's own; as for `open_model`.
+
+    Raises:
+        UsageError, RetrofitError: If the recipe names none, or as `open_model`.
+    """
+    if recipe.model is None:
+        raise UsageError("there is no network to train; give MODEL, an artifact or a network's name")
+    seed_everything(recipe.seed)
+    return open_model(
+        recipe.model,
+        pretrained=recipe.pretrained,
+        checkpoint=recipe.checkpoint,
+        match=recipe.match,
+        num_classes=recipe.num_classes if recipe.checkpoint else None,  # else the run replaces the classifier
+        img_size=None if is_artifact(recipe.model) else recipe.img_size,
+        network=network,
+    )
 
 
 def resume_network(folder: Path, network: str | None = None) -> Network:

@@ -70,3 +70,8 @@ class Result:
     def finished(self) -> bool:
         """Whether the run was not asked to stop before its end."""
         return self.step == self.steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        ends = {"finished": self.finished, "step": self.step, "steps": self.steps, "best_top1": self.best}
+        return {**ends, "last": self.rows[-1] if self.rows else None, "unreadable": self.unreadable}

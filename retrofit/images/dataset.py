@@ -25,7 +25,7 @@ from torch import Tensor
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.image_files import ImageFiles
 from retrofit.record import Preprocess
-from retrofit.utils.text import one_line, shortlist, shown
+from retrofit.utils.text import one_line, plural, shortlist, shown
 
 Matched = Literal["class map", "labels", "order"]
 
@@ -132,6 +132,21 @@ class ImageData:
         """Whether classes were matched to outputs by order alone, and a model's `labels` are other names."""
         return self.matched == "order" and None not in (labels, self.names) and tuple(labels or ()) != self.names
 
+    def doubt(self, outputs: int | None, labels: Sequence[str] | None) -> str:
+        """Say why the data's classes, in their order, may not be a model's outputs; empty if they may."""
+        if self.matched != "order" or self.classes is None:
+            return ""
+        taken = f"the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
+        if self.classes != outputs:
+            return (
+                f"the data has {plural(self.classes, 'class')} and the model {plural(outputs or 0, 'output')}: {taken}"
+            )
+        if self.contradicts(labels):
+            return (
+                f"the data's classes ({shortlist(self.names or ())}) are not what the model calls its outputs: {taken}"
+            )
+        return ""
+
     def mapped(self, class_map: str | os.PathLike[str] | None = None, labels: Sequence[str] | None = None) -> ImageData:
         """Return the data with targets by a class map, or by labels if these hold every class, as for `open_images`."""
         if self.names is None:
@@ -142,7 +157,7 @@ class ImageData:
             names = tuple(sorted(outputs, key=outputs.__getitem__))
             if lacking := [name for name in self.names if name not in outputs]:
                 raise RetrofitError(
-                    f"{len(lacking)} of the data's {len(self.names)} classes are not in {class_map} "
+                    f"{len(lacking)} of the data's {plural(len(self.names), 'class')} are not in {class_map} "
                     f"({shortlist(lacking)}); use the class map that names the data's folders"
                 )
         elif labels and set(self.names) <= set(labels):

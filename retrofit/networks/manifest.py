@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from safetensors import SafetensorError, safe_open
 from retrofit.errors import RetrofitError
 from retrofit.networks.library import no_waiting_for_the_hub
 from retrofit.networks.sampled_outputs import SampledOutputs
-from retrofit.record import ModelSource, Preprocess
+from retrofit.record import ModelSource, Preprocess, check_size
 from retrofit.surgery import Plan
 from retrofit.utils.text import one_line, printable
 
 SCHEMA = 1
 KEY = "retrofit"
 WEIGHTS, CONFIG, LIBRARY = "model.safetensors", "config.json", "retrofit"  # in a repository of the hub
-_LARGEST_SIDE = 16_384
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Manifest:
             return cls(
                 source=ModelSource.from_dict(values["model"]),
                 plans=[Plan.from_dict(step) for step in values["conversion"]["steps"]],
-                preprocess=_preprocess(values["preprocess"]),
+                preprocess=Preprocess.from_dict(values["preprocess"]),
                 labels=None if values["labels"] is None else [str(label) for label in values["labels"]],
                 weights=dict(values["weights"]),
                 versions=dict(values["versions"]),
@@ -82,26 +80,11 @@ class Manifest:
         return f"not checked: {why}; only the names and shapes of its tensors tell which network it is"
 
 
-def _preprocess(values: Mapping[str, Any]) -> Preprocess:
-    """Read the preprocessing; raise ValueError for sizes and numbers that no images have."""
-    preprocess = Preprocess.from_dict(values)
-    _check_size(preprocess.input_size)
-    numbers = (*preprocess.mean, *preprocess.std, preprocess.crop_pct)
-    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
-        raise ValueError(f"mean {printable(preprocess.mean, 80)}, std {printable(preprocess.std, 80)}")
-    return preprocess
-
-
 def _outputs(values: Mapping[str, Any]) -> SampledOutputs | str:
     if "not_checked" in values:
         return str(values["not_checked"])
-    _check_size(values["size"])
+    check_size(values["size"])
     return SampledOutputs.from_dict(values)
-
-
-def _check_size(sizes: Sequence[Any]) -> None:
-    if len(sizes) not in (3, 4) or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
-        raise ValueError(f"images of size {printable(sizes, 80)}")
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:

@@ -62,6 +62,12 @@ class Network:
         return dict(self.record.weights or artifact.UNKNOWN_WEIGHTS)
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON values: `model`, `target`, `strength` and `weights`."""
+        source = {"model": self.source.name, "target": self.target}
+        return {**source, "strength": self.strength, "weights": self.weights}
+
+    @property
     def target(self) -> str | None:
         """What it was converted to last; None if it was not."""
         plans = plans_of(self.model)
@@ -71,11 +77,6 @@ class Network:
     def strength(self) -> float | None:
         """Strength of its converted layers; None where there are none, or they differ."""
         return artifact.common_strength(self.model)
-
-    @property
-    def conversion(self) -> dict[str, Any]:
-        """How far it is converted, as JSON values: `target` and `strength`."""
-        return {"target": self.target, "strength": self.strength}
 
     def save(self, path: str | Path, force: bool = False) -> None:
         """Write it as an artifact, with what is known about it; see `retrofit.save`."""
@@ -124,7 +125,7 @@ def open_model(
     *,
     pretrained: bool = False,
     checkpoint: str | Path | None = None,
-    match: Literal["name", "order"] = "name",
+    match: Literal["name", "order"] | None = None,
     checkpoint_key: str | None = None,
     checkpoint_partial: bool = False,
     num_classes: int | None = None,
@@ -140,7 +141,7 @@ def open_model(
             hub's name of one.
         pretrained: Whether to fetch the library's trained weights.
         checkpoint: File to load weights from.
-        match: How the checkpoint's tensors find their places: by name, or in order.
+        match: How the checkpoint's tensors find their places: by "name" (None is the same), or in "order".
         checkpoint_key: Which of its weights, where it holds several (`retrofit.networks.checkpoint.read_checkpoint`).
         checkpoint_partial: Whether only a part of its tensors, or of the network's, may find a place.
         num_classes: Number of outputs; the library's default if None.
@@ -174,6 +175,9 @@ def open_model(
         raise UsageError(f"{text} is not a network's name or an artifact; give a name, and `checkpoint={text!r}`")
     if pretrained and checkpoint is not None:
         raise UsageError("`pretrained` and `checkpoint` are two sources of weights; pass one of them")
+    chosen = {"match": match, "checkpoint_key": checkpoint_key, "checkpoint_partial": checkpoint_partial}
+    if checkpoint is None and (names := [name for name, value in chosen.items() if value]):
+        raise UsageError(f"`{names[0]}` says what to take of a checkpoint; give `checkpoint=FILE` too")
     if "weights" in (model_kwargs or {}) and not pretrained:
         raise UsageError("'weights' in `model_kwargs` chooses among pretrained weights; pass `pretrained=True` too")
     source = with_options(parse(text), **options)
@@ -193,7 +197,7 @@ def open_model(
     labels, warnings = None, []
     weights: dict[str, Any] = {"kind": "random", "from": None}
     if read is not None:
-        loaded = load_into(model, read.tensors, match, checkpoint_partial)
+        loaded = load_into(model, read.tensors, match or "name", checkpoint_partial)
         warnings += loaded.warnings
         details = {
             "key": read.key,
@@ -208,7 +212,7 @@ def open_model(
         trained = getattr(model, "pretrained_cfg", {}).get("num_classes")
         if num_classes is not None and trained not in (None, num_classes):
             warnings.append(
-                f"the classifier is RANDOM: the pretrained weights have {trained} classes, not {num_classes}"
+                f"the classifier is RANDOM: the pretrained weights have {plural(trained, 'class')}, not {num_classes}"
             )
     set_record(model, preprocess=preprocess, labels=labels, weights=weights)
     return Network(model, tuple(warnings))

@@ -149,7 +149,7 @@ def _checked(report: Report, model: nn.Module, reference: Reference | None, reas
         reason = "in half precision rounding hides what the check looks for; convert in float32 to be sure"
     elif reference is not None:
         result = reference.compare(model, layers=identity)
-        report = replace(report, check=result, classifies=reference.classifies)
+        report = replace(report, check=result, identity=identity, classifies=reference.classifies)
         if identity and (problem := result.problem()):
             raise CheckError(problem, report)
         if not math.isfinite(result.max_abs_diff):
@@ -166,7 +166,12 @@ def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
     if not values:
         return []
     span = f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
-    return [f"{len(values)} layers converted before keep their strength, {span}; `strength` sets the new ones alone"]
+    layers = (
+        "1 layer converted before keeps its"
+        if len(values) == 1
+        else f"{len(values)} layers converted before keep their"
+    )
+    return [f"{layers} strength, {span}; `strength` sets the new ones alone"]
 
 
 def _agreement(model: nn.Module, new: Sequence[StrengthMixin], predictions: Reference) -> dict[str, int] | None:

@@ -144,6 +144,7 @@ class Report:
         strength: Strength that the converted layers were seeded at; None on the meta device, and where they have none.
         notes: Further sentences for the user.
         check: How the network compares with its source; None where nothing was compared.
+        identity: Whether it is meant to be its source's function.
         classifies: Whether the network answers with scores of classes alone; None where it was not run.
         change: How the network at its strength compares with its source, where that was checked.
         agreement: {"images", "same"}: on how many of the given images the class with the highest score stays the same,
@@ -156,6 +157,7 @@ class Report:
     strength: float | None
     notes: tuple[str, ...] = ()
     check: Comparison | None = None
+    identity: bool = True
     classifies: bool | None = None
     change: Comparison | None = None
     agreement: dict[str, int] | None = None
@@ -182,6 +184,9 @@ class Report:
         if change is not None:
             measured["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
         names = ("max_abs_diff", "scale", "tolerance", "passed")
+        figures = (
+            None if check is None else {**{name: check.to_dict()[name] for name in names}, "identity": self.identity}
+        )
         return {
             "to": self.plan.to,
             "layers": [
@@ -192,6 +197,6 @@ class Report:
             "params": {"before": self.params_before, "after": self.params_after},
             "strength": self.strength,
             "notes": list(self.notes),
-            "check": None if check is None else {name: check.to_dict()[name] for name in names},
+            "check": figures,
             **measured,
         }

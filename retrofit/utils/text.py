@@ -56,8 +56,9 @@ def shortlist(names: Sequence[object], most: int = 3, limit: int = 64) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return the count with its noun."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    """Return the count with its noun: "1 class", "2 classes"."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def json_text(values: dict[str, Any]) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from retrofit.cli import main
+from tests.pictures import write_folder
 
 Run = Callable[..., Result]
 
@@ -29,6 +33,18 @@ def run(here: Path) -> Run:
     return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
 
 
+@pytest.fixture
+def pictures(here: Path) -> Path:
+    """Pictures of three classes, four each, in the working folder."""
+    return write_folder(here / "pictures", wrong=0)
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """For a process of its own."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+
+
 def complaint(result: Result) -> str:
     """Return the error line; what else was written must not be an error, a traceback or on stdout."""
     assert result.stdout == ""
@@ -43,3 +59,9 @@ def done(result: Result) -> Result:
     """Return what a command answered that did what it was to do."""
     assert result.exit_code == 0, result.stderr
     return result
+
+
+def answer(result: Result) -> dict[str, Any]:
+    """Return the JSON object of a command that did what it was to do."""
+    values: dict[str, Any] = json.loads(done(result).stdout)
+    return values

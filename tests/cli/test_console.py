@@ -1,12 +1,10 @@
-"""Tables on narrow and wide terminals, and names in few characters."""
+"""Tables on narrow and wide terminals, progress, and names in few characters."""
 
 from __future__ import annotations
 
 import io
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from retrofit.cli import console
@@ -17,16 +15,21 @@ ROWS = [
 ]
 
 
+def shown(terminal: Console) -> str:
+    text: str = terminal.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
 @pytest.fixture(params=[80, 120])
 def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Console:
-    made = Console(file=io.StringIO(), width=request.param, force_terminal=True, color_system=None)
-    monkeypatch.setattr(console, "stderr", lambda: made)
-    return made
+    terminal = Console(file=io.StringIO(), width=request.param, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "stderr", lambda: terminal)
+    return terminal
 
 
 def test_a_table_fits_and_breaks_no_word(terminal: Console) -> None:
     console.show_table(("count", "found", "becomes", "names", "why"), ROWS)
-    lines = terminal.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = shown(terminal).splitlines()
     assert max(map(len, lines)) <= terminal.width
     words = " ".join(lines).split()
     assert "BatchNorm2d" in words
@@ -36,8 +39,8 @@ def test_a_table_fits_and_breaks_no_word(terminal: Console) -> None:
 
 
 def test_names_are_fewer_where_there_is_less_room(terminal: Console) -> None:
-    shown = console.names(["a", "b", "c", "d"])
-    assert shown == ("a, b, ... (2 more)" if terminal.width == 120 else "a (+3)")
+    names = console.names(["a", "b", "c", "d"])
+    assert names == ("a, b, ... (2 more)" if terminal.width == 120 else "a (+3)")
 
 
 @pytest.mark.parametrize("text", ["opening x[/bold]", "opening [red]x"])
@@ -45,14 +48,17 @@ def test_a_name_with_brackets_is_shown_as_it_is(terminal: Console, text: str) ->
     with console.waiting(text):
         pass
     with console.progress_bar(text) as move:
-        assert move is not None
         move(1, 2, "[b]")
-    assert f"{text} " in terminal.file.getvalue()  # type: ignore[attr-defined]
-    assert f"{text}: [b]" in terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{text} " in shown(terminal)
+    assert f"{text}: [b]" in shown(terminal)
 
 
-@given(st.text(min_size=0, max_size=60), st.integers(3, 60))
-def test_shortening_keeps_both_ends(text: str, width: int) -> None:
-    short = console.shorten(text, width)
-    assert len(short) == min(len(text), width)
-    assert short == text or (text.startswith(short.split("…")[0]) and "…" in short)
+def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Console(file=io.StringIO(), width=120)
+    monkeypatch.setattr(console, "stderr", lambda: log)
+    clock = iter([0.0, 1.0, 20.0, 61.0, 70.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console.progress_bar("training") as move:
+        for step in (100, 101, 110, 111):
+            move(step, 170, "epoch 1")
+    assert shown(log) == "training 110 of 170: epoch 1, 6 min left\n"

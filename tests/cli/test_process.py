@@ -13,16 +13,12 @@ import pytest
 
 from tests.conftest import heed_signals
 
-CONVERT = [sys.executable, "-m", "retrofit", "convert"]
-
-
-@pytest.fixture
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+RETROFIT = [sys.executable, "-m", "retrofit"]
+CONVERT = [*RETROFIT, "convert", "test_resnet", "--to", "bnn"]
 
 
 def test_stdout_is_json_alone_and_progress_needs_a_terminal(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = [*CONVERT, "test_resnet", "--to", "bnn", "--json"]
+    words = [*CONVERT, "--json"]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith('{"schema": 1')
     assert done.stdout.count("\n") == 1
@@ -31,7 +27,7 @@ def test_stdout_is_json_alone_and_progress_needs_a_terminal(tmp_path: Path, envi
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = [*CONVERT, "resnet152", "--to", "bnn"]
+    words = [*RETROFIT, "convert", "resnet152", "--to", "bnn"]
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
     with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
         assert process.stderr is not None
@@ -45,7 +41,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[s
 
 @pytest.mark.slow
 def test_a_closed_pipe_is_no_error_of_ours(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = [sys.executable, "-m", "retrofit", "inspect", "test_resnet", "--json"]
+    words = [*RETROFIT, "inspect", "test_resnet", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
         assert process.stdout is not None
@@ -62,10 +58,8 @@ def test_a_full_disk(tmp_path: Path, environment: dict[str, str]) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
-    words = [*CONVERT, "test_resnet", "--to", "bnn"]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, preexec_fn=small_files
-    )
+    options = {"capture_output": True, "text": True, "preexec_fn": small_files}
+    done = subprocess.run(CONVERT, cwd=tmp_path, env=environment, check=False, **options)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")

@@ -14,13 +14,26 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import retrofit
-from retrofit.diagnose import DiagnosisOptions, Unlabelled, check_folder, diagnose, gaussianity, sentences, write_report
+from retrofit.diagnose import (
+    DiagnosisOptions,
+    Unlabelled,
+    check_folder,
+    diagnose,
+    gaussianity,
+    labelled_batches,
+    sentences,
+    write_report,
+)
 from retrofit.diagnose.diagnosis import Batch
 from retrofit.diagnose.plots import Plot, plots
 from retrofit.diagnose.probe import Probe, probes
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.attack import Attack
+from retrofit.images.dataset import open_images
+from retrofit.networks.models import Network
+from retrofit.record import set_record
 from tests.half_resnet import HALF
+from tests.pictures import write_folder
 from tests.pretend_device import pretended
 
 SMALL = DiagnosisOptions(channels=3, batches=1)
@@ -57,7 +70,7 @@ def test_a_network_is_left_as_it_was(to: str) -> None:
 
 def test_what_is_found() -> None:
     model = network("bnn")
-    steps: list[tuple[str, int, int]] = []
+    steps: list[tuple[int, int, str]] = []
     found = diagnose(model, batches(), SMALL, lambda *step: steps.append(step))
     assert found.images == 8
     assert [layer.name for layer in found.layers] == [probe.name for probe in probes(model)]
@@ -71,7 +84,7 @@ def test_what_is_found() -> None:
     assert "bn1" in followed  # by the stem's ReLU
     assert not any(name.endswith("downsample.2") for name in followed)  # which ends in an addition
     assert found.input_noise[0].agreement == 100
-    assert {what for what, _, _ in steps} == {"layers", "statistics", "noise", "input noise"}
+    assert {what for _, _, what in steps} == {"layers", "statistics", "noise", "input noise"}
     json.dumps(found.to_dict())
 
 
@@ -326,3 +339,24 @@ def test_layers_that_cannot_be_followed_image_by_image_are_named() -> None:
     assert [layer.name for layer in found.layers] == ["maps"]
     with pytest.raises(RetrofitError, match=r"no normalization layer holds the images .*\(tokens\)"):
         diagnose(TokensFirst(mixed=False), batches(), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("labels", "matched", "classes", "known"),
+    [
+        (["ant", "bee", "cat"], "order", 3, True),
+        (None, "order", 3, True),
+        (["ant", "bat", "bee"], "order", 3, False),
+        (None, "order", 5, False),
+        (None, "order", None, False),
+        (None, "class map", 5, True),
+    ],
+)
+def test_labels_are_left_out_that_may_not_be_the_outputs(
+    labels: list[str] | None, matched: Any, classes: int | None, known: bool, tmp_path: Path
+) -> None:
+    model = timm.create_model("test_resnet", num_classes=3)
+    set_record(model, labels=labels)
+    data = open_images(write_folder(tmp_path / "pictures", each=1))
+    data = replace(data, matched=matched, classes=classes)
+    assert (labelled_batches(Network(model), data, 2, 2)[0][1] is not None) is known

@@ -63,12 +63,7 @@ NETWORKS: dict[str, tuple[str, str]] = {
 }
 WITHOUT_STRENGTH = {"frozen", "evonorm-s0", "frn-tlu"}
 NOT_IDENTICAL = {"evonorm-s0", "frn-tlu"}
-UNMOVED = {
-    "bnn",
-    "dbn",
-    "dbnn",
-    "gn-pn, from GroupNorm",
-}  # whose statistics or parameters change nothing until training
+UNMOVED = {"bnn", "dbn", "dbnn", "gn-pn, from GroupNorm"}  # nothing changes until training
 
 # (command, row of `NETWORKS`, strength): what the one line of the refusal says.
 REFUSED: dict[tuple[str, str, float], str] = {
@@ -97,7 +92,10 @@ def slow_command(function: Cell) -> Cell:
 
 
 class Network:
-    """A converted network in a folder of its own: `artifact`, and `source`, the plain network that it came from."""
+    """A converted network in a folder of its own, and `source`, the plain network that it came from.
+
+    `untouched` is the file that the command wrote; in `artifact` running lambdas and covariances have moved.
+    """
 
     def __init__(self, row: str, strength: float, folder: Path) -> None:
         self.row = row
@@ -107,23 +105,23 @@ class Network:
         self.source = open_model(self.name, num_classes=3, img_size=SIZE).model.eval()
         randomize(self.source)
         save_file(self.source.state_dict(), folder / "weights.safetensors")
-        self.artifact = folder / "a.safetensors"
+        self.untouched, self.artifact = folder / "untouched.safetensors", folder / "a.safetensors"
         self.converted = self.run("convert", self.name, *self.flags(), "--checkpoint", "weights.safetensors", "--json")
-        model = self.load().train()
+        model = self.load(self.untouched).train()
         with torch.no_grad():
             model(inputs(8))  # covariances, which are no free numbers
         generator = torch.Generator().manual_seed(1)
         for name, buffer in model.named_buffers():
             if name.endswith("running_lambda"):
                 buffer.copy_(0.4 + 1.4 * torch.rand(buffer.shape, generator=generator))
-        retrofit.save(model, self.artifact, force=True)
+        retrofit.save(model, self.artifact)
 
-    def flags(self) -> list[str]:
+    def flags(self) -> list[object]:
         """Arguments of the conversion."""
         size = ["--num-classes", "3"]
         strength = [] if self.target in WITHOUT_STRENGTH else ["--strength", str(self.strength)]
         groups = ["--groups", "2"] if self.row in ("gn", "gn-pn") else []
-        return ["--to", self.target, "--img-size", str(SIZE), *size, *strength, *groups, "-o", self.artifact.name]
+        return ["--to", self.target, "--img-size", str(SIZE), *size, *strength, *groups, "-o", self.untouched]
 
     def run(self, *words: object) -> dict[str, Any]:
         """Run a command line in the folder, which must succeed; return its JSON, if it writes some."""
@@ -153,10 +151,7 @@ class Network:
 
     def prepared(self) -> tuple[Tensor, Tensor]:
         """The pictures as timm prepares them, and their classes."""
-        preprocess = record_of(self.load()).preprocess.to_dict()
-        transform = create_transform(
-            **{key: preprocess[key] for key in ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")}
-        )
+        transform = create_transform(**record_of(self.load()).preprocess.to_dict())
         files = sorted(self.pictures.rglob("*.png"))
         labels = torch.tensor([sorted(COLOURS).index(file.parent.name) for file in files])
         return torch.stack([transform(Image.open(file)) for file in files]), labels
@@ -211,10 +206,7 @@ def convert(network: Network) -> None:
     check = network.converted["check"]
     assert check["passed"] if network.target not in NOT_IDENTICAL else not check["identity"]
     assert network.converted["counts"]["converted"] > 0
-    again = network.folder / "untouched.safetensors"  # the fixture's own has other lambdas
-    words = [*network.flags()[:-1], again.name, "--checkpoint", "weights.safetensors"]
-    network.run("convert", network.name, *words)
-    model = network.load(again)
+    model = network.load(network.untouched)
     identical = network.target not in NOT_IDENTICAL and (network.strength == 0 or network.target == "frozen")
     if identical:
         assert gap(network.source, model) < 1e-4
@@ -284,12 +276,6 @@ def tensors(folder: Path) -> dict[str, Tensor]:
             for key, value in load_file(folder / f"{name}.safetensors").items()}  # fmt: skip
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
-
-
 @slow_command
 def finetune(network: Network) -> None:
     """Fine-tuned to the end, it stands at full strength, its weights are others and as good as their figures say."""
@@ -314,17 +300,10 @@ def resume(network: Network) -> None:
     stopped = loop.finetune(begun, recipe, folder, stop=lambda: next(asked))
     assert (stopped.step, stopped.finished) == (epoch, False)
     network.run("finetune", *network.own, "--resume", folder)
-    assert_same(tensors(folder), tensors(network.trained))
+    one, other = tensors(folder), tensors(network.trained)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert epochs(folder) == epochs(network.trained)
-
-
-@slow_command
-def finished(network: Network) -> None:
-    """A run that is finished has nothing left to do, and nothing of it changes."""
-    before, rows = tensors(network.trained), epochs(network.trained)
-    network.run("finetune", *network.own, "--resume", network.trained)
-    assert_same(tensors(network.trained), before)
-    assert epochs(network.trained) == rows
 
 
 def answers(path: Path) -> Callable[[Tensor], Tensor]:
@@ -333,24 +312,14 @@ def answers(path: Path) -> Callable[[Tensor], Tensor]:
     return lambda images: torch.from_numpy(session.run(None, {"input": images.numpy()})[0])
 
 
-@slow_command
-def exact(network: Network) -> None:
-    """ONNX Runtime answers as the network does in PyTorch."""
-    found = network.run("export", network.artifact, *network.own, "-o", "exact.onnx", "--json")
-    assert found["parity"]["passed"]
-    assert gap(network.load(), answers(network.folder / "exact.onnx")) < 1e-4
-
-
-def difference(network: Network, name: str, *words: str) -> float:
+def difference(network: Network, *words: object) -> float:
     """Export with pictures; how far the file is off on those that it was not fitted on is what the command says."""
-    found = network.run(
-        "export", network.artifact, *network.own, "--calibrate", network.pictures, "-o", name, "--json", *words
-    )
-    images, _ = network.prepared()
-    judged = images[1::2]
+    given = ["--calibrate", network.pictures, "-o", "a.onnx", "--force", "--json"]
+    found = network.run("export", network.artifact, *network.own, *given, *words)
+    judged = network.prepared()[0][1::2]
     with torch.no_grad():
         expected = network.load()(judged)
-    share = float((answers(network.folder / name)(judged) - expected).abs().max() / expected.abs().max())
+    share = float((answers(network.folder / "a.onnx")(judged) - expected).abs().max() / expected.abs().max())
     said = found["parity"]
     assert said["passed"]
     assert share == pytest.approx(said["max_abs_diff"] / said["scale"], rel=1e-2, abs=1e-4)
@@ -358,25 +327,34 @@ def difference(network: Network, name: str, *words: str) -> float:
 
 
 @slow_command
+def exact(network: Network) -> None:
+    """ONNX Runtime answers as the network does in PyTorch."""
+    network.run("export", network.artifact, *network.own, "-o", "exact.onnx")
+    assert gap(network.load(), answers(network.folder / "exact.onnx")) < 1e-4
+
+
+@slow_command
 def poly(network: Network) -> None:
     """An approximation is as near as it has to be."""
-    assert difference(network, "poly.onnx", "--fold", "poly") < 0.05 + 1e-4
+    assert difference(network, "--fold", "poly") < 0.05 + 1e-4
 
 
 @slow_command
 def half(network: Network) -> None:
     """A file in float16 is near the network in its own precision."""
-    assert difference(network, "half.onnx", "--half", "--tolerance", "1") < 0.1
-    held = [tensor.data_type for tensor in onnx.load(network.folder / "half.onnx").graph.initializer if tensor.dims]
-    assert TensorProto.FLOAT16 in held
+    assert difference(network, "--half", "--tolerance", "1") < 0.1
+    assert TensorProto.FLOAT16 in tensor_types(network)
 
 
 @slow_command
 def int8(network: Network) -> None:
     """Of a file in INT8 the command says how far it is off, and its weights are of eight bits."""
-    difference(network, "int8.onnx", "--int8", "--tolerance", "10")
-    held = [tensor.data_type for tensor in onnx.load(network.folder / "int8.onnx").graph.initializer if tensor.dims]
-    assert TensorProto.INT8 in held
+    difference(network, "--int8", "--tolerance", "10")
+    assert TensorProto.INT8 in tensor_types(network)
+
+
+def tensor_types(network: Network) -> set[int]:
+    return {tensor.data_type for tensor in onnx.load(network.folder / "a.onnx").graph.initializer if tensor.dims}
 
 
 @slow_command

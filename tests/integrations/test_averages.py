@@ -22,37 +22,33 @@ def converted(to: str) -> nn.Module:
     """A small network; in training, as a run has it."""
     torch.manual_seed(0)
     name, size = ("test_vit", {"img_size": 64}) if to == "lnn" else ("test_resnet", {})
-    model = timm.create_model(name, num_classes=4, **size)
-    return retrofit.convert(model, to)[0].train()
+    return retrofit.convert(timm.create_model(name, num_classes=4, **size), to)[0].train()
 
 
-def ramped(model: nn.Module, update: Callable[[nn.Module], object], strengths: list[float] | None = None) -> nn.Module:
-    """Walk from t = 0 to 1 in 50 steps, moving the weights a little at each."""
+def ramped(model: nn.Module, update: Callable[[nn.Module], object], strength: float | None = None) -> None:
+    """Walk from t = 0 to 1 in 50 steps, or stand at a strength, moving the weights a little at each."""
     for step in range(1, STEPS + 1):
-        retrofit.set_strength(model, step / STEPS if strengths is None else strengths[step - 1])
+        retrofit.set_strength(model, step / STEPS if strength is None else strength)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1e-4 * torch.randn_like(parameter))
         update(model)
-    return model
 
 
 def strengths(model: nn.Module) -> set[float]:
     return {float(module.strength) for module in model.modules() if isinstance(module, StrengthMixin)}
 
 
-def strengths_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in model.state_dict().items() if name.endswith(".strength")}
-
-
-@pytest.mark.parametrize("to", ["bnn", "lnn", "gn", "ln", "gn-pn", "dbn", "dbnn"])
-@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"exclude_buffers": True}], ids=str)
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [("bnn", {}), ("lnn", {"foreach": False}), ("gn-pn", {"exclude_buffers": True}), ("dbnn", {"foreach": False})],
+)
 def test_timms_average_of_a_ramped_run_evaluates_at_its_models_strength(to: str, options: dict[str, bool]) -> None:
     """With a decay of 0.999 over 50 steps, in which a float would have reached 0.02."""
-    model = converted(to)
+    model, x = converted(to), torch.randn(8, 3, 64, 64)
     with torch.no_grad():
         for _ in range(3):
-            model(torch.randn(8, 3, 64, 64))  # lambda and whitening leave their first values
+            model(x)  # lambda and whitening leave their first values
     ema = ModelEmaV3(model, decay=0.999, **options)
 
     def update(model: nn.Module) -> None:
@@ -61,11 +57,12 @@ def test_timms_average_of_a_ramped_run_evaluates_at_its_models_strength(to: str,
 
     ramped(model, update)
     assert strengths(ema.module) == {1.0}
-    x, wanted = torch.randn(2, 3, 64, 64), copy.deepcopy(model).eval()
-    wanted.load_state_dict({**ema.module.state_dict(), **strengths_of(model)})
-    torch.testing.assert_close(ema.module.eval()(x), wanted(x))
-    retrofit.set_strength(wanted, 0.02)
-    assert not torch.allclose(ema.module(x), wanted(x), rtol=1e-3, atol=1e-4)
+    expected = copy.deepcopy(model).eval()
+    own = {name: value for name, value in model.state_dict().items() if name.endswith(".strength")}
+    expected.load_state_dict({**ema.module.state_dict(), **own})
+    torch.testing.assert_close(ema.module.eval()(x), expected(x))
+    retrofit.set_strength(expected, 0.02)
+    assert not torch.allclose(ema.module(x), expected(x), rtol=1e-3, atol=1e-4)
 
 
 def test_a_network_averaged_with_itself_is_itself() -> None:
@@ -73,39 +70,35 @@ def test_a_network_averaged_with_itself_is_itself() -> None:
     retrofit.set_strength(model, 0.3)
     emas = [ModelEmaV3(model), ModelEmaV2(model), AveragedModel(model), AveragedModel(model, use_buffers=True)]
     emas.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True))
-    x = torch.randn(2, 3, 64, 64)
+    x, other = torch.randn(2, 3, 64, 64), converted("ln-pn").eval()
     for ema in emas:
         for _ in range(20):
             (ema.update_parameters if isinstance(ema, AveragedModel) else ema.update)(model)
-        torch.testing.assert_close(ema.module.eval()(x), model(x), rtol=1e-4, atol=1e-5)
-        other = converted("ln-pn")
         other.load_state_dict(ema.module.state_dict())
-        torch.testing.assert_close(other.eval()(x), model(x), rtol=1e-4, atol=1e-5)
+        for average in (ema.module.eval(), other):
+            torch.testing.assert_close(average(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("to", ["bnn", "ln", "gn-pn"])
-def test_torchs_average_of_the_parameters_copies_the_buffers(to: str) -> None:
-    model = converted(to)
+def test_torchs_average_of_the_parameters_copies_the_buffers() -> None:
+    model = converted("gn-pn")
     ema = AveragedModel(model, avg_fn=get_ema_avg_fn(0.999))
     ramped(model, ema.update_parameters)
     assert strengths(ema.eval()) == {1.0}
 
 
-@pytest.mark.parametrize("to", ["bnn", "lnn", "ln", "gn-pn", "dbn"])
 @pytest.mark.parametrize(
-    "average", [{"avg_fn": get_ema_avg_fn(0.999)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {}]
+    ("to", "average"),
+    [("bnn", {"avg_fn": get_ema_avg_fn(0.999)}), ("ln", {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}), ("dbn", {})],
 )
 def test_an_averaged_strength_is_refused(to: str, average: dict[str, Callable[..., object]]) -> None:
     model = converted(to)
     ema = AveragedModel(model, use_buffers=True, **average)
     ramped(model, ema.update_parameters)
-    x = torch.randn(2, 3, 64, 64)
-    with pytest.raises(RuntimeError, match=r"is an average over training: .*use_buffers=False.*retrofit.set_strength"):
-        ema.eval()(x)
-    restored = converted(to).eval()
+    x, restored = torch.randn(2, 3, 64, 64), converted(to)
     restored.load_state_dict(ema.module.state_dict())
-    with pytest.raises(RuntimeError, match="is an average over training"):
-        restored(x)
+    for network in (ema, restored):
+        with pytest.raises(RuntimeError, match=r"is an average over training: .*use_buffers=False.*retrofit.set_stre"):
+            network.eval()(x)
     retrofit.set_strength(ema, retrofit.strength_of(model))
     assert ema(x).isfinite().all()
     assert strengths(ema) == {1.0}
@@ -115,28 +108,12 @@ def test_a_strength_that_stays_may_be_averaged() -> None:
     model = converted("ln")
     retrofit.set_strength(model, 0.77)
     ema = AveragedModel(model, avg_fn=get_ema_avg_fn(0.999), use_buffers=True)
-    ramped(model, ema.update_parameters, [0.77] * STEPS)
+    ramped(model, ema.update_parameters, 0.77)
     assert list(strengths(ema.eval())) == [pytest.approx(0.77, abs=1e-6)]
 
 
-def test_an_average_of_parameters_alone_is_put_at_the_strength_of_its_model() -> None:
-    model = converted("bnn")
-    averaged = copy.deepcopy(model).eval()
-
-    def update(model: nn.Module) -> None:
-        with torch.no_grad():
-            for ours, theirs in zip(averaged.parameters(), model.parameters(), strict=True):
-                ours.lerp_(theirs, 0.001)
-
-    ramped(model, update)
-    assert strengths(averaged) == {0.0}  # nothing tells a copy that its model moved on
-    retrofit.set_strength(averaged, retrofit.strength_of(model))
-    assert strengths(averaged) == {1.0}
-
-
 def test_settings_that_were_averaged_are_told_from_their_rounding() -> None:
-    model = nn.Sequential(retrofit.layers.MigratedGroupNorm(4, 8))
-    state = model.state_dict()
+    state = nn.Sequential(retrofit.layers.MigratedGroupNorm(4, 8)).state_dict()
     state["0.setting_num_groups"] *= 1 - 1e-6
     other = nn.Sequential(retrofit.layers.MigratedGroupNorm(2, 8))
     other.load_state_dict(state)

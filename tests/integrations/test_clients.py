@@ -138,16 +138,6 @@ def same(model: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], t
         torch.testing.assert_close(model(X), other(X), rtol=tolerance, atol=tolerance)
 
 
-def steps(model: nn.Module, optimizer: Any, case: Case, count: int = 3) -> None:
-    """Train a little on the way from 0 to the case's strength."""
-    model.train()
-    for step in range(1, count + 1):
-        case.walk(model, case.strength * step / count)
-        optimizer.zero_grad()
-        cross_entropy(model(X), Y).backward()
-        optimizer.step()
-
-
 CLIENTS: dict[str, Callable[[Case], None]] = {}
 
 
@@ -161,9 +151,9 @@ def client(*names: str) -> Callable[[Callable[[Case], None]], Callable[[Case], N
     return enter
 
 
-def _averaged(case: Case, make: Callable[[nn.Module], nn.Module], update: str) -> None:
+def _averaged(make: Callable[..., nn.Module], update: str, case: Case, **options: Any) -> None:
     model = case.model(0.0)
-    average = make(model)
+    average = make(model, **options)
     for step in range(1, 6):
         case.walk(model, case.strength * step / 5)
         with torch.no_grad():
@@ -173,19 +163,10 @@ def _averaged(case: Case, make: Callable[[nn.Module], nn.Module], update: str) -
     assert case.holds(average)
 
 
-@client("timm ModelEmaV3")
-def _ema(case: Case) -> None:
-    _averaged(case, lambda model: ModelEmaV3(model, decay=0.999), "update")
-
-
-@client("torch AveragedModel")
-def _swa(case: Case) -> None:
-    _averaged(case, AveragedModel, "update_parameters")
-
-
-@client("torch AveragedModel(use_buffers=True)")
-def _swa_with_buffers(case: Case) -> None:
-    _averaged(case, lambda model: AveragedModel(model, use_buffers=True), "update_parameters")
+_torch_averaged = functools.partial(_averaged, AveragedModel, "update_parameters")
+CLIENTS["timm ModelEmaV3"] = functools.partial(_averaged, ModelEmaV3, "update", decay=0.999)
+CLIENTS["torch AveragedModel"] = _torch_averaged
+CLIENTS["torch AveragedModel(use_buffers=True)"] = functools.partial(_torch_averaged, use_buffers=True)
 
 
 class _Module(lightning.LightningModule):
@@ -200,32 +181,23 @@ class _Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-def _fit(case: Case, *callbacks: Any, **options: Any) -> nn.Module:
+def _fit(case: Case, callback: str | None = None, **options: Any) -> None:
     module = _Module(case.model(0.0))
+    callbacks = [] if callback is None else [getattr(lightning.pytorch.callbacks, callback)(**options)]
     if case.to != "frozen":
-        callbacks = (retrofit.callbacks.LightningStrength(ramp=0.5, end=case.strength), *callbacks)
-    loader = torch.utils.data.DataLoader(MANY, 8)
+        callbacks.insert(0, retrofit.callbacks.LightningStrength(ramp=0.5, end=case.strength))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", callbacks=list(callbacks), enable_checkpointing=False, **quiet, **options
+        max_epochs=2, accelerator="cpu", callbacks=callbacks, enable_checkpointing=False, **quiet
     )
-    trainer.fit(module, loader)
-    return module.net
+    trainer.fit(module, torch.utils.data.DataLoader(MANY, 8))
+    assert case.holds(module.net)
 
 
-@client("Lightning Trainer")
-def _lightning(case: Case) -> None:
-    assert case.holds(_fit(case))
-
-
-@client("Lightning EMAWeightAveraging")
-def _lightning_ema(case: Case) -> None:
-    assert case.holds(_fit(case, lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.9)))
-
-
-@client("Lightning StochasticWeightAveraging")
-def _lightning_swa(case: Case) -> None:
-    assert case.holds(_fit(case, lightning.pytorch.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)))
+_lightning_swa = {"callback": "StochasticWeightAveraging", "swa_lrs": 1e-3, "swa_epoch_start": 1}
+CLIENTS["Lightning Trainer"] = _fit
+CLIENTS["Lightning EMAWeightAveraging"] = functools.partial(_fit, callback="EMAWeightAveraging", decay=0.9)
+CLIENTS["Lightning StochasticWeightAveraging"] = functools.partial(_fit, **_lightning_swa)
 
 
 class _WithLoss(nn.Module):
@@ -274,7 +246,11 @@ def _schedulefree(case: Case) -> None:
     model = case.model(0.0)
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-3)
     optimizer.train()
-    steps(model, optimizer, case)
+    for step in range(1, 4):
+        case.walk(model, case.strength * step / 3).train()
+        optimizer.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        optimizer.step()
     optimizer.eval()
     assert case.holds(model)
 
@@ -304,13 +280,11 @@ def _update_bn(case: Case) -> None:
 
 
 @client("torch convert_sync_batchnorm")
-def _sync_torch(case: Case) -> None:
-    same(nn.SyncBatchNorm.convert_sync_batchnorm(case.model()), case.model())
+def _sync(case: Case, convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm) -> None:
+    same(convert(case.model()), case.model())
 
 
-@client("timm convert_sync_batchnorm")
-def _sync_timm(case: Case) -> None:
-    same(convert_sync_batchnorm(case.model()), case.model())
+CLIENTS["timm convert_sync_batchnorm"] = functools.partial(_sync, convert=convert_sync_batchnorm)
 
 
 def _stands_still(model: nn.Module) -> None:
@@ -424,11 +398,13 @@ def _export(case: Case) -> None:
     same(exported.forward, model, 1e-3)
 
 
-def _steps_alike(case: Case, model: nn.Module, backend: str, tolerance: float) -> None:
+@client("torch.compile, training steps")
+def _compile(case: Case, tolerance: float = 1e-5) -> None:
     """Compare training steps with a network's own, at two strengths, and its answers: one compilation sees both."""
     torch.compiler.reset()
+    model = case.of_two_layers()
     eager = copy.deepcopy(model)
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend="aot_eager")
     losses = []
     try:
         for strength in (0.25, case.strength):
@@ -449,15 +425,9 @@ def _steps_alike(case: Case, model: nn.Module, backend: str, tolerance: float) -
         for strength in (0.75, case.strength):
             for network in (eager, model):
                 case.walk(network, strength)
-            with torch.no_grad():
-                torch.testing.assert_close(compiled(X), eager(X), rtol=tolerance, atol=tolerance)
+            same(compiled.forward, eager, tolerance)
     finally:
         torch.compiler.reset()
-
-
-@client("torch.compile, training steps")
-def _compile(case: Case) -> None:
-    _steps_alike(case, case.of_two_layers(), "aot_eager", 1e-5)
 
 
 @client("activation checkpointing")
@@ -483,13 +453,8 @@ def _saver(case: Case) -> None:
 
 @client("timm features_only, forward_intermediates")
 def _features(case: Case) -> None:
-    features = timm.create_model(case.name, features_only=True, **({"img_size": 32} if case.to == "lnn" else {}))
-    before = [out.clone() for out in features.eval()(X)]
-    features = case.converted(features)
-    assert all(out.isfinite().all() for out in features(X))
-    case.walk(features, 0.0)
-    for one, other in zip(before, features(X), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    size = {"img_size": 32} if case.to == "lnn" else {}
+    _first_extracted(case, timm.create_model(case.name, features_only=True, **size))
     model = case.model().eval()
     torch.testing.assert_close(model.forward_intermediates(X)[0], model.forward_features(X))
 
@@ -499,32 +464,26 @@ def _graph_after(case: Case) -> None:
     model = case.model().eval()
     extractor = FeatureGraphNet(model, (0, 1)).eval()
     assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength  # the layers are there, whole
-    wanted: list[Tensor] = []
-    for name in extractor.feature_info.module_name():
-        model.get_submodule(name).register_forward_hook(lambda module, args, out: wanted.append(out))
+    expected: list[Tensor] = []
     found = extractor(X)
-    wanted.clear()
+    for name in extractor.feature_info.module_name():
+        model.get_submodule(name).register_forward_hook(lambda module, args, out: expected.append(out))
     model(X)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def _first_extracted(case: Case, extractor: nn.Module) -> None:
+    """Convert what extracts features."""
+    before = extractor.eval()(X)
+    extractor = case.converted(extractor)
+    found = extractor(X)
+    assert all(out.isfinite().all() for out in (found.values() if isinstance(found, dict) else found))
+    torch.testing.assert_close(case.walk(extractor, 0.0)(X), before, rtol=1e-3, atol=1e-4)
 
 
 @client("timm FeatureGraphNet, then converted")
 def _graph_before(case: Case) -> None:
-    _first_extracted(case, FeatureGraphNet(case.source().eval(), (0, 1)).eval())
-
-
-def _first_extracted(case: Case, extractor: nn.Module) -> None:
-    def outputs() -> list[Tensor]:
-        found = extractor(X)
-        return list(found.values()) if isinstance(found, dict) else list(found)
-
-    before = outputs()
-    extractor = case.converted(extractor)
-    assert all(out.isfinite().all() for out in outputs())
-    case.walk(extractor, 0.0)
-    for one, other in zip(before, outputs(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    _first_extracted(case, FeatureGraphNet(case.source().eval(), (0, 1)))
 
 
 def _of_torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:
@@ -541,18 +500,18 @@ def _extractor_after(case: Case) -> None:
     model = case.converted(model)
     extractor = create_feature_extractor(model, names).eval()
     assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength
-    for one, other in zip(extractor(X).values(), IntermediateLayerGetter(model, names)(X).values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    expected = IntermediateLayerGetter(model, names)(X)
+    torch.testing.assert_close(dict(extractor(X)), dict(expected), rtol=1e-4, atol=1e-4)
 
 
 @client("torchvision create_feature_extractor, then converted")
 def _extractor_before(case: Case) -> None:
-    _first_extracted(case, create_feature_extractor(*_of_torchvision(case)).eval())
+    _first_extracted(case, create_feature_extractor(*_of_torchvision(case)))
 
 
 @client("torchvision IntermediateLayerGetter, then converted")
 def _getter(case: Case) -> None:
-    _first_extracted(case, IntermediateLayerGetter(*_of_torchvision(case)).eval())
+    _first_extracted(case, IntermediateLayerGetter(*_of_torchvision(case)))
 
 
 @client("nn.Sequential of the children")
@@ -577,13 +536,17 @@ def _prune(case: Case) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             prune.l1_unstructured(module, "weight", 0.3)
-    same(retrofit.fold(model, input_size=tuple(X.shape[1:])), model, 1e-3)
+    _folds(model)
 
 
 @client("torchao quantize_, then retrofit.fold")
 def _quantize(case: Case) -> None:
     model = case.model().eval()
     quantize_(model, Int8WeightOnlyConfig())
+    _folds(model)
+
+
+def _folds(model: nn.Module) -> None:
     same(retrofit.fold(model, input_size=tuple(X.shape[1:])), model, 1e-3)
 
 

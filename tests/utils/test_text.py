@@ -50,6 +50,7 @@ def test_lists_and_counts() -> None:
     assert shortlist(["a", "b", "c", 4, 5]) == "a, b, c and 2 more"
     assert len(shortlist(["n" * 1000] * 9)) < 3 * 64 + 20
     assert (plural(1, "layer"), plural(0, "layer"), plural(1234, "layer")) == ("1 layer", "0 layers", "1,234 layers")
+    assert (plural(1, "class"), plural(2, "class")) == ("1 class", "2 classes")
 
 
 def test_numbers_that_json_does_not_have_become_null() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.record import Preprocess
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
+from retrofit.utils.text import one_line, printable, shown
 
 
 class ExportedNetwork(nn.Module):
@@ -38,45 +39,58 @@ class ExportedFile:
     Attributes:
         path: The file.
         runtime: What runs it.
-        network: It, as a module.
+        model: It, as a module.
         preprocess: What it expects of its images.
         labels: Names of its outputs; None if unknown.
-        facts: The rest of its metadata: model, target, strength, fold.
+        facts: What it is, as JSON values: `model`, `target`, `strength`, `weights`, `fold` and `runtime`.
     """
 
     path: Path
     runtime: Runtime
-    network: ExportedNetwork
+    model: ExportedNetwork
     preprocess: Preprocess
     labels: list[str] | None
     facts: dict[str, Any]
 
     def __str__(self) -> str:
         """Say which network it is, and what runs it."""
-        parts = [f"{self.path}: {self.facts.get('model', 'a network')}"]
-        if self.facts.get("target"):
+        parts = [f"{self.path}: {self.facts['model'] or 'a network'}"]
+        if self.facts["target"]:
             parts.append(f"converted to {self.facts['target']}")
-        if self.facts.get("strength") is not None:
+        if self.facts["strength"] is not None:
             parts.append(f"strength {self.facts['strength']:.3g}")
-        return ", ".join([*parts, f"fold {self.facts.get('fold', 'unknown')}, run by {RUNTIMES[self.runtime]}"])
+        return ", ".join([*parts, f"fold {self.facts['fold'] or 'unknown'}, run by {RUNTIMES[self.runtime]}"])
 
 
 def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
-    """Open a file that `retrofit export` wrote.
+    """Open a file that `retrofit export` wrote; its metadata, which may come from anyone, are checked.
 
     Raises:
         UsageError: If the runtime is not installed.
         RetrofitError: If the file cannot be read or run, or does not say how its images are prepared.
     """
     known = metadata(path)
-    wanted = {field.name for field in fields(Preprocess)}
+    strength, labels = known.get("strength"), known.get("labels")
     try:
-        preprocess = Preprocess.from_dict({name: known[name] for name in sorted(wanted)})
+        preprocess = Preprocess.from_dict({field.name: known[field.name] for field in fields(Preprocess)})
+        facts: dict[str, Any] = {
+            "model": None if known.get("model") is None else printable(known["model"], 200),
+            "target": None if known.get("target") is None else printable(known["target"], 64),
+            "strength": None if strength is None else float(strength),
+            "weights": {"kind": "onnx", "from": str(path)},
+            "fold": None if known.get("fold") is None else printable(known["fold"], 64),
+            "runtime": runtime,
+        }
+        if labels is not None and (not isinstance(labels, list) or not all(isinstance(one, str) for one in labels)):
+            raise ValueError(f"labels {shown(labels)}")
     except KeyError as lacking:
         raise RetrofitError(
             f"{path} does not say how its images are prepared (its metadata lack {lacking}); "
             "evaluate takes files that `retrofit.export_onnx` or `retrofit export` wrote"
         ) from None
+    except (TypeError, ValueError) as error:
+        raise RetrofitError(
+            f"{path} has metadata that export does not write ({one_line(error)}); export it again"
+        ) from error
     run = open_onnx(path, runtime, advice="export it again")
-    facts: dict[str, Any] = {name: known[name] for name in ("model", "target", "strength", "fold") if name in known}
-    return ExportedFile(path, runtime, ExportedNetwork(run), preprocess, known.get("labels"), facts)
+    return ExportedFile(path, runtime, ExportedNetwork(run), preprocess, labels, facts)

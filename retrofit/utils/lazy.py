@@ -1,0 +1,29 @@
+"""Public names that are imported when they are first used, so that `import retrofit` needs neither timm nor onnx."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, Collection[str]], packages: Collection[str] = ()
+) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package.
+
+    Args:
+        package: Its name.
+        homes: By module, relative to the package, the names that it is asked for.
+        packages: Submodules that are names themselves.
+    """
+    modules = {name: module for module, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name in packages:
+            return importlib.import_module(f"{package}.{name}")
+        if name in modules:
+            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get

@@ -1,0 +1,77 @@
+"""A command gives what the Python function of its name gives: the same answer, and the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import nn
+
+import retrofit
+from retrofit.evaluation.accuracy import evaluate
+from retrofit.images.dataset import open_images, sample_batches
+from retrofit.networks.models import Network, open_model
+from tests.cli.conftest import Run, answer, done
+from tests.half_resnet import FLAGS
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as JSON has them."""
+    read: dict[str, Any] = json.loads(json.dumps(values).replace("Infinity", "null"))
+    return read
+
+
+def assert_same(path: str, model: nn.Module) -> None:
+    written, state = retrofit.load(path).state_dict(), model.state_dict()
+    assert written.keys() == state.keys()
+    assert all(torch.equal(written[name], value) for name, value in state.items())
+
+
+def artifact(run: Run, *words: str) -> Network:
+    """A converted network, in a.safetensors too."""
+    size = ["--num-classes", "3", "--img-size", "32"]
+    done(run("convert", "test_resnet", *FLAGS, *size, *words, "-o", "a.safetensors"))
+    return open_model("a.safetensors")
+
+
+def test_convert(run: Run, pictures: Path) -> None:
+    network = artifact(run, "--to", "bnn", "--only", "^bn1$")
+    words = ["--to", "gn", "--groups", "4", "--skip", "layer1", "--strength", "0.5", "--calibrate", pictures]
+    result = answer(run("convert", "a.safetensors", *words, "--json"))
+    images = sample_batches(pictures, network.preprocess)
+    model, report = retrofit.convert(
+        network.model, "gn", groups=4, skip=["layer1"], strength=0.5, calibrate=images, input_size=(3, 32, 32)
+    )
+    expected = plain(report.to_dict())
+    assert {"change", "agreement"} <= expected.keys()
+    assert {name: result[name] for name in expected} == expected
+    assert_same(result["output"], model)
+
+
+def test_bake(run: Run, pictures: Path) -> None:
+    network = artifact(run, "--to", "ln", "--strength", "1")
+    result = answer(run("bake", "a.safetensors", "--calibrate", pictures, "--tolerance", "9", "--json"))
+    images = sample_batches(pictures, network.preprocess)
+    model, report = retrofit.bake(network.model, images, tolerance=9)
+    assert result == {"model": "test_resnet", "output": "a-baked.safetensors", **plain(report.to_dict())}
+    assert_same(result["output"], model)
+
+
+def test_export(run: Run, pictures: Path) -> None:
+    network = artifact(run, "--to", "ln", "--strength", "1")
+    words = ["--calibrate", pictures, "--tolerance", "1e-3", "--opset", "20"]
+    result = answer(run("export", "a.safetensors", *words, "--json"))
+    images = sample_batches(pictures, network.preprocess, images=256)
+    report = retrofit.export_onnx(network.model, "b.onnx", opset=20, calibrate=images, tolerance=1e-3)
+    assert result == plain({**report.to_dict(), "output": "a.onnx"})
+    assert onnx.load("a.onnx") == onnx.load("b.onnx")
+
+
+def test_evaluate(run: Run, pictures: Path) -> None:
+    network = artifact(run, "--to", "bnn", "--strength", "0.5")
+    result = answer(run("evaluate", "a.safetensors", "--data-dir", pictures, "-b", "5", "-j", "0", "--json"))
+    found = evaluate(network.model, open_images(pictures), network.preprocess, batch_size=5, workers=0)
+    assert result == plain({"schema": 1, **network.facts, "data": str(pictures), **found.to_dict()})
