@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,124 +24,105 @@ def volume() -> Tensor:
     return torch.randn(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def _smp() -> None:
-    def unet(decoder: str, encoder: str, side: int = 64) -> Callable[[], Built]:
-        def build() -> Built:
-            import segmentation_models_pytorch as smp
+def _smp(decoder: str, encoder: str) -> Built:
+    import segmentation_models_pytorch as smp
 
-            return getattr(smp, decoder)(encoder, encoder_weights=None, classes=2), image(side=side)
-
-        return build
-
-    for decoder, encoder in (
-        ("Unet", "resnet18"),
-        ("Unet", "efficientnet-b0"),
-        ("UnetPlusPlus", "mobilenet_v2"),
-        ("FPN", "resnet18"),
-        ("PSPNet", "resnet18"),
-        ("DeepLabV3Plus", "resnet18"),
-        ("Linknet", "resnet18"),
-        ("MAnet", "resnet18"),
-        ("PAN", "resnet18"),
-        ("Segformer", "mit_b0"),
-        ("UPerNet", "resnet18"),
-    ):
-        NETWORKS[f"smp {decoder} {encoder}"] = unet(decoder, encoder, 256 if decoder == "PAN" else 64)
+    model = getattr(smp, decoder)(encoder, encoder_weights=None, classes=2)
+    return model, image(side=256 if decoder == "PAN" else 64)
 
 
-def _monai() -> None:
-    def net(name: str, x: Callable[[], Tensor], **options: Any) -> Callable[[], Built]:
-        def build() -> Built:
-            from monai.networks import nets
-
-            return getattr(nets, name)(**options), x()
-
-        return build
-
-    flat = {"spatial_dims": 2, "in_channels": 3, "out_channels": 2}
-    strided = {"channels": (8, 16, 32), "strides": (2, 2)}
-    for name, x, options in (
-        ("BasicUNet", image, {**flat, "features": (8, 8, 16, 16, 32, 8), "norm": "batch"}),
-        ("UNet", image, {**flat, **strided, "norm": "BATCH"}),
-        ("AttentionUnet", image, {**flat, **strided}),
-        ("DenseNet121", image, flat),
-        ("SegResNet", image, {**flat, "init_filters": 8}),
-        ("EfficientNetBN", image, {"model_name": "efficientnet-b0", "pretrained": False, "num_classes": 4}),
-        ("VNet", volume, {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}),
-        ("UNet", volume, {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, **strided, "norm": "INSTANCE"}),
-        ("HighResNet", volume, {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}),
-    ):
-        NETWORKS[f"monai {name} {options.get('spatial_dims', 2)}d"] = net(name, x, **options)
+for _pair in (
+    ("Unet", "resnet18"),
+    ("Unet", "efficientnet-b0"),
+    ("UnetPlusPlus", "mobilenet_v2"),
+    ("FPN", "resnet18"),
+    ("PSPNet", "resnet18"),
+    ("DeepLabV3Plus", "resnet18"),
+    ("Linknet", "resnet18"),
+    ("MAnet", "resnet18"),
+    ("PAN", "resnet18"),
+    ("Segformer", "mit_b0"),
+    ("UPerNet", "resnet18"),
+):
+    NETWORKS[f"smp {' '.join(_pair)}"] = partial(_smp, *_pair)
 
 
-def _ultralytics() -> None:
-    def yolo(config: str) -> Callable[[], Built]:
-        def build() -> Built:
-            from ultralytics import YOLO
+def _monai(name: str, **options: Any) -> Built:
+    from monai.networks import nets
 
-            return YOLO(config, verbose=False).model, image()
-
-        return build
-
-    for config in ("yolov8n", "yolov8n-seg", "yolov8n-cls", "yolo11n", "yolov5n"):
-        NETWORKS[f"ultralytics {config}"] = yolo(f"{config}.yaml")
+    return getattr(nets, name)(**options), volume() if options.get("spatial_dims") == 3 else image()
 
 
-def _kornia() -> None:
-    def feature(name: str, x: Callable[[], Any], **options: Any) -> Callable[[], Built]:
-        def build() -> Built:
-            from kornia import feature as library
-
-            return getattr(library, name)(**options), x()
-
-        return build
-
-    for name in ("HardNet", "SOSNet", "HyNet"):
-        NETWORKS[f"kornia {name}"] = feature(name, lambda: image(1, 32), pretrained=False)
-
-
-def _transformers() -> None:
-    def network(name: str, x: Callable[[], Any] = image, config: str = "", **options: Any) -> Callable[[], Built]:
-        def build() -> Built:
-            import transformers
-
-            made = getattr(transformers, config or f"{name}Config")(**options)
-            cls = name if config else f"{name}Model"
-            return getattr(transformers, cls)(made), x()
-
-        return build
-
-    def tokens() -> dict[str, Tensor]:
-        ids = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def waveform() -> Tensor:
-        return torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
-
-    small = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
-    vit = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    for name, x, options in (
-        ("ResNet", image, {**small, "embedding_size": 8, "layer_type": "basic"}),
-        ("RegNet", image, {**small, "embedding_size": 8, "groups_width": 8}),
-        ("MobileNetV1", image, {"depth_multiplier": 0.25}),
-        ("MobileNetV2", image, {"depth_multiplier": 0.35}),
-        ("EfficientNet", image, {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640}),
-        ("ConvNextV2", image, {**small, "image_size": 64}),
-        ("PoolFormer", image, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}),
-        ("Segformer", image, {"hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 1, 2, 2]}),
-        ("Levit", lambda: image(3, 224), {"depths": [1, 1, 1], "hidden_sizes": [32, 48, 64]}),
-        ("Bit", image, {**small, "embedding_size": 16, "num_groups": 4}),
-        ("ViT", image, {**vit, "image_size": 64, "patch_size": 16}),
-        ("Swin", image, {"image_size": 64, "embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}),
-        ("Bert", tokens, {**vit, "vocab_size": 64}),
-        ("Wav2Vec2", waveform, {**vit, "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2),
-                                "num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 4}),
-    ):  # fmt: skip
-        NETWORKS[f"transformers {name}"] = network(name, x, **options)
+_FLAT = {"spatial_dims": 2, "in_channels": 3, "out_channels": 2}
+_DEEP = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+_STRIDED = {"channels": (8, 16, 32), "strides": (2, 2)}
+for _name, _options in (
+    ("BasicUNet", {**_FLAT, "features": (8, 8, 16, 16, 32, 8), "norm": "batch"}),
+    ("UNet", {**_FLAT, **_STRIDED, "norm": "BATCH"}),
+    ("AttentionUnet", {**_FLAT, **_STRIDED}),
+    ("DenseNet121", _FLAT),
+    ("SegResNet", {**_FLAT, "init_filters": 8}),
+    ("EfficientNetBN", {"model_name": "efficientnet-b0", "pretrained": False, "num_classes": 4}),
+    ("VNet", _DEEP),
+    ("UNet", {**_DEEP, **_STRIDED, "norm": "INSTANCE"}),
+    ("HighResNet", _DEEP),
+):
+    NETWORKS[f"monai {_name} {_options.get('spatial_dims', 2)}d"] = partial(_monai, _name, **_options)
 
 
-for _library in (_smp, _monai, _ultralytics, _kornia, _transformers):
-    _library()
+def _ultralytics(config: str) -> Built:
+    from ultralytics import YOLO
+
+    return YOLO(f"{config}.yaml", verbose=False).model, image()
+
+
+for _name in ("yolov8n", "yolov8n-seg", "yolov8n-cls", "yolo11n", "yolov5n"):
+    NETWORKS[f"ultralytics {_name}"] = partial(_ultralytics, _name)
+
+
+def _kornia(name: str) -> Built:
+    from kornia import feature
+
+    return getattr(feature, name)(pretrained=False), image(1, 32)
+
+
+for _name in ("HardNet", "SOSNet", "HyNet"):
+    NETWORKS[f"kornia {_name}"] = partial(_kornia, _name)
+
+
+def _transformers(name: str, **options: Any) -> Built:
+    import transformers
+
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))
+    generator = torch.Generator().manual_seed(0)
+    if name == "Bert":
+        ids = torch.randint(50, (2, 12), generator=generator)
+        return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if name == "Wav2Vec2":
+        return model, torch.randn(2, 4000, generator=generator)
+    return model, image(side=224 if name == "Levit" else 64)
+
+
+_SMALL = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
+_VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+for _name, _options in (
+    ("ResNet", {**_SMALL, "embedding_size": 8, "layer_type": "basic"}),
+    ("RegNet", {**_SMALL, "embedding_size": 8, "groups_width": 8}),
+    ("MobileNetV1", {"depth_multiplier": 0.25}),
+    ("MobileNetV2", {"depth_multiplier": 0.35}),
+    ("EfficientNet", {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640}),
+    ("ConvNextV2", {**_SMALL, "image_size": 64}),
+    ("PoolFormer", _SMALL),
+    ("Segformer", {"hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 1, 2, 2]}),
+    ("Levit", {"depths": [1, 1, 1], "hidden_sizes": [32, 48, 64]}),
+    ("Bit", {**_SMALL, "embedding_size": 16, "num_groups": 4}),
+    ("ViT", {**_VIT, "image_size": 64, "patch_size": 16}),
+    ("Swin", {"image_size": 64, "embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}),
+    ("Bert", {**_VIT, "vocab_size": 64}),
+    ("Wav2Vec2", {**_VIT, "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2),
+                  "num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 4}),
+):  # fmt: skip
+    NETWORKS[f"transformers {_name}"] = partial(_transformers, _name, **_options)
 
 
 def build(name: str) -> Built:
