@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -75,14 +76,31 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        return {
-            "batches": list(self.batches),
-            "max_abs_diff": self.max_abs_diff,
-            "scale": self.scale,
-            "top1_agreement": self.top1_agreement,
-            "tolerance": self.tolerance,
-            "passed": self.passed,
-        }
+        names = ("max_abs_diff", "scale", "top1_agreement", "tolerance", "passed")
+        return {"batches": list(self.batches), **{name: getattr(self, name) for name in names}}
+
+
+_Outputs = list[list[Tensor]]
+_Layers = dict[str, list[tuple[torch.Size, Tensor]]]
+
+
+def _run(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> tuple[_Outputs, _Layers]:
+    """Return what a network answers to each call, and by layer the shape and some elements of all that it puts out."""
+    kept: _Layers = {name: [] for name in layers}
+
+    def keep(layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if called is not layer or not isinstance(output, Tensor):
+            return  # a converted layer has its source's hooks, in one table with it
+        flat = output.flatten()
+        if len(flat) > _SAMPLES:
+            generator = torch.Generator().manual_seed(0)
+            flat = flat[torch.randint(len(flat), (_SAMPLES,), generator=generator, device="cpu").to(flat.device)]
+        kept[name].append((output.shape, _kept(flat)))
+
+    watched = [(model.get_submodule(name), name) for name in kept]
+    with hooked(layer.register_forward_hook(partial(keep, layer, name)) for layer, name in watched):
+        outputs = [[_kept(tensor) for tensor in tensors_of(call.on(model))] for call in calls]
+    return outputs, kept
 
 
 class Reference:
@@ -101,7 +119,6 @@ class Reference:
     Attributes:
         calls: The calls that the network took.
         parts: The calls that are compared: the same, or those of a detector's parts.
-        shapes: By name of each of the `layers`, the shape of its output at each of its calls.
         not_checked: Why there is nothing to compare with; empty if there is.
 
     Raises:
@@ -112,43 +129,48 @@ class Reference:
         self, model: nn.Module, calls: Sequence[Call], *, tolerance: float = TOLERANCE, layers: Iterable[str] = ()
     ) -> None:
         """Run the network."""
-        self._layers = list(layers)
         self.calls: list[Call] = []
         self.parts: list[Call] = []
-        self._run = _Answers(self._layers)
-        errors: list[Exception] = []
+        self._outputs: _Outputs = []
+        self._layers: _Layers = {name: [] for name in layers}
+        refusals: list[Exception] = []
         with undisturbed(model):
             for call in calls:
-                run = _Answers(self._layers)
                 try:
                     parts = stages(model, call)
-                    run.add(model, parts)
+                    outputs, kept = _run(model, parts, self._layers)
                 except Exception as error:  # anything may come out of a network's own code
-                    errors.append(error)
+                    refusals.append(error)
                     continue
                 self.calls.append(call)
                 self.parts += parts
-                self._run.extend(run)
+                self._outputs += outputs
+                for name in kept:
+                    self._layers[name] += kept[name]
         if not self.calls:
             raise RetrofitError(
-                f"the network did not take the example inputs ({with_class(errors[0])}); give it others with `inputs`"
-            ) from errors[0]
-        self.shapes = self._run.shapes
+                f"the network did not take the example inputs ({with_class(refusals[0])}); give it others with `inputs`"
+            ) from refusals[0]
         self.batches = tuple(call.batch for call in self.calls)
-        outputs = [tensor for answer in self._run.answers for tensor in answer]
-        self.not_checked = _nothing_to_compare(outputs)
-        dtype = next((output.dtype for output in outputs), torch.float32)
+        tensors = [tensor for answer in self._outputs for tensor in answer]
+        self.not_checked = _nothing_to_compare(tensors)
+        dtype = next((tensor.dtype for tensor in tensors), torch.float32)
         self.tolerance = max(tolerance, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+
+    @property
+    def shapes(self) -> dict[str, list[torch.Size]]:
+        """By name of each of the `layers`, the shape of its output at each of its calls."""
+        return {name: [shape for shape, _ in kept] for name, kept in self._layers.items()}
 
     @property
     def uncalled(self) -> set[str]:
         """The layers that the network did not call."""
-        return {name for name, found in self.shapes.items() if not found}
+        return {name for name, kept in self._layers.items() if not kept}
 
     @property
     def classifies(self) -> bool:
         """Whether the network answers with scores of classes, (N, classes), and nothing else."""
-        return all(_is_scores(part, answer) for part, answer in zip(self.parts, self._run.answers, strict=True))
+        return all(_is_scores(part, answer) for part, answer in zip(self.parts, self._outputs, strict=True))
 
     def compare(self, other: Any, *, layers: bool = True) -> Comparison:
         """Compare another network, or any function of the same arguments, with this one.
@@ -166,51 +188,44 @@ class Reference:
         """
         if self.not_checked:
             return Comparison(tolerance=self.tolerance, batches=self.batches, not_checked=self.not_checked)
-        run = _Answers(self._layers if layers else [])
+        watched = self._layers if layers else {}
+        left_alone = undisturbed(other) if isinstance(other, nn.Module) else nullcontext()
         try:
-            if isinstance(other, nn.Module):
-                with undisturbed(other):
-                    run.add(other, self.parts)
-            else:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    run.add(other, self.parts)
+            with left_alone, torch.no_grad(), torch.random.fork_rng(devices=[]):
+                outputs, kept = _run(other, self.parts, watched)
         except RetrofitError:
             raise
         except Exception as error:
             raise RetrofitError(f"the network does not take what it took before ({with_class(error)})") from error
-        result = self._compared(run, layers)
+        # without layers there is nothing else to judge by than the outputs, however small
+        largest = max((scale_of(value) for values in watched.values() for _, value in values), default=0.0)
+        result = self._compare_outputs(outputs, zero=_ROUNDING * largest)
+        if not result.differs:
+            rows = [self._compare_layer(name, kept[name]) for name in watched]
+            if differing := next((row for row in rows if row.differs), None):
+                result = differing
+            elif result.scale == 0:
+                result = max(rows, key=_by_share, default=result)
         if not result.differs and not result.scale:
             result = replace(result, not_checked="every output is zero, which proves nothing; check the weights")
-        return replace(result, batches=self.batches, top1_agreement=self._agreement(run))
+        return replace(result, batches=self.batches, top1_agreement=self._agreement(outputs))
 
-    def _compared(self, run: _Answers, layers: bool) -> Comparison:
-        largest = max((scale_of(value) for values in self._run.samples.values() for value in values), default=0.0)
-        zero = _ROUNDING * largest if layers else 0.0  # without layers there is nothing else to judge by
+    def _compare_outputs(self, outputs: _Outputs, zero: float) -> Comparison:
         pairs: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
-        for part, ours, theirs in zip(self.parts, self._run.answers, run.answers, strict=True):
+        for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True):
             if len(ours) != len(theirs):
-                return self._result([(torch.zeros(()), torch.zeros(1))])
+                return Comparison(math.inf, 0.0, self.tolerance)
             for number, pair in enumerate(zip(ours, theirs, strict=True)):
                 pairs.setdefault((part.stage, number), []).append(pair)
-        outputs = max((self._result(group, zero=zero) for group in pairs.values()), key=_by_share)
-        if not layers or outputs.differs:
-            return outputs
-        rows = [self._layer(name, run.samples[name]) for name in self._layers]
-        differing = next((row for row in rows if row.differs), None)
-        if differing is None and outputs.scale == 0 and rows:
-            return max(rows, key=_by_share)
-        return differing or outputs
+        return max((self._result(group, zero=zero) for group in pairs.values()), key=_by_share)
 
-    def _layer(self, name: str, samples: list[Tensor]) -> Comparison:
-        """Compare the samples of one layer, which may be called more often than it was, and not less."""
-        ours = self._run.samples[name]
-        if len(samples) < len(ours):
+    def _compare_layer(self, name: str, kept: list[tuple[torch.Size, Tensor]]) -> Comparison:
+        """Compare what one layer put out, which may be called more often than it was, and not less."""
+        ours = self._layers[name]
+        if len(kept) < len(ours):
             return Comparison(math.inf, 0.0, self.tolerance, where=name)
-        return max(
-            (self._result([pair], name) for pair in zip(ours, samples, strict=False)),
-            key=_by_share,
-            default=Comparison(tolerance=self.tolerance, where=name),
-        )
+        results = (self._result([(a, b)], name) for (_, a), (_, b) in zip(ours, kept, strict=False))
+        return max(results, key=_by_share, default=Comparison(tolerance=self.tolerance, where=name))
 
     def _result(self, pairs: list[tuple[Tensor, Tensor]], where: str = "", zero: float = 0.0) -> Comparison:
         """Compare some tensors by one scale; values up to `zero` count as none."""
@@ -221,75 +236,39 @@ class Reference:
         compared = sum(int(a.isfinite().sum()) for a, _ in pairs)
         return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
 
-    def _agreement(self, run: _Answers) -> float | None:
-        same = scored = 0
-        for part, ours, theirs in zip(self.parts, self._run.answers, run.answers, strict=True):
-            if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]:
-                same += int((ours[0].argmax(1) == theirs[0].argmax(1)).sum())
-                scored += len(ours[0])
-        return same / scored if scored else None
-
-
-class _Answers:
-    """What a network answered to some calls, and what some of its layers put out meanwhile."""
-
-    def __init__(self, layers: Iterable[str]) -> None:
-        self.answers: list[list[Tensor]] = []
-        self.samples: dict[str, list[Tensor]] = {name: [] for name in layers}
-        self.shapes: dict[str, list[torch.Size]] = {name: [] for name in self.samples}
-
-    def add(self, model: Any, calls: Iterable[Call]) -> None:
-        """Make some calls."""
-        layers = ((model.get_submodule(name), name) for name in self.samples)
-        with hooked(layer.register_forward_hook(partial(self._keep, layer, name)) for layer, name in layers):
-            for call in calls:
-                self.answers.append([_kept(tensor).clone() for tensor in tensors_of(call.on(model))])
-
-    def extend(self, other: _Answers) -> None:
-        """Append another run of the same layers."""
-        self.answers += other.answers
-        for name in self.samples:
-            self.samples[name] += other.samples[name]
-            self.shapes[name] += other.shapes[name]
-
-    def _keep(self, layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        """Keep some elements of a layer's output, always the same ones; as a forward hook.
-
-        A converted layer has its source's hooks, in one table with it.
-        """
-        if called is not layer or not isinstance(output, Tensor):
-            return
-        flat = output.detach().flatten()
-        chosen = torch.arange(flat.numel(), device="cpu")
-        if flat.numel() > _SAMPLES:
-            chosen = torch.randint(flat.numel(), (_SAMPLES,), generator=torch.Generator().manual_seed(0), device="cpu")
-        self.samples[name].append(_kept(flat[chosen.to(flat.device)]))
-        self.shapes[name].append(output.shape)
+    def _agreement(self, outputs: _Outputs) -> float | None:
+        same = [
+            ours[0].argmax(1) == theirs[0].argmax(1)
+            for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True)
+            if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]
+        ]
+        return float(torch.cat(same).double().mean()) if same else None
 
 
 def tensors_of(answer: Any) -> Iterator[Tensor]:
     """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and other objects."""
-    yield from _tensors(answer, set())
+    seen: set[int] = set()
 
+    def tensors(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+            return
+        if isinstance(value, str | bytes | int | float | nn.Module | type | None) or id(value) in seen:
+            return
+        seen.add(id(value))
+        held: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            held = value.values()
+        elif isinstance(value, list | tuple):
+            held = value
+        elif is_dataclass(value):
+            held = (getattr(value, one.name, None) for one in fields(value))
+        elif hasattr(value, "__dict__") and not callable(value):
+            held = vars(value).values()
+        for one in held:
+            yield from tensors(one)
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, str | bytes | int | float | None) or id(value) in seen or isinstance(value, nn.Module | type):
-        return
-    seen.add(id(value))
-    held: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        held = value.values()
-    elif isinstance(value, list | tuple):
-        held = value
-    elif is_dataclass(value):
-        held = (getattr(value, one.name, None) for one in fields(value))
-    elif hasattr(value, "__dict__") and not callable(value):
-        held = vars(value).values()
-    for one in held:
-        yield from _tensors(one, seen)
+    return tensors(answer)
 
 
 def largest_gap(one: Tensor, other: Tensor) -> float:
@@ -308,7 +287,8 @@ def scale_of(source: Tensor) -> float:
 
 
 def _kept(value: Tensor) -> Tensor:
-    return value.detach() if value.is_meta else value.detach().cpu()
+    """Copy a tensor, which may be overwritten later, to where it stays; on the meta device there is nothing to copy."""
+    return value.detach() if value.is_meta else value.detach().cpu().clone()
 
 
 def _numbers(value: Tensor) -> Tensor:

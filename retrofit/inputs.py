@@ -30,13 +30,7 @@ _FRAMES = 16  # of a video clip; torchvision's S3D and MViT take no fewer
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call.
-
-    Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        stage: The submodule that is called; empty for the network itself.
-    """
+    """The arguments of one call, and the submodule that is called: empty for the network itself."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -51,8 +45,8 @@ class Call:
     @property
     def batch(self) -> int:
         """The first dimension of the first tensor; 0 if there is none."""
-        tensors = (leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor))
-        return next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+        leaves = tree_leaves((self.args, dict(self.kwargs)))
+        return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def example_calls(
@@ -77,20 +71,20 @@ def example_calls(
             return [Call(kwargs=dict(inputs))]
         return [Call((inputs,) if isinstance(inputs, Tensor) else tuple(inputs))]
     size = tuple(input_size or own_input_size(model))
-    errors: list[Exception] = []
+    refusal: Exception | None = None
     for batches in _BATCHES:
         calls = [_random_call(model, size, batch) for batch in batches]
         try:
             with undisturbed(model):
                 calls[0].on(model)
-        except Exception as error:  # anything may come out of a network's own code
-            errors.append(error)
-        else:
             return calls
+        except Exception as error:  # anything may come out of a network's own code
+            refusal = refusal or error
+    assert refusal is not None
     raise RetrofitError(
-        f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(errors[0])}); "
+        f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(refusal)}); "
         "give example tensors with `inputs`, or another `input_size`"
-    ) from errors[0]
+    ) from refusal
 
 
 def read_inputs(path: Path) -> dict[str, Tensor]:
@@ -113,12 +107,10 @@ def read_inputs(path: Path) -> dict[str, Tensor]:
 
 def own_input_size(model: nn.Module) -> tuple[int, ...]:
     """Return the (C, H, W) that a network says it was made for; 3 x 224 x 224 where it does not say."""
-    known = record_of(model).preprocess
-    if known is not None:
-        return tuple(known.input_size)
-    config = getattr(model, "pretrained_cfg", None) or {}
-    if config.get("input_size"):
-        return tuple(config["input_size"])
+    if known := record_of(model).preprocess:
+        return known.input_size
+    if size := (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
+        return tuple(size)
     side = getattr(model, "image_size", 224)  # torchvision's vision transformers
     return (3, side, side)
 
@@ -153,23 +145,22 @@ def stages(model: nn.Module, call: Call) -> list[Call]:
     heads = getattr(model, "roi_heads", nn.Module()).named_children()
     names = ["backbone", "head", "rpn.head"]
     names += [f"roi_heads.{name}" for name, child in heads if any(True for _ in child.parameters())]
-    modules = dict(model.named_modules())
     parts: list[Call] = []
 
     def record(stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parts.append(Call(tree_map(_filled, args), tree_map(_filled, kwargs), stage))
 
-    present = [name for name in names if name in modules]
-    with hooked(modules[name].register_forward_pre_hook(partial(record, name), with_kwargs=True) for name in present):
+    modules = [(name, module) for name, module in model.named_modules() if name in names]
+    with hooked(module.register_forward_pre_hook(partial(record, name), with_kwargs=True) for name, module in modules):
         call.on(model)
     return parts
 
 
 def _random_call(model: nn.Module, size: tuple[int, ...], batch: int) -> Call:
     generator = torch.Generator().manual_seed(batch)
-    place = placement_of(model)
     shapes = [size] * batch if is_detector(model) else input_shapes(model, size, batch)
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float32, device="cpu").to(*place) for s in shapes]
+    samples = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+    tensors = [sample.to(*placement_of(model)) for sample in samples]
     return Call((tensors,) if is_detector(model) else tuple(tensors))
 
 

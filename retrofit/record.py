@@ -50,14 +50,12 @@ class ModelSource:
         return {"torchvision": "tv:", "own": PREFIX}.get(self.library, "") + self.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the source as JSON values; `from_dict` reads it back."""
+        """Return JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSource:
         """Rebuild from `to_dict`'s values, which may come from anyone: only registered names, no weights to fetch.
-
-        The name of a network of one's own is no more than a word: `build` calls what a user typed.
 
         Raises:
             KeyError, TypeError, ValueError: If `values` did not come from `to_dict`.
@@ -78,18 +76,9 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What a network expects of its images, in timm's words.
+    """What a network expects of its images, as `timm.data.create_transform` takes it; mean and std are per channel."""
 
-    Attributes:
-        input_size: (C, H, W) of the network's input.
-        mean: Mean of each channel, subtracted from images in [0, 1].
-        std: Standard deviation of each channel.
-        interpolation: "bilinear", "bicubic", ...
-        crop_pct: Side of the centre crop as a fraction of the shorter side after resizing.
-        crop_mode: timm's "center", "squash" or "border".
-    """
-
-    input_size: tuple[int, int, int]
+    input_size: tuple[int, int, int]  # (C, H, W)
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bicubic"
@@ -97,7 +86,7 @@ class Preprocess:
     crop_mode: str = "center"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, which are also keyword arguments of `timm.data.create_transform`."""
+        """Return JSON values."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
     @classmethod

@@ -28,7 +28,7 @@ from retrofit.diagnose.robustness import (
 )
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.attack import Attack
-from retrofit.graph.find_sites import find_sites
+from retrofit.graph.sites import find_sites
 from retrofit.images.dataset import ImageData, SampledBatches
 from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values

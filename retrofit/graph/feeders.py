@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dis
-from collections import defaultdict
+import inspect
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 
@@ -34,57 +35,31 @@ def sole_feeders(
     Returns:
         The convolution by norm, and the norms whose tensors other code reads.
     """
-    search = _Feeders(model, is_norm)
-    found = ((norm, search.feeder(norm)) for norm in search.steps if is_norm(norm))
-    return {norm: conv for norm, conv in found if conv is not None}, {norm for norm in search.read if is_norm(norm)}
-
-
-class _Feeders(Flows):
-    """The search: what feeds each call of a norm, whether its arguments leave no other path, and where calls stand."""
-
-    def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
-        super().__init__(model, is_norm)
-        self.steps: dict[nn.Module, list[tuple[nn.Module | None, bool]]] = defaultdict(list)
-        self.places: dict[nn.Module, set[Place]] = defaultdict(set)
-        for flow in self.flows:
-            for node, module in flow.modules.items():
-                self.places[module].add(flow.scope.places[node])
-                feeder = _feeder(flow, node) if is_norm(module) else None
-                source = None if feeder is None else flow.modules[feeder]
-                self.steps[module].append((source, not {node, feeder} & flow.scope.assumed))
-        self.uncalled = [module for module in self.names if is_norm(module) and module not in self.counts]
-
-    def feeder(self, norm: nn.Module) -> nn.Module | None:
-        """The convolution that is the norm's alone; None if there is none, or it is not proved."""
-        feeders = {feeder for feeder, _ in self.steps[norm]}
-        conv = feeders.pop() if len(feeders) == 1 else None
-        if conv is None or not all(proved for _, proved in self.steps[norm]):
-            return None
-        places = [*self.places[norm], *self.places[conv]]
-        if len(places) != 2 or places[0][::2] != places[1][::2] or places[0].code is None:
-            return None  # not one method of one owner
-        owner, above = places[0].owner, self.above(norm) | self.above(conv)
-        if self.counts[conv] != self.counts[norm] or conv in self.read or not above.isdisjoint(self.coverage.failures):
-            return None
-        if self.is_shared(conv) or any(uncalled in owner.modules() for uncalled in self.uncalled):
-            return None
-        return None if self._mentioned(conv, places[0].code, above) else conv
-
-    def _mentioned(self, conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
-        """Whether a method besides `method` mentions a convolution by name, or its container but for a call of it."""
-        attributes: list[tuple[nn.Module, bool]] = [(conv, False)]
-        for module, _ in attributes:
-            for holder, _ in self.holders[module]:
-                if type(holder) in _CONTAINERS:
-                    attributes.append((holder, True))
-        return any(
-            code != method and _uses(code, name, other, module, inside)
-            for module, inside in attributes
-            for holder, name in self.holders[module]
-            if type(holder) not in _CONTAINERS
-            for other in above
-            for code in _methods(type(other))
-        )
+    flows = Flows(model, is_norm)
+    feeders: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
+    places: dict[nn.Module, set[Place]] = defaultdict(set)
+    for flow in flows.flows:
+        for node, module in flow.modules.items():
+            places[module].add(flow.places[node])
+            if is_norm(module):
+                feeder = _feeder(flow, node)
+                proved = feeder is not None and not any(_has_other_paths(flow, call) for call in (node, feeder))
+                feeders[module].add(flow.modules[feeder] if feeder is not None and proved else None)
+    holders_of = Counter(parameter for module in model.modules() for parameter in set(module._parameters.values()))
+    uncalled = {module for module in flows.names if is_norm(module) and module not in flows.counts}
+    found = {}
+    for norm, convs in feeders.items():
+        conv, *others = convs
+        if conv is None or others or flows.counts[conv] != flows.counts[norm] or conv in flows.read:
+            continue
+        (place, *more), above = places[norm] | places[conv], flows.above(norm, conv)
+        one_method = len(more) == 1 and place[::2] == more[0][::2] and place.code is not None
+        if not one_method or above & flows.failures.keys() or uncalled.intersection(place.owner.modules()):
+            continue
+        shared = any(holders_of[parameter] > 1 for parameter in conv.parameters())
+        if place.code is not None and not shared and not _mentioned(flows, conv, place.code, above):
+            found[norm] = conv
+    return found, {norm for norm in flows.read if is_norm(norm)}
 
 
 def _feeder(flow: Flow, norm: fx.Node) -> fx.Node | None:
@@ -99,6 +74,36 @@ def _feeder(flow: Flow, norm: fx.Node) -> fx.Node | None:
     return None
 
 
+def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
+    """Whether the method that makes a call may take another path: for other arguments, or other numbers.
+
+    It does if it takes optional arguments, or one that is no value under trace.
+    """
+    place, (_, constants) = flow.places[node], flow.variables[node]
+    if place.code is None or flow.size is not None:
+        return True
+    method = inspect.getattr_static(type(place.owner), place.code.co_name, None)
+    options = getattr(method, "__defaults__", None) or place.code.co_kwonlyargcount
+    variadic = place.code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    arguments = place.code.co_varnames[1 : place.code.co_argcount]
+    return bool(options or variadic or constants.keys() & arguments)
+
+
+def _mentioned(flows: Flows, conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
+    """Whether a method besides `method` mentions a convolution by name, or its container but for a call of it."""
+    mentions: list[tuple[nn.Module, bool]] = [(conv, False)]
+    for module, _ in mentions:
+        mentions += [(holder, True) for holder, _ in flows.holders[module] if type(holder) in _CONTAINERS]
+    return any(
+        code != method and _uses(code, name, other, module, inside)
+        for module, inside in mentions
+        for holder, name in flows.holders[module]
+        if type(holder) not in _CONTAINERS
+        for other in above
+        for code in _methods(type(other))
+    )
+
+
 def _methods(cls: type) -> Iterator[CodeType]:
     """The code of a class's own methods, and its parents', but torch's and those that only set it up."""
     for parent in cls.__mro__:
@@ -110,14 +115,9 @@ def _methods(cls: type) -> Iterator[CodeType]:
 
 
 def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls: bool) -> bool:
-    """Whether a method's code mentions `module` by a name, or all children.
+    """Whether the code of a method of `owner` mentions a module by its name in what holds it, or all children.
 
-    Args:
-        code: The method's code.
-        name: The module's name in what holds it.
-        owner: The method's object, of which `self.name` may be another module.
-        module: The module.
-        calls: Whether to let calls of it pass.
+    Where `self.name` is another module, or the code only asks for it or its shape (or calls it, with `calls`): no.
     """
     steps = list(dis.get_instructions(code))
     for before, step, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):

@@ -1,32 +1,31 @@
-"""Questions to one traced graph: who consumes a value, what kind of step a node is, where values come from and go."""
+"""The traced graphs of a model: what kind of step a node is, who consumes a value, where values come from and go."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.trace import Scope, trace
+from retrofit.graph.trace import Tracer, traced, untouched
+from retrofit.utils.text import with_class
 
-_METADATA = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "size", "dim", "numel", "stride"}
-_ADD = {"add", "iadd", "add_", "sub", "isub", "sub_"}
-_MUL = {"mul", "imul", "mul_", "multiply", "truediv", "div", "div_"}
-_CAT = {"cat", "concat", "concatenate", "stack"}
-_SHAPE = {
-    "view", "reshape", "reshape_as", "view_as", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze",
-    "unsqueeze",
-}  # fmt: skip
-_SAME = {"contiguous", "clone", "to", "type", "type_as", "half", "bfloat16", "float", "double"}
-_SPREAD = {"getitem", "chunk", "split", "unbind", "expand", "expand_as", "sum", "softmax", "interpolate"}
-_CONVS = (nn.modules.conv._ConvNd, nn.Linear)
-_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-_WINDOWS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-_POOL_CALLS: Collection[Any] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
-_WINDOW_CALLS: Collection[Any] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+_CALLS = {
+    "metadata": "shape ndim dtype device is_cuda requires_grad size dim numel stride assert",
+    "same": "contiguous clone to type type_as half bfloat16 float double "
+    "dropout dropout1d dropout2d dropout3d alpha_dropout",
+    "shape": "view reshape reshape_as view_as flatten unflatten permute transpose movedim squeeze unsqueeze",
+    "concatenation": "cat concat concatenate stack",
+    "spread": "getitem chunk split unbind expand expand_as sum softmax interpolate",
+    "addition": "add iadd add_ sub isub sub_",
+    "product": "mul imul mul_ multiply truediv div div_",
+    "pool": "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+    "window": "avg_pool1d avg_pool2d avg_pool3d",
+}
+"""The kind of step that a function or method is, by its name."""
+_KIND_OF = {name: kind for kind, names in _CALLS.items() for name in names.split()}
 
 # Steps that leave a value's channels to themselves, on the way to a mean pooling.
 _TO_POOL = {"same", "shape", "concatenation", "constant"}
@@ -42,28 +41,31 @@ def call_name(node: fx.Node) -> str:
 
 
 class Flow:
-    """One scope's graph with the kind of each node.
+    """One path through a module's forward, and the kind of each step on it.
 
-    Args:
-        scope: A traced module.
-        is_norm: What counts as a norm.
-        activations: The modules that are activations.
-        names: The model's name for each of its modules.
+    Attributes:
+        name: Dotted name of the module in the model, empty for the model itself.
+        module: The module.
+        graph: Its graph; norms, activations, dropouts and what fx cannot enter are single nodes.
+        places, variables, size: As `Tracer`'s.
+        modules: The module that each call_module node calls.
+        steps: The kind of each node.
     """
 
     def __init__(
         self,
-        scope: Scope,
+        trace: Tracer,
+        names: dict[nn.Module, str],
         is_norm: Callable[[nn.Module], bool],
         activations: Collection[nn.Module],
-        names: dict[nn.Module, str],
     ) -> None:
-        self.scope = scope
-        self.names = names
-        self.modules = scope.modules
-        self._is_norm = is_norm
-        self._activations = activations
-        self.steps = {node: self._step(node) for node in scope.graph.nodes}
+        self.module, self.graph = trace.root, trace.graph
+        self.places, self.variables, self.size = trace.places, trace.variables, trace.size
+        self.name = names[self.module]
+        self._names, self._is_norm, self._activations = names, is_norm, activations
+        by_name = dict(self.module.named_modules(remove_duplicate=False))
+        self.modules = {node: by_name[node.target] for node in self.graph.nodes if node.op == "call_module"}
+        self.steps = {node: self._step(node) for node in self.graph.nodes}
 
     def consumers(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that use a node's value, not just its shape or type."""
@@ -71,30 +73,30 @@ class Flow:
 
     def source(self, node: fx.Node) -> fx.Node | None:
         """The node whose value a one-input step works on."""
-        found = node.args[0] if node.args else node.kwargs.get("input")
-        return found if isinstance(found, fx.Node) else None
+        source = node.args[0] if node.args else node.kwargs.get("input")
+        return source if isinstance(source, fx.Node) else None
 
-    def before(self, node: fx.Node) -> fx.Node | None:
-        """The source of `node`, past dropouts and identities."""
-        found = self.source(node)
-        while found is not None and self.steps[found] == "same":
-            found = self.source(found)
-        return found
+    def before(self, node: fx.Node, through: Collection[str] = ("same",)) -> fx.Node | None:
+        """The source of `node`, past dropouts and identities, or other steps."""
+        source = self.source(node)
+        while source is not None and self.steps[source] in through:
+            source = self.source(source)
+        return source
 
     def after(self, node: fx.Node) -> list[fx.Node]:
         """The consumers of `node`, past dropouts and identities."""
-        found = []
+        after = []
         for user in self.consumers(node):
-            found += self.after(user) if self.steps[user] == "same" else [user]
-        return found
+            after += self.after(user) if self.steps[user] == "same" else [user]
+        return after
 
     def describe(self, node: fx.Node) -> str:
         """Words for a node: a module's class and name, or a function's name."""
         if node.op == "call_module":
             module = self.modules[node]
-            return f"{type(module).__name__} {self.names[module]}".rstrip()
+            return f"{type(module).__name__} {self._names[module]}".rstrip()
         if node.op == "placeholder":
-            return f"the input of {self.scope.name or 'the model'}"
+            return f"the input of {self.name or 'the model'}"
         return f"{call_name(node)}()" if node.op.startswith("call") else str(node.target)
 
     def reaches_final_pool(self, node: fx.Node) -> bool:
@@ -108,50 +110,49 @@ class Flow:
             if len(users) != 1:
                 return False
             node = users[0]
-            if self.steps[node] == "pool":
-                return True
-            if self.steps[node] == "window":
-                return all(self.steps[later] != "norm" for later in self._downstream(node))
-            if self.steps[node] not in _TO_POOL:
-                return False
+            kind = self.steps[node]
+            if kind not in _TO_POOL:
+                behind_all_norms = all(self.steps[later] != "norm" for later in self._downstream(node))
+                return kind == "pool" or (kind == "window" and behind_all_norms)
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
         """Whether `node` works on pooled values, one a channel, that go on to multiply other features."""
-        return self.is_pooled(node) and any(
-            self.steps[later] == "product" for later in self._downstream(node, _OUT_OF_GATE)
-        )
+        return self.is_pooled(node) and self._multiplies(node, _OUT_OF_GATE)
 
     def is_pooled(self, node: fx.Node) -> bool:
         """Whether `node` works on pooled values, one a channel."""
-        upstream = self.source(node)
-        while upstream is not None and self.steps[upstream] in _IN_GATE:
-            upstream = self.source(upstream)
-        return upstream is not None and self.steps[upstream] == "pool"
+        source = self.before(node, _IN_GATE)
+        return source is not None and self.steps[source] == "pool"
+
+    def activation(self, node: fx.Node) -> nn.Module:
+        """The activation module that a node calls, or a fresh one that does the same."""
+        module = self.modules.get(node) or kinds.function_module(node)
+        assert module is not None  # the step is an activation
+        return module
 
     def is_gate(self, node: fx.Node) -> bool:
-        """Whether `node` is a sigmoid whose output multiplies other features."""
-        module = self.modules.get(node) or kinds.function_module(node)
-        if module is None or not kinds.is_gate(module):
-            return False
-        return any(self.steps[later] == "product" for later in self._downstream(node, {"same", "shape", "spread"}))
+        """Whether an activation is a sigmoid whose output multiplies other features."""
+        return kinds.is_gate(self.activation(node)) and self._multiplies(node, {"same", "shape", "spread"})
+
+    def _multiplies(self, node: fx.Node, through: Collection[str]) -> bool:
+        return any(self.steps[later] == "product" for later in self._downstream(node, through))
 
     def _downstream(self, node: fx.Node, through: Collection[str] | None = None) -> set[fx.Node]:
         """The nodes that follow `node`, not going on past steps other than `through`."""
         seen: set[fx.Node] = set()
         ahead = self.consumers(node)
         while ahead:
-            found = ahead.pop()
-            if found not in seen:
-                seen.add(found)
-                if through is None or self.steps[found] in through:
-                    ahead += self.consumers(found)
+            if (later := ahead.pop()) not in seen:
+                seen.add(later)
+                if through is None or self.steps[later] in through:
+                    ahead += self.consumers(later)
         return seen
 
     def _step(self, node: fx.Node) -> str:
         if node.op == "call_module":
             return self._module_step(self.modules[node])
         if node.op in ("call_function", "call_method"):
-            return self._call_step(node)
+            return _call_step(node)
         return {"output": "output", "placeholder": "input"}.get(node.op, "constant")
 
     def _module_step(self, module: nn.Module) -> str:
@@ -163,92 +164,32 @@ class Flow:
             return "activation"
         if isinstance(module, nn.Identity) or kinds.is_drop(module):
             return "same"
-        if isinstance(module, _CONVS):
-            return "linear" if isinstance(module, nn.Linear) else "convolution"
-        if isinstance(module, _WINDOWS):
-            return "window"
-        if isinstance(module, _POOLS):
+        if isinstance(module, nn.Linear):
+            return "linear"
+        if isinstance(module, nn.modules.conv._ConvNd):
+            return "convolution"
+        if isinstance(module, nn.modules.pooling._AdaptiveAvgPoolNd):
             return _pool_step(module.output_size)
+        if isinstance(module, nn.modules.pooling._AvgPoolNd):
+            return "window"
         return "shape" if isinstance(module, (nn.Flatten, nn.Unflatten)) else "module"
 
-    def _call_step(self, node: fx.Node) -> str:
-        name = call_name(node)
-        if name in _METADATA or (name == "getattr" and node.args[1] in _METADATA) or name == "assert":
-            return "metadata"
-        if kinds.function_module(node) is not None:
-            return "activation"
-        if kinds.is_drop_call(node) or name in _SAME:
-            return "same"
-        if node.target in _POOL_CALLS:
-            return _pool_step(node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size"))
-        if node.target in _WINDOW_CALLS:
-            return "window"
-        if name == "mean":
-            return "pool" if _over_space(node) else "call"
-        if name in _ADD or name in _MUL:
-            tensors = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
-            if len(tensors) < 2:
-                return "constant"
-            return "addition" if name in _ADD else "product"
-        for step, found in (("concatenation", _CAT), ("shape", _SHAPE), ("spread", _SPREAD)):
-            if name in found:
-                return step
-        return "call"
 
-
-class Flows:
-    """Every traced graph of a model, and what is called, held, shared and read in it.
-
-    Args:
-        model: Any module.
-        is_norm: What counts as a norm.
-        activations: The modules that are activations.
-
-    Attributes:
-        coverage: What `trace` gave.
-        names: The model's name for each of its modules.
-        holders: What holds a module, with its name there.
-        sharers: How many modules hold a parameter.
-        flows: The graphs.
-        counts: How often each module is called, in all graphs together.
-        read: The modules whose parameters or buffers another module's code reads.
-    """
-
-    def __init__(
-        self, model: nn.Module, is_norm: Callable[[nn.Module], bool], activations: Collection[nn.Module] = ()
-    ) -> None:
-        self.coverage = trace(model, is_norm, activations)
-        self.names = {module: name for name, module in model.named_modules()}
-        self.holders: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
-        self.sharers: Counter[nn.Parameter] = Counter()
-        for module in model.modules():
-            self.sharers.update(p for p in module._parameters.values() if p is not None)
-            for name, child in module._modules.items():
-                if child is not None:
-                    self.holders[child].append((module, name))
-        self.flows = [Flow(scope, is_norm, activations, self.names) for scope in self.coverage.scopes]
-        self.counts = Counter(module for flow in self.flows for module in flow.modules.values())
-        # Nodes without users come from those who look at a module while it is traced (`is_norm` does).
-        self.read = {
-            flow.scope.module.get_submodule(str(node.target).rpartition(".")[0])
-            for flow in self.flows
-            for node in flow.scope.graph.nodes
-            if node.op == "get_attr" and node.users
-        }
-
-    def above(self, module: nn.Module) -> set[nn.Module]:
-        """All that holds a module, at any depth."""
-        above: set[nn.Module] = set()
-        ahead = [holder for holder, _ in self.holders[module]]
-        while ahead:
-            if (holder := ahead.pop()) not in above:
-                above.add(holder)
-                ahead += [higher for higher, _ in self.holders[holder]]
-        return above
-
-    def is_shared(self, layer: nn.Module) -> bool:
-        """Whether another module holds one of a layer's parameters."""
-        return any(self.sharers[parameter] > 1 for parameter in layer.parameters())
+def _call_step(node: fx.Node) -> str:
+    name = call_name(node)
+    kind = _KIND_OF.get(name, "call")
+    if name == "getattr":
+        return "metadata" if _KIND_OF.get(str(node.args[1])) == "metadata" else "call"
+    if kind != "metadata" and kinds.function_module(node) is not None:
+        return "activation"
+    second = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size", node.kwargs.get("dim"))
+    if kind == "pool":
+        return _pool_step(second)
+    if name == "mean":
+        dims = second if isinstance(second, (tuple, list)) else (second,)
+        return "pool" if all(isinstance(dim, int) and dim != 1 for dim in dims) else "call"
+    tensors = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
+    return "constant" if kind in ("addition", "product") and len(tensors) < 2 else kind
 
 
 def _pool_step(output_size: Any) -> str:
@@ -256,6 +197,90 @@ def _pool_step(output_size: Any) -> str:
     return "pool" if all(size == 1 for size in sizes) else "window"
 
 
-def _over_space(node: fx.Node) -> bool:
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return 1 not in dims if isinstance(dims, (tuple, list)) else isinstance(dims, int) and dims != 1
+class Flows:
+    """All paths through a model, and what is called, held, shared and read on them.
+
+    The model is traced in evaluation and in training or, where it cannot be, the largest parts of it that can. Only
+    parts that hold a norm asked for are traced. What fx cannot enter is a single node of the graph that calls it, and
+    has graphs of its own where it holds norms. It works on the meta device and without input; the model is left as it
+    was.
+
+    Args:
+        model: Any module, in any mode.
+        is_norm: The norms asked for.
+
+    Attributes:
+        names: The model's name for each of its modules.
+        activations: The modules that are activations.
+        flows: Every path of every traced module; a call belongs to one module's paths.
+        failures: The modules that could not be traced, with the reason in one line.
+        holding: The modules that hold one of the norms asked for.
+        holders: What holds a module, with its name there.
+        counts: How often each module is called, on all paths together.
+        read: The modules whose parameters or buffers another module's code reads.
+    """
+
+    def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> None:
+        self.is_norm = is_norm
+        self.names = {module: name for name, module in model.named_modules()}
+        self.activations = {module for module in self.names if kinds.is_activation(module)}
+        self.failures: dict[nn.Module, str] = {}
+        self.holders: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in self.names:
+            for name, child in module._modules.items():
+                if child is not None:
+                    self.holders[child].append((module, name))
+        norms = {module for module in self.names if is_norm(module)}
+        self.holding = self.above(*norms)
+        self._leaves = norms.union(m for m in self.names if m in self.activations or kinds.is_leaf(m))
+        self._traceable = self.holding - norms
+        self._covered: set[tuple[nn.Module, bool]] = set()
+        self._traces: list[tuple[bool, Tracer]] = []
+        with untouched(model):
+            self._cover(model, (False, True))
+        self._traces.sort(key=lambda trace: trace[0])
+        self.flows = [Flow(trace, self.names, is_norm, self.activations) for _, trace in self._traces]
+        self.counts = Counter(module for flow in self.flows for module in flow.modules.values())
+        # Nodes without users come from those who look at a module while it is traced (`is_norm` does).
+        self.read = {
+            flow.module.get_submodule(str(node.target).rpartition(".")[0])
+            for flow in self.flows
+            for node in flow.graph.nodes
+            if node.op == "get_attr" and node.users
+        }
+
+    def _cover(self, module: nn.Module, modes: Collection[bool]) -> None:
+        """Trace a module and what it calls; its children where it cannot be traced."""
+        if module not in self._traceable:
+            return
+        parts: dict[nn.Module, list[bool]] = defaultdict(list)
+        for training in modes:
+            if (module, training) in self._covered:
+                continue
+            alike = False
+            called: Iterable[nn.Module] = module.children()
+            try:
+                paths, alike = traced(module, self._leaves.__contains__, training)
+            except Exception as error:  # anything may come out of a model's own code
+                self.failures.setdefault(module, with_class(error).split(". ")[0])
+            else:
+                nodes = (node for path in paths for node in path.graph.nodes if node.op == "call_module")
+                called = [module.get_submodule(node.target) for node in nodes]
+                self._traces += [(training, path) for path in paths]
+            covered = modes if alike else (training,)
+            self._covered.update((module, mode) for mode in covered)
+            for part in called:
+                parts[part] += covered
+        for part, covered in parts.items():
+            self._cover(part, covered)
+
+    def above(self, *modules: nn.Module) -> set[nn.Module]:
+        """All that holds one of some modules, at any depth."""
+        above: set[nn.Module] = set()
+        ahead = list(modules)
+        while ahead:
+            for holder, _ in self.holders[ahead.pop()]:
+                if holder not in above:
+                    above.add(holder)
+                    ahead.append(holder)
+        return above

@@ -7,20 +7,12 @@ import inspect
 import warnings
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 _OURS = "retrofit.layers"
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DROPOUT_FUNCTIONS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout}
-_AFFINE: tuple[type[nn.Module], ...] = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
-)  # fmt: skip
 
 # Of torch's activations that may be called as functions or methods, by their names without underscores.
 _FUNCTIONS: dict[str, Any] = {
@@ -34,16 +26,6 @@ _FUNCTIONS: dict[str, Any] = {
 _CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 
 
-def _classes_of(*modules: ModuleType) -> frozenset[type[nn.Module]]:
-    """The module classes that `modules` define themselves."""
-    return frozenset(
-        found
-        for module in modules
-        for found in vars(module).values()
-        if inspect.isclass(found) and issubclass(found, nn.Module) and found.__module__ == module.__name__
-    )
-
-
 @cache
 def norm_classes() -> tuple[type[nn.Module], ...]:
     """Every normalization class of torch, timm and torchvision, norm+activation classes included."""
@@ -51,8 +33,10 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
     from torch.nn.modules import batchnorm, instancenorm, normalization
     from torchvision.ops import FrozenBatchNorm2d
 
-    modules = (batchnorm, instancenorm, normalization, norm, norm_act, evo_norm, filter_response_norm, inplace_abn)
-    return (*_classes_of(*modules), FrozenBatchNorm2d)
+    homes = (batchnorm, instancenorm, normalization, norm, norm_act, evo_norm, filter_response_norm, inplace_abn)
+    classes = [(home, one) for home in homes for one in vars(home).values() if inspect.isclass(one)]
+    own = {one for home, one in classes if issubclass(one, nn.Module) and one.__module__ == home.__name__}
+    return (*own, FrozenBatchNorm2d)
 
 
 @cache
@@ -68,11 +52,11 @@ def _timm_functions() -> dict[Any, Any]:
 
 @cache
 def _drop_classes() -> tuple[type[nn.Module], ...]:
+    import torchvision.ops
     from timm.layers import DropBlock2d, DropPath
-    from torchvision.ops import DropBlock2d as TvDropBlock2d
-    from torchvision.ops import StochasticDepth
 
-    return (*_DROPOUTS, DropPath, DropBlock2d, TvDropBlock2d, StochasticDepth)
+    dropout: type[nn.Module] = nn.modules.dropout._DropoutNd
+    return dropout, DropPath, DropBlock2d, torchvision.ops.DropBlock2d, torchvision.ops.StochasticDepth
 
 
 @cache
@@ -98,21 +82,6 @@ def wrapped_functions() -> tuple[Callable[..., Any], ...]:
 def is_norm(module: nn.Module) -> bool:
     """Whether `module` is a normalization layer, or a subclass of one."""
     return isinstance(module, norm_classes())
-
-
-def activations_of(model: nn.Module) -> frozenset[nn.Module]:
-    """The modules of `model` that are activations; of modules that are set alike, one is tried."""
-    tried: dict[Any, bool] = {}
-    found = set()
-    for module in model.modules():
-        own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        alone = not (module._parameters or module._buffers or module._modules or is_altered(module))
-        key: Any = (type(module), repr(own)) if alone else module
-        if key not in tried:
-            tried[key] = is_activation(module)
-        if tried[key]:
-            found.add(module)
-    return frozenset(found)
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -178,28 +147,22 @@ def is_plain_affine(module: nn.Module) -> bool:
     cls: Any = type(module)
     if is_altered(module) or type(module._parameters.get("weight")) is not nn.Parameter:
         return False
-    if cls in (Conv2dSame, Linear):
-        return True
-    base = next((base for base in _AFFINE if issubclass(cls, base)), None)
+    if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)) or cls in (Conv2dSame, Linear):
+        return cls in (Conv2dSame, Linear)
+    base = next(base for base in cls.__mro__ if base.__module__ in (nn.Conv2d.__module__, nn.Linear.__module__))
     own = ("forward", "_conv_forward", "weight", "bias")  # a parametrized layer has its weight as a property
-    return base is not None and all(getattr(cls, name, None) is getattr(base, name, None) for name in own)
+    return all(getattr(cls, name, None) is getattr(base, name, None) for name in own)
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for torch's modules."""
-    if type(module).__module__.startswith(_OURS) or is_norm(module) or is_drop(module):
+    home = type(module).__module__
+    if home.startswith("torchvision.ops") and next(module.children(), None) is None:
+        return True  # its operators (RoIAlign, DeformConv2d, ...), but not its composites such as Conv2dNormActivation
+    if home.startswith(_OURS) or is_norm(module) or is_drop(module) or is_plain_affine(module):
         return True
-    if is_altered(module):  # its hooks see, and may change, what goes in and out
-        return True
-    if isinstance(module, _untraced_classes()) or is_plain_affine(module):
-        return True
-    # torchvision's operators (RoIAlign, DeformConv2d, ...), but not its composites such as Conv2dNormActivation
-    return type(module).__module__.startswith("torchvision.ops") and next(module.children(), None) is None
-
-
-def is_drop_call(node: fx.Node) -> bool:
-    """Whether a call of a function only drops values in training."""
-    return node.op == "call_function" and node.target in _DROPOUT_FUNCTIONS
+    # hooks see, and may change, what goes in and out
+    return is_altered(module) or isinstance(module, _untraced_classes())
 
 
 def is_gate(module: nn.Module) -> bool:

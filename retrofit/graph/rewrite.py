@@ -7,37 +7,25 @@ import copy
 import functools
 import inspect
 import zlib
-from collections.abc import Iterable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, cast
 
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.site import Call, Site
+from retrofit.graph.sites import Activation, Site
 from retrofit.graph.source import RewriteError, code_in, file_tree
-
-_GRAPHS = ("train_graph", "eval_graph")  # of torchvision's feature extractors
 
 
 class _Edit(NamedTuple):
-    """A call in a method's code and the child to call instead.
-
-    Attributes:
-        method: The method's name.
-        target: The function, the name of a tensor's method, or None for a module.
-        end: The line, counted from the method's first, and the column at which the call ends.
-        child: The child's name.
-        checksum: Of the method's code.
-        norm: As `Call.norm`.
-    """
+    """A call in a method's code and the child to call instead."""
 
     method: str
-    target: Any
-    end: tuple[int, int]
+    target: Any  # the function, the name of a tensor's method, or None for a module
+    end: tuple[int, int]  # of the call: the line, counted from the method's first, and the column
     child: str
-    checksum: int
-    norm: tuple[str, str] | None
+    checksum: int  # of the method's code
+    selector: tuple[str, str] | None  # as `Activation.selector`
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
@@ -52,97 +40,73 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     if not name:
         return module
     old = model.get_submodule(name)
-    for found in [found for found, child in model.named_modules(remove_duplicate=False) if child is old]:
-        parent, _, last = found.rpartition(".")
-        setattr(model.get_submodule(parent), last, module)
+    for parent in list(model.modules()):
+        for key in [key for key, child in parent._modules.items() if child is old]:
+            setattr(parent, key, module)
     return model
 
 
-def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: str) -> str:
-    """Put `module` in place of the activation of a site, which is no part of its norm, at this site alone.
+def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: str) -> None:
+    """Put `module` in place of the activation of a site, at this site alone.
 
-    Args:
-        model: The model that `find_sites` searched; changed in place.
-        site: One with an activation.
-        module: What to call instead.
-        suffix: Ends the name of a new child, which begins as the norm's.
-
-    Returns:
-        The name that `module` has in the model.
-
-    Raises:
-        RewriteError: As `replace_call`.
-    """
-    act = site.activation
-    assert act is not None
-    if act.call is None:
-        replace_module(model, act.name, module)
-        return act.name
-    child = f"{site.norm.removeprefix(f'{act.owner}.').replace('.', '_')}_{suffix}"
-    if site.places > 1:
-        child += f"_{site.place}"
-    return f"{act.owner}.{replace_call(model, act.call, module, child)}".lstrip(".")
-
-
-def replace_call(model: nn.Module, call: Call, module: nn.Module, name: str) -> str:
-    """Make one call of an activation call `module` instead, and leave every other call as it is.
-
-    The block that makes the call keeps its identity, attributes, children and state-dict names, and gets `module` as
+    A block whose code has to change keeps its identity, attributes, children and state-dict names, and gets `module` as
     a new child. Its class becomes a subclass of the same name, in whose method this one expression is replaced: all
     else in the method stays the code that it was. deepcopy, pickle and torch.compile work as before. In an
     nn.Sequential the entry is replaced, in an fx.GraphModule the node.
 
     Args:
         model: The model that `find_sites` searched; changed in place.
-        call: Where; `Activation.call`. Of one block, several calls may be replaced, in any order.
+        site: One with an activation that is no part of its norm.
         module: What to call instead, with the activation's input as its one argument.
-        name: The new child's name in the block.
-
-    Returns:
-        The child's name: `name`, or the entry's.
+        suffix: Ends the name of a new child, which begins as the norm's.
 
     Raises:
         RewriteError: If the block cannot be rewritten; nothing is changed then.
     """
-    block: Any = model.get_submodule(call.owner)
-    place = _prepared(block, call, name)
-    if isinstance(place, str):
-        setattr(block, place, module)
-        return place
-    block.add_module(name, module)
-    if isinstance(place, dict):
-        for attribute, graph in place.items():
-            setattr(block, attribute, graph)
-        if "graph" not in place:
-            block.graph = place.get("train_graph" if block.training else "eval_graph", block.graph)
+    act = site.activation
+    assert act is not None
+    if act.kind == "module":
+        replace_module(model, act.name, module)
+        return
+    child = f"{site.norm.removeprefix(f'{act.owner}.').replace('.', '_')}_{suffix}"
+    if site.places > 1:
+        child += f"_{site.place}"
+    block: Any = model.get_submodule(act.owner)
+    change = _rewritten_block(block, act, child)
+    if isinstance(change, str):
+        setattr(block, change, module)
+        return
+    block.add_module(child, module)
+    if isinstance(change, type):
+        block.__class__ = change
     else:
-        block.__class__ = place
-    return name
+        for attribute, graph in change.items():
+            setattr(block, attribute, graph)
 
 
-def check_call(model: nn.Module, call: Call) -> None:
-    """Find out whether `replace_call` can replace a call; change nothing.
+def rewrite_problem(model: nn.Module, act: Activation) -> str:
+    """Why `replace_activation` cannot replace an activation; empty if it can. Changes nothing."""
+    try:
+        if act.kind == "call":
+            _rewritten_block(model.get_submodule(act.owner), act, "_retrofit_probe")
+    except RewriteError as error:
+        return str(error)
+    return ""
 
-    Raises:
-        RewriteError: If the block cannot be rewritten.
-    """
-    _prepared(model.get_submodule(call.owner), call, "_retrofit_probe")
 
-
-def _prepared(block: nn.Module, call: Call, name: str) -> str | dict[str, fx.Graph] | type[nn.Module]:
-    """The entry to replace in a sequence, the graphs of a GraphModule that call a new child, or the class that does."""
-    at = call.place.at
-    if isinstance(at, str) and not isinstance(block, fx.GraphModule):
+def _rewritten_block(block: nn.Module, act: Activation, child: str) -> str | dict[str, fx.Graph] | type[nn.Module]:
+    """The entry to replace in a sequence, the graphs of a GraphModule that call a child, or the class that does."""
+    assert act.place is not None
+    _, target, code, at = act.place
+    if isinstance(at, str) and code is not None:
         return at
-    if hasattr(block, name):
-        raise RewriteError(f"{type(block).__name__} {call.owner} already has an attribute {name}".replace("  ", " "))
-    if isinstance(at, str):
-        return _rewired(block, at, name)
-    code = call.place.code
-    assert code is not None
+    if hasattr(block, child):
+        raise RewriteError(f"{type(block).__name__} {act.owner} already has an attribute {child}".replace("  ", " "))
+    if code is None or isinstance(at, str):
+        return _rewired(block, str(at), child)
     method = code.co_name
     if method in block.__dict__:
-        raise RewriteError(f"{call.owner or 'the model'} has a {method} of its own, set on the instance")
+        raise RewriteError(f"{act.owner or 'the model'} has a {method} of its own, set on the instance")
     base: Any
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
     functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
@@ -152,34 +116,34 @@ def _prepared(block: nn.Module, call: Call, name: str) -> str | dict[str, fx.Gra
         )
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewriteError(f"{base.__name__} defines its own pickling")
-    target = None if isinstance(call.place.target, nn.Module) else call.place.target
     end = (at[0] - code.co_firstlineno, at[1])
-    if any((edit.method, edit.end, edit.norm) == (method, end, call.norm) for edit in edits):
+    if any((edit.method, edit.end, edit.selector) == (method, end, act.selector) for edit in edits):
         raise RewriteError(f"the call in {code.co_qualname} is replaced already")
-    edit = _Edit(method, target, end, name, zlib.crc32(functions[0].__code__.co_code), call.norm)
-    return _rewritten(base, (*edits, edit))
+    function = None if isinstance(target, nn.Module) else target
+    edit = _Edit(method, function, end, child, zlib.crc32(functions[0].__code__.co_code), act.selector)
+    return _rewritten_class(base, (*edits, edit))
 
 
-def _rewired(block: Any, node: str, name: str) -> dict[str, fx.Graph]:
-    """Copies of a block's graphs in which a node calls the child `name` instead, by the attribute that holds them."""
-    own = [attribute for attribute in _GRAPHS if isinstance(getattr(block, attribute, None), fx.Graph)]
+def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
+    """Copies of a block's graphs in which a node calls a child instead, by the attribute that holds them."""
+    modes = ("train_graph", "eval_graph")  # of torchvision's feature extractors
+    own = [attribute for attribute in modes if isinstance(getattr(block, attribute, None), fx.Graph)]
     graphs = {attribute: copy.deepcopy(getattr(block, attribute)) for attribute in own or ["graph"]}
-    found = False
-    for graph in graphs.values():
-        for old in [old for old in graph.nodes if old.name == node]:
-            found = True
-            value = old.args[0] if old.args else old.kwargs["input"]
-            with graph.inserting_before(old):
-                new = graph.call_module(name, (value,))
-            old.replace_all_uses_with(new)
-            graph.erase_node(old)
-    if not found:
-        raise RewriteError(f"the graph of {type(block).__name__} has no call {node}, or it is replaced already")
+    nodes = [node for graph in graphs.values() for node in graph.nodes if node.name == name]
+    if not nodes:
+        raise RewriteError(f"the graph of {type(block).__name__} has no call {name}, or it is replaced already")
+    for node in nodes:
+        value = node.args[0] if node.args else node.kwargs["input"]
+        with node.graph.inserting_before(node):
+            node.replace_all_uses_with(node.graph.call_module(child, (value,)))
+        node.graph.erase_node(node)
+    if own:
+        graphs["graph"] = graphs.get("train_graph" if block.training else "eval_graph", block.graph)
     return graphs
 
 
 @functools.lru_cache(maxsize=512)
-def _rewritten(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
+def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
     """The subclass of `base` with some calls replaced; there is one, so that torch.compile compiles equal blocks once.
 
     Raises:
@@ -187,10 +151,9 @@ def _rewritten(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
     """
     namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {"__reduce_ex__": _reduce_ex, "_retrofit_edits": (base, edits), "_retrofit_calls": _calls}
-    for method in dict.fromkeys(edit.method for edit in edits):
-        namespace[method] = _edited(base, method, [edit for edit in edits if edit.method == method])
-    cls: type[nn.Module] = type(base)(base.__name__, (base,), namespace)
-    return cls
+    for method in {edit.method for edit in edits}:
+        namespace[method] = _rewritten_method(base, method, [edit for edit in edits if edit.method == method])
+    return cast(type[nn.Module], type(base)(base.__name__, (base,), namespace))
 
 
 def _reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -198,7 +161,7 @@ def _reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def _rebuild(base: Any, edits: tuple[_Edit, ...]) -> nn.Module:
-    cls = _rewritten(base, edits)
+    cls = _rewritten_class(base, edits)
     return cls.__new__(cls)
 
 
@@ -207,8 +170,7 @@ def _calls(self: Any, child: str, function: Any) -> bool:
     return any(edit.child == child and edit.target is function for edit in self._retrofit_edits[1])
 
 
-def _edited(base: type[nn.Module], method: str, edits: Iterable[_Edit]) -> FunctionType:
-    """A class's method with the calls of `edits` replaced, and nothing else."""
+def _rewritten_method(base: type[nn.Module], method: str, edits: list[_Edit]) -> FunctionType:
     function: FunctionType = inspect.getattr_static(base, method)
     code = function.__code__
     tree = file_tree(code)
@@ -217,19 +179,19 @@ def _edited(base: type[nn.Module], method: str, edits: Iterable[_Edit]) -> Funct
             raise RewriteError(f"{code.co_qualname} is not what it was when its network was converted")
         replacement = _Replacement(edit, code, function.__globals__)
         tree = ast.fix_missing_locations(replacement.visit(tree))
-        if not replacement.made:
+        if not replacement.done:
             raise RewriteError(f"the call in {code.co_qualname} is no expression of its own")
     new = code_in(compile(tree, code.co_filename, "exec", dont_inherit=True), code)
     assert new is not None
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in new.co_freevars)
-    edited = FunctionType(new, function.__globals__, function.__name__, function.__defaults__, closure)
-    edited.__kwdefaults__ = function.__kwdefaults__
-    return cast(FunctionType, functools.update_wrapper(edited, function))
+    rewritten = FunctionType(new, function.__globals__, function.__name__, function.__defaults__, closure)
+    rewritten.__kwdefaults__ = function.__kwdefaults__
+    return cast(FunctionType, functools.update_wrapper(rewritten, function))
 
 
 class _Call(ast.Call):
-    """A call that is put into the code."""
+    """A call that is put into the code, which no later edit takes for one of the code's own."""
 
 
 class _Replacement(ast.NodeTransformer):
@@ -237,9 +199,6 @@ class _Replacement(ast.NodeTransformer):
 
     Beside its input the call may only take constants, so that nothing that may change is ignored. Where it is a matter
     of what the code does when it runs, the child is called on a condition, and the call stays for else.
-
-    Attributes:
-        made: Whether the call was found.
     """
 
     def __init__(self, edit: _Edit, code: CodeType, names: dict[str, Any]) -> None:
@@ -248,20 +207,20 @@ class _Replacement(ast.NodeTransformer):
         self.label = f"the call in {code.co_qualname}"
         self.own = code.co_varnames[0]
         self.end = (edit.end[0] + code.co_firstlineno, edit.end[1])
-        self.made = False
+        self.done = False
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Replace a call if it is the one."""
         self.generic_visit(node)
         if (node.end_lineno, node.end_col_offset) != self.end:
             return node
-        self.made = True
-        child = self._call(self.edit.child, [self._input(node)])
+        self.done = True
+        child = self._call(self.edit.child, self._input(node))
         condition = self._condition(node.func)
         return ast.copy_location(child if condition is None else ast.IfExp(condition, child, node), node)
 
-    def _call(self, attribute: str, arguments: list[ast.expr]) -> _Call:
-        return _Call(ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()), arguments, [])
+    def _call(self, attribute: str, *arguments: ast.expr) -> _Call:
+        return _Call(ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()), [*arguments], [])
 
     def _input(self, node: ast.Call) -> ast.expr:
         target = self.edit.target
@@ -279,32 +238,23 @@ class _Replacement(ast.NodeTransformer):
     def _condition(self, function: ast.expr) -> ast.expr | None:
         """What must hold for the child to be called: that the input is of its norm, or the function the one it was."""
         target = self.edit.target
-        if self.edit.norm:
-            selector, name = self.edit.norm
-            there = ast.parse(selector, mode="eval").body
+        if self.edit.selector:
+            expression, norm = self.edit.selector
+            there = ast.parse(expression, mode="eval").body
             for part in ast.walk(there):
                 ast.copy_location(part, function)
-            return ast.Compare(self._call("get_submodule", [ast.Constant(name)]), [ast.Is()], [there])
-        root, path = _dotted(function)
-        if isinstance(target, str) or (target is None and root == self.own):
+            return ast.Compare(self._call("get_submodule", ast.Constant(norm)), [ast.Is()], [there])
+        if isinstance(target, str):
             return None
-        if root == self.own:
-            return self._call("_retrofit_calls", [ast.Constant(self.edit.child), function])
-        if (
-            target is None
-            or functools.reduce(lambda o, n: getattr(o, n, None), path, self.names.get(root)) is not target
-        ):
-            raise RewriteError(f"{self.label} does not name what it calls")
-        return None
-
-
-def _dotted(expression: ast.expr) -> tuple[str, list[str]]:
-    """The name and the attributes of `name.attribute...`; no name for any other expression."""
-    path: list[str] = []
-    while isinstance(expression, ast.Attribute):
-        path.insert(0, expression.attr)
-        expression = expression.value
-    return (expression.id, path) if isinstance(expression, ast.Name) else ("", path)
+        root, *path = ast.unparse(function).split(".")
+        if all(name.isidentifier() for name in path):
+            if root == self.own:
+                held = self._call("_retrofit_calls", ast.Constant(self.edit.child), function)
+                return None if target is None else held
+            named = functools.reduce(lambda holder, name: getattr(holder, name, None), path, self.names.get(root))
+            if target is not None and named is target:
+                return None
+        raise RewriteError(f"{self.label} does not name what it calls")
 
 
 def _is_literal(expression: ast.expr) -> bool:

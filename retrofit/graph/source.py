@@ -9,8 +9,6 @@ from types import CodeType
 
 from retrofit.errors import RetrofitError
 
-_PARTS = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars")
-
 
 class RewriteError(RetrofitError):
     """A block's code cannot be rewritten; the message is the reason."""
@@ -24,10 +22,10 @@ def file_tree(code: CodeType) -> ast.Module:
     """
     try:
         source = "".join(inspect.findsource(code)[0])
-        compiled = _compiled(source, code.co_filename)
+        compiled = code_in(_compiled(source, code.co_filename), code)
     except (OSError, TypeError, SyntaxError):
         raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
-    if not _same(code_in(compiled, code), code):
+    if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
         raise RewriteError(f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed")
     return ast.parse(source)
 
@@ -43,23 +41,9 @@ def code_in(outer: CodeType, code: CodeType) -> CodeType | None:
         if isinstance(const, CodeType):
             if (const.co_name, const.co_firstlineno) == (code.co_name, code.co_firstlineno):
                 return const
-            if (found := code_in(const, code)) is not None:
-                return found
+            if (inner := code_in(const, code)) is not None:
+                return inner
     return None
-
-
-def _same(one: object, other: object) -> bool:
-    """Whether two constants, or the code of two functions, are the same, the position of every expression included."""
-    if not isinstance(one, CodeType) or not isinstance(other, CodeType):
-        return type(one) is type(other) and repr(one) == repr(other)
-    return (
-        all(
-            getattr(one, name) == getattr(other, name) for name in ("co_code", "co_names", "co_varnames", "co_freevars")
-        )
-        and list(one.co_positions()) == list(other.co_positions())
-        and len(one.co_consts) == len(other.co_consts)
-        and all(map(_same, one.co_consts, other.co_consts))
-    )
 
 
 def callee(code: CodeType, end: tuple[int, int]) -> str:

@@ -12,10 +12,7 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
-from retrofit.graph.find_sites import find_sites
-from retrofit.graph.rewrite import check_call
-from retrofit.graph.site import Activation, Site, Sites
-from retrofit.graph.source import RewriteError
+from retrofit.graph.sites import Site, Sites, find_sites
 from retrofit.layers.base import StrengthMixin
 from retrofit.layers.settings import move_settings
 from retrofit.surgery.families import NormLayer, classify
@@ -164,16 +161,6 @@ def planned_sites(model: nn.Module, plan: Plan, families: frozenset[str]) -> dic
     if sites is None or not sites.describe(model):
         sites = sites_of(model, families)
     return {(site.norm, site.place): site for site in sites.sites}
-
-
-def call_problem(model: nn.Module, activation: Activation) -> str:
-    """Why the call of an activation cannot be replaced; empty if it can."""
-    try:
-        if activation.call is not None:
-            check_call(model, activation.call)
-    except RewriteError as error:
-        return str(error)
-    return ""
 
 
 def left_activations(sites: Sites, converted: set[str]) -> list[EditRow]:

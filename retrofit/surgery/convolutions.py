@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from retrofit.graph import kinds
 from retrofit.graph.flow import Flow, Flows
 from retrofit.layers import weight_standardization
 from retrofit.surgery.families import classify
@@ -39,7 +38,7 @@ def plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: bo
         A row each. The reason of a converted one says why it is unknown whether a scale belongs behind it.
     """
     norms = [name for name, module in model.named_modules() if classify(name, module) is not None]
-    found = Flows(model, lambda module: classify("", module) is not None, kinds.activations_of(model))
+    found = Flows(model, lambda module: classify("", module) is not None)
     calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
     for flow in found.flows:
         for node, module in flow.modules.items():

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrofit.graph.site import Sites
+from retrofit.graph.sites import Sites
 from retrofit.surgery import report_table
 
 if TYPE_CHECKING:

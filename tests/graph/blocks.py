@@ -29,14 +29,8 @@ class Shared(Block):
 
 class Functional(Block):
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        x = self.bn1(self.conv1(x)).relu()
         return F.leaky_relu(self.bn2(self.conv2(x)), 0.3)
-
-
-class Methods(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.bn1(self.conv1(x)).relu_()
-        return self.bn2(self.conv2(x)).clamp(min=0, max=6)
 
 
 class BehindDropout(Block):
@@ -93,16 +87,6 @@ class Optional(Block):
         return F.relu(self.bn2(self.conv2(x))) + shortcut
 
 
-class Helper(Block):
-    """The activation is called by a method that others may call too."""
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn1(self.conv1(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn2(self.conv2(self.forward_features(x)))
-
-
 class HelperTwice(Block):
     """A method that runs twice in one forward, each time after another norm."""
 
@@ -113,39 +97,14 @@ class HelperTwice(Block):
         return self.step(self.conv2, self.bn2, self.step(self.conv1, self.bn1, x))
 
 
-class Flag(Block):
-    """Behaviour that depends on plain attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.double = False
-        self.scales: tuple[float, ...] = (1.0, 1.0)
-        self.extra: nn.Module | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        if self.extra is not None:
-            x = self.extra(x)
-        for scale in self.scales:
-            x = x * scale
-        return x * 2 if self.double else x
-
-
-class Constant(Block):
-    """Makes a tensor that a graph could only hold as a constant."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn1(self.conv1(x))) + torch.arange(3.0).sum()
-
-
 class Remembers(Block):
-    """Sets an attribute while it runs."""
+    """Sets an attribute while it runs, and makes a tensor that a graph could only hold as a constant."""
 
     last: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = F.relu(self.bn1(self.conv1(x)))
-        return self.last
+        return self.last + torch.arange(3.0).sum()
 
 
 class Rate(Block):

@@ -5,7 +5,7 @@ import inspect
 import io
 import linecache
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +18,39 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from retrofit.graph.find_sites import find_sites
-from retrofit.graph.rewrite import check_call, replace_call, replace_module
-from retrofit.graph.site import Activation
+from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
+from retrofit.graph.sites import Site, find_sites
 from retrofit.graph.source import RewriteError
 from retrofit.surgery.restore import unchanged_on_failure
 from tests.graph import blocks
 
 tv = torchvision.models
+X = torch.randn(2, 4, 5, 5)
 
 
-def direct(model: nn.Module) -> Iterator[tuple[str, Activation]]:
+def direct(model: nn.Module) -> list[Site]:
+    """The sites with an activation."""
     found = find_sites(model, lambda module: isinstance(module, _BatchNorm))
-    for site in found.sites:
-        if site.activation is not None:
-            yield f"{site.norm.removeprefix(site.owner + '.')}_{site.place}".replace(".", "_"), site.activation
+    return [site for site in found.sites if site.activation is not None]
+
+
+def problem(model: nn.Module, site: Site) -> str:
+    assert site.activation is not None
+    return rewrite_problem(model, site.activation)
 
 
 def wrap(model: nn.Module) -> int:
     """Replace every activation that directly follows a norm by itself, wrapped."""
-    count = 0
-    for name, act in list(direct(model)):
-        wrapped = blocks.Wrapped(act.module)
-        if act.kind == "fused":
-            model.get_submodule(act.owner).act = wrapped
-        elif act.kind == "module":
-            replace_module(model, act.name, wrapped)
+    sites = direct(model)
+    for site in sites:
+        assert site.activation is not None
+        wrapped = blocks.Wrapped(site.activation.module)
+        if site.activation.kind == "fused":
+            model.get_submodule(site.norm).act = wrapped
         else:
-            assert act.call is not None
-            check_call(model, act.call)
-            replace_call(model, act.call, wrapped, f"{name}_act")
-        count += 1
-    return count
+            assert not problem(model, site)
+            replace_activation(model, site, wrapped, "act")
+    return len(sites)
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -65,167 +66,144 @@ def run(model: nn.Module, x: Tensor, training: bool) -> list[Tensor]:
     model.train(training)
     x = x.clone().requires_grad_()
     outputs = tensors(model(x))
-    wanted = [x, *model.parameters()]
-    gradients = torch.autograd.grad(sum(o.square().sum() for o in outputs), wanted, allow_unused=True)  # type: ignore[arg-type]
+    loss = torch.stack([output.square().sum() for output in outputs]).sum()
+    gradients = torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)
     return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
 
 
-def assert_same(source: nn.Module, model: nn.Module, x: Tensor) -> None:
+def assert_same(source: nn.Module, model: nn.Module, x: Tensor = X) -> None:
     for training in (False, True):
         for expected, got in zip(run(source, x, training), run(model, x, training), strict=True):
             assert torch.equal(expected, got)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...]]] = {
-    "mobilenetv3_small": (lambda: timm.create_model("mobilenetv3_small_100"), 23, (2, 3, 32, 32)),
-    "dla34": (lambda: timm.create_model("dla34"), 21, (2, 3, 32, 32)),
-    "res2net50": (lambda: timm.create_model("res2net50_48w_2s"), 33, (2, 3, 32, 32)),
-    "tv:resnet18": (tv.resnet18, 9, (2, 3, 32, 32)),
-    "tv:regnet_y_400mf": (tv.regnet_y_400mf, 33, (2, 3, 32, 32)),
-    "shared": (blocks.Shared, 2, (2, 4, 5, 5)),
-    "functional": (blocks.Functional, 2, (2, 4, 5, 5)),
-    "behind dropout": (blocks.BehindDropout, 2, (2, 4, 5, 5)),
-    "norm twice": (blocks.NormTwice, 2, (2, 4, 5, 5)),
-    "loop": (blocks.Loop, 2, (2, 4, 5, 5)),
-    "train only": (blocks.TrainOnly, 2, (2, 4, 5, 5)),
-    "helper twice": (blocks.HelperTwice, 2, (2, 4, 5, 5)),
-    "branching": (blocks.Branching, 3, (2, 4, 5, 5)),
-    "rates": (blocks.Rates, 4, (2, 4, 5, 5)),
-    "same padding": (blocks.SamePad, 1, (2, 4, 6, 5)),
-    "constant": (blocks.Constant, 1, (2, 4, 5, 5)),
-    "remembers": (blocks.Remembers, 1, (2, 4, 5, 5)),
-    "custom": (lambda: blocks.Custom(blocks.Swish()), 2, (2, 4, 5, 5)),
-    "indexed": (blocks.Indexed, 2, (2, 4, 5, 5)),
-    "sequences": (blocks.Sequences, 3, (2, 4, 5, 5)),
+SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "shared": (blocks.Shared, 2),
+    "functional": (blocks.Functional, 2),
+    "loop": (blocks.Loop, 2),
+    "norm twice": (blocks.NormTwice, 2),
+    "behind dropout": (blocks.BehindDropout, 2),
+    "sequences": (blocks.Sequences, 3),
 }
-SMALL = ["shared", "functional", "loop", "helper twice", "norm twice", "behind dropout", "indexed", "sequences"]
+GRAPHS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "a graph": (lambda: torch.fx.symbolic_trace(blocks.Functional()), 2),
+    "a graph in a network": (lambda: nn.Sequential(torch.fx.symbolic_trace(blocks.Loop()), blocks.Shared()), 4),
+    "a graph for each mode": (lambda: create_feature_extractor(blocks.BehindDropout(), ["silu"]), 2),
+}
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    **SMALL,
+    **GRAPHS,
+    "mobilenetv3_small": (lambda: timm.create_model("mobilenetv3_small_100", in_chans=4), 23),
+    "res2net50": (lambda: timm.create_model("res2net50_48w_2s", in_chans=4), 33),
+    "train only": (blocks.TrainOnly, 2),
+    "helper twice": (blocks.HelperTwice, 2),
+    "branching": (blocks.Branching, 3),
+    "rates": (blocks.Rates, 4),
+    "same padding": (blocks.SamePad, 1),
+    "remembers": (blocks.Remembers, 1),
+    "custom": (lambda: blocks.Custom(blocks.Swish()), 2),
+    "indexed": (blocks.Indexed, 2),
+}
+
+
+def pair(name: str) -> list[nn.Module]:
+    """The same network twice."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(MODELS[name][0]())
+    return models
+
+
+def saved_and_loaded(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_function_in_eval_and_in_train(name: str) -> None:
-    make, count, shape = MODELS[name]
-    source = make()
-    model = copy.deepcopy(source)
+    source, model = pair(name)
+    count = MODELS[name][1]
     assert wrap(model) == count
-    wrapped = [key for key in model.state_dict() if key.endswith(".seen") or key == "seen"]
-    assert len(wrapped) == count
     extra = [key for key in model.state_dict() if key not in source.state_dict()]
-    assert sorted(extra) == sorted(wrapped)
+    assert len(extra) == count
+    assert all(key.endswith("seen") for key in extra)
     assert type(model).__name__ == type(source).__name__
-    assert isinstance(model, type(source))
-    assert_same(source, model, torch.randn(shape))
+    assert_same(source, model, torch.randn(2, 4, 32, 32) if "net" in name and name not in GRAPHS else X)
 
 
-@pytest.mark.parametrize("name", [*SMALL, "tv:resnet18"])
+@pytest.mark.parametrize("name", [*SMALL, *GRAPHS])
 def test_copies_and_pickles(name: str) -> None:
-    make, _, shape = MODELS[name]
-    source = make()
-    model = copy.deepcopy(source)
+    source, model = pair(name)
     wrap(model)
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    x = torch.randn(shape)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)):
-        assert_same(copy.deepcopy(source), other, x)
+    for again in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved_and_loaded):
+        assert_same(again(source), again(model))
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [(name, "eager") for name in SMALL]
-    + [("behind dropout", "aot_eager"), pytest.param("tv:resnet18", "aot_eager", marks=pytest.mark.slow)],
+    [(name, "eager") for name in SMALL] + [pytest.param("shared", "aot_eager", marks=pytest.mark.slow)],
 )
 def test_compiles_whole(name: str, backend: str) -> None:
-    make, _, shape = MODELS[name]
-    model = make()
+    model = MODELS[name][0]()
     wrap(model)
-    x = torch.randn(shape)
     for training in (False, True):
         model.train(training)
-        other = copy.deepcopy(model)
         torch._dynamo.reset()
         torch.manual_seed(1)
-        expected = model(x)
+        expected = copy.deepcopy(model)(X)
         torch.manual_seed(1)
-        got = torch.compile(other, fullgraph=True, backend=backend)(x)
+        got = torch.compile(model, fullgraph=True, backend=backend)(X)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["from one search", "searching again"])
 def test_calls_of_one_block_one_after_the_other(again: bool) -> None:
-    source = blocks.Shared()
-    model = copy.deepcopy(source)
-    calls = {name: act.call for name, act in direct(model)}
-    replace_call(model, calls["bn2_0"], blocks.Wrapped(nn.ReLU()), "second")  # type: ignore[arg-type]
-    if again:
-        calls = {name: act.call for name, act in direct(model) if act.call is not None}
-        assert set(calls) == {"bn1_0"}
-    replace_call(model, calls["bn1_0"], blocks.Wrapped(nn.Tanh()), "first")  # type: ignore[arg-type]
-    x = torch.randn(2, 4, 5, 5)
-    model.eval()
-    out = F.relu(model.bn2(model.conv2(torch.tanh(model.bn1(model.conv1(x))))))
-    assert torch.equal(model(x), F.relu(model.conv1(out) + x))
+    model = blocks.Shared().eval()
+    first, second = direct(model)
+    replace_activation(model, second, nn.Sigmoid(), "new")
+    replace_activation(model, direct(model)[0] if again else first, nn.Tanh(), "new")
+    out = model.bn2(model.conv2(torch.tanh(model.bn1(model.conv1(X))))).sigmoid()
+    assert torch.equal(model(X), F.relu(model.conv1(out) + X))
     with pytest.raises(RewriteError, match="replaced already"):
-        replace_call(model, find_first_call(source), blocks.Wrapped(nn.ReLU()), "third")
-
-
-def find_first_call(model: nn.Module) -> Any:
-    return next(act.call for _, act in direct(model))
+        replace_activation(model, first, nn.ReLU(), "third")
 
 
 def test_equal_blocks_share_one_class() -> None:
     model = tv.resnet18()
     wrap(model)
-    assert type(model.layer1[0]) is type(model.layer1[1])
-    assert type(copy.deepcopy(model).layer1[0]) is type(model.layer1[0])
+    assert type(model.layer1[0]) is type(model.layer1[1]) is type(copy.deepcopy(model).layer1[0])
     assert isinstance(model.layer1[0], tv.resnet.BasicBlock)
 
 
 def test_a_method_that_makes_the_call_stays_the_one_to_call() -> None:
-    source = blocks.Helper().eval()
-    model = copy.deepcopy(source)
-    wrap(model)
-    x = torch.randn(2, 4, 5, 5)
-    assert torch.equal(model.forward_features(x), source.forward_features(x))
-    replacement = model.bn1_0_act
-    replacement.inner = nn.Tanh()
-    assert not torch.equal(model.forward_features(x), source.forward_features(x))
+    model = blocks.HelperTwice().eval()
+    replace_activation(model, direct(model)[0], nn.Tanh(), "new")
+    assert torch.equal(model.step(model.conv2, model.bn1, X), torch.tanh(model.bn1(model.conv2(X))))
+    assert torch.equal(model.step(model.conv1, model.bn2, X), F.relu(model.bn2(model.conv1(X))))
 
 
-def test_attributes_count_as_they_are_when_the_block_runs() -> None:
-    model, source = blocks.Flag().eval(), blocks.Flag().eval()
-    source.load_state_dict(model.state_dict())
-    wrap(model)
-    x = torch.randn(2, 4, 5, 5)
-    changes: list[tuple[str, Any]] = [("double", True), ("extra", nn.Tanh()), ("scales", (2.0, 3.0, 4.0))]
-    for name, value in changes:
-        for block in (model, source):
-            setattr(block, name, value)
-        assert torch.equal(model(x), source(x))
-    held = blocks.Held().eval()
-    call, slope = (act.call for _, act in direct(held))
-    assert call is not None
-    replace_call(held, call, nn.Tanh(), "new")
-    x = torch.randn(2, 4, 5, 5)
-    rest = lambda y: F.leaky_relu(held.bn2(held.conv2(y)), 0.1)  # noqa: E731
-    assert torch.equal(held(x), rest(torch.tanh(held.bn1(held.conv1(x)))))
-    assert torch.equal(pickle.loads(pickle.dumps(held))(x), held(x))
-    held.act = F.silu
-    assert torch.equal(held(x), rest(F.silu(held.bn1(held.conv1(x)))))
-    with pytest.raises(RewriteError, match="takes constants that may change"):
-        check_call(held, slope)  # type: ignore[arg-type]
+def test_a_function_in_an_attribute_may_change_and_a_constant_there_is_left() -> None:
+    model = blocks.Held().eval()
+    act, slope = direct(model)
+    replace_activation(model, act, nn.Tanh(), "new")
+    for expected in (torch.tanh, F.silu):
+        got = F.leaky_relu(model.bn2(model.conv2(expected(model.bn1(model.conv1(X))))), 0.1)
+        assert torch.equal(model(X), got)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(X), got)
+        model.act = F.silu
+    assert "takes constants that may change" in problem(model, slope)
 
 
 def test_a_loop_in_another_order_keeps_norms_and_activations_together() -> None:
     model = blocks.Indexed().eval()
-    for name, act in list(direct(model)):
-        assert act.call is not None
-        replace_call(model, act.call, nn.Tanh() if name == "bn1_0" else nn.Sigmoid(), f"{name}_act")
+    for site, act in zip(direct(model), (nn.Tanh(), nn.Sigmoid()), strict=True):
+        replace_activation(model, site, act, "act")
     model.norms = nn.ModuleList([model.bn2, model.bn1])
-    x = torch.randn(2, 4, 5, 5)
-    assert torch.equal(model(x), torch.tanh(model.bn1(model.conv2(model.bn2(model.conv1(x)).sigmoid()))))
+    assert torch.equal(model(X), torch.tanh(model.bn1(model.conv2(model.bn2(model.conv1(X)).sigmoid()))))
     model.norms[0] = nn.Identity()  # no norm that is known: as the code has it
-    assert torch.equal(model(x), torch.tanh(model.bn1(model.conv2(F.leaky_relu(model.conv1(x), 0.2)))))
+    assert torch.equal(model(X), torch.tanh(model.bn1(model.conv2(F.leaky_relu(model.conv1(X), 0.2)))))
 
 
 def test_optional_arguments_may_be_given_or_not() -> None:
@@ -233,22 +211,46 @@ def test_optional_arguments_may_be_given_or_not() -> None:
     model = copy.deepcopy(source)
     wrap(model)
     assert list(inspect.signature(model.forward).parameters) == ["x", "shortcut", "rest", "scale"]
-    x = torch.randn(2, 4, 5, 5)
-    for call in (lambda m: m(x), lambda m: m(x, x * 2), lambda m: m(x, None, x), lambda m: m(x, scale=2.0)):
+    for call in (lambda m: m(X), lambda m: m(X, X * 2), lambda m: m(X, None, X), lambda m: m(X, scale=2.0)):
         assert torch.equal(call(model), call(source))
 
 
-def test_what_cannot_be_rewritten() -> None:
-    model = blocks.Elsewhere()
-    for call, message in zip(
-        (act.call for _, act in direct(model)), ("activated, which is no method", "decorated"), strict=True
-    ):
-        with pytest.raises(RewriteError, match=message):
-            check_call(model, call)  # type: ignore[arg-type]
-        with pytest.raises(RewriteError, match=message):
-            replace_call(model, call, nn.ReLU(), "new")  # type: ignore[arg-type]
-    assert type(model) is blocks.Elsewhere
-    assert not hasattr(model, "new")
+class PicklesItself(blocks.Functional):
+    def __reduce__(self) -> Any:
+        return PicklesItself, ()
+
+
+class Chosen(blocks.Block):
+    """An activation that is chosen where it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acts = nn.ModuleList([self.relu, nn.SiLU()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.acts[0](self.bn2(self.conv2(self.acts[0](self.bn1(self.conv1(x))))))
+
+
+def test_what_cannot_be_rewritten_is_left_as_it_was() -> None:
+    own = blocks.Functional()
+    own.forward = own.forward  # type: ignore[method-assign]
+    cases = [
+        (blocks.Elsewhere(), ["activated, which is no method", "decorated"]),
+        (own, ["set on the instance"] * 2),
+        (PicklesItself(), ["its own pickling"] * 2),
+        (Chosen(), ["does not name what it calls"] * 2),
+    ]
+    for model, messages in cases:
+        before = dict(vars(model)), type(model), list(model.state_dict())
+        for site, message in zip(direct(model), messages, strict=True):
+            assert message in problem(model, site)
+            with pytest.raises(RewriteError, match=message):
+                replace_activation(model, site, nn.PReLU(), "new")
+        assert (dict(vars(model)), type(model), list(model.state_dict())) == before
+    taken = blocks.Functional()
+    taken.bn1_new = nn.Identity()
+    with pytest.raises(RewriteError, match="already has an attribute bn1_new"):
+        replace_activation(taken, direct(taken)[0], nn.ReLU(), "new")
 
 
 SOURCE = """
@@ -264,63 +266,20 @@ def test_the_source_must_be_what_runs(tmp_path: Path) -> None:
     file, names = tmp_path / "written.py", {"__name__": "written"}
     exec(compile(SOURCE, str(file), "exec"), names)
     model: Any = names["Written"]()
-    with pytest.raises(RewriteError, match="is not at hand"):
-        check_call(model, find_first_call(model))
-    file.write_text(SOURCE.replace("F.relu", "F.silu"))
-    linecache.clearcache()
-    with pytest.raises(RewriteError, match="is not what runs"):
-        check_call(model, find_first_call(model))
+    (site,) = direct(model)
+    assert "is not at hand" in problem(model, site)
+    for changed in (SOURCE.replace("F.relu", "F.silu"), SOURCE.replace("(self.bn1", "( self.bn1")):
+        file.write_text(changed)
+        linecache.clearcache()
+        assert "is not what runs" in problem(model, site)
     file.write_text(SOURCE)
     linecache.clearcache()
-    check_call(model, find_first_call(model))
-
-
-class PicklesItself(blocks.Functional):
-    def __reduce__(self) -> Any:
-        return PicklesItself, ()
-
-
-def test_refusals_before_any_trace() -> None:
-    model = blocks.Functional()
-    call = find_first_call(model)
-    with pytest.raises(RewriteError, match="already has an attribute bn1"):
-        replace_call(model, call, nn.ReLU(), "bn1")
-    model.forward = model.forward  # type: ignore[method-assign]
-    with pytest.raises(RewriteError, match="set on the instance"):
-        check_call(model, call)
-    pickling = PicklesItself()
-    with pytest.raises(RewriteError, match="its own pickling"):
-        check_call(pickling, find_first_call(pickling))
-
-
-GRAPHS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "shared": (lambda: torch.fx.symbolic_trace(blocks.Shared()), 2),
-    "functional": (lambda: torch.fx.symbolic_trace(blocks.Functional()), 2),
-    "in a network": (lambda: nn.Sequential(torch.fx.symbolic_trace(blocks.Loop()), blocks.Shared()), 4),
-    "a graph for each mode": (lambda: create_feature_extractor(blocks.BehindDropout(), ["silu"]), 2),
-}
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_graph_modules(name: str) -> None:
-    make, count = GRAPHS[name]
-    torch.manual_seed(0)
-    source = make()
-    torch.manual_seed(0)
-    model = make()
-    assert wrap(model) == count
-    assert sum(key.endswith("seen") for key in model.state_dict()) == count
-    x = torch.randn(2, 4, 5, 5)
-    assert_same(source, model, x)
-    for again in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
-        assert_same(again(source), again(model), x)
+    assert not problem(model, site)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_what_fails_later_leaves_the_graph(name: str) -> None:
-    model, x = GRAPHS[name][0](), torch.randn(2, 4, 5, 5)
-    before = run(model, x, training=False)
-    model.eval()
+    source, model = pair(name)
 
     def fail() -> None:
         with unchanged_on_failure(model):
@@ -329,10 +288,8 @@ def test_what_fails_later_leaves_the_graph(name: str) -> None:
 
     with pytest.raises(KeyError):
         fail()
-    model(x)
-    assert not [key for key in model.state_dict() if key.endswith("seen")]
-    for expected, got in zip(before, run(model, x, training=False), strict=True):
-        assert torch.equal(expected, got)
+    assert model.state_dict().keys() == source.state_dict().keys()
+    assert_same(source, model)
 
 
 def test_replace_module_takes_every_name() -> None:
@@ -348,39 +305,19 @@ def test_replace_module_takes_every_name() -> None:
         replace_module(model, "missing", new)
 
 
-def test_hooks_parameters_and_heads_stay() -> None:
-    model = tv.densenet121().eval()  # its last activation is functional, in the model's own forward
+def test_hooks_parameters_heads_and_features_stay() -> None:
+    model = timm.create_model("densenet121", growth_rate=8).eval()  # its last activation is functional
     seen: list[str] = []
     model.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
     model.features.norm5.register_forward_hook(lambda *_: seen.append("norm5"))
     parameters = list(model.parameters())
     wrap(model)
     assert all(old is new for old, new in zip(parameters, model.parameters(), strict=True))
-    model.classifier = nn.Linear(1024, 5)
-    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
-    assert seen == ["norm5", "DenseNet"]
-
-
-def test_reset_classifier_and_features_work() -> None:
-    model = timm.create_model("dla34").eval()
-    wrap(model)
-    model.reset_classifier(7)
+    model.reset_classifier(5)
     x = torch.randn(1, 3, 64, 64)
-    assert model(x).shape == (1, 7)
+    assert model(x).shape == (1, 5)
+    assert seen == ["norm5", "DenseNet"]
     assert torch.equal(model.forward_head(model.forward_features(x)), model(x))
-
-
-def test_a_detector() -> None:
-    backbone = tv.detection.backbone_utils.resnet_fpn_backbone(
-        backbone_name="resnet18", weights=None, norm_layer=nn.BatchNorm2d, trainable_layers=5
-    )
-    source = tv.detection.FasterRCNN(backbone, 3, min_size=64, max_size=64).eval()
-    model = copy.deepcopy(source)
-    assert wrap(model) == 9
-    x = [torch.rand(3, 64, 64)]
-    for expected, got in zip(source.backbone(x[0][None]).values(), model.backbone(x[0][None]).values(), strict=True):
-        assert torch.equal(expected, got)
-    assert model(x)[0].keys() == {"boxes", "labels", "scores"}
 
 
 def test_meta_models_are_rewritten_too() -> None:
@@ -388,15 +325,3 @@ def test_meta_models_are_rewritten_too() -> None:
         model = tv.resnet18()
         wrap(model)
         assert model(torch.randn(1, 3, 64, 64)).shape == (1, 1000)
-
-
-def test_distributed_data_parallel(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = blocks.Shared()
-        wrap(model)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        parallel(torch.randn(2, 4, 5, 5)).sum().backward()
-        assert model.conv1.weight.grad is not None
-    finally:
-        torch.distributed.destroy_process_group()

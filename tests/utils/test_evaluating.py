@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
-from retrofit.graph.find_sites import find_sites
+from retrofit.graph.sites import find_sites
 from retrofit.utils.evaluating import copied, evaluating
 from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import autocast, device_of, placement_of

@@ -19,15 +19,14 @@ from torch.nn.functional import silu
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
-from retrofit.graph.rewrite import replace_activation
-from retrofit.graph.site import Site, Sites
+from retrofit.graph.rewrite import replace_activation, rewrite_problem
+from retrofit.graph.sites import Site, Sites
 from retrofit.layers.settings import check_groups, hold_settings
 from retrofit.surgery.converter import (
     Converter,
     Decision,
     Decisions,
     adopt,
-    call_problem,
     left_activations,
     planned_sites,
     register,
@@ -68,7 +67,7 @@ class BaselineConverter(Converter):
         blocked = {
             site.norm: problem
             for site in sites.sites
-            if site.activation is not None and (problem := call_problem(model, site.activation))
+            if site.activation is not None and (problem := rewrite_problem(model, site.activation))
         }
         decided = {layer.name: self._decide(model, layer, options, sites, blocked) for layer in layers}
         converted = {name for name, decision in decided.items() if decision.status == "converted"}

@@ -16,8 +16,8 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
-from retrofit.graph.rewrite import replace_activation, replace_module
-from retrofit.graph.site import Site, Sites
+from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
+from retrofit.graph.sites import Site, Sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
 from retrofit.layers.migrated_group_norm import group_gain, settled_eps
 from retrofit.surgery.converter import (
@@ -25,7 +25,6 @@ from retrofit.surgery.converter import (
     Decision,
     Decisions,
     adopt,
-    call_problem,
     count_batches,
     left_activations,
     materialize_at_zero,
@@ -204,7 +203,7 @@ def _activation(model: nn.Module, site: Site, converted: set[str], settled: dict
 def _activation_problem(model: nn.Module, site: Site) -> str:
     """Why the activation of a site stays as it is; empty if it can be replaced."""
     assert site.activation is not None
-    return "inside a squeeze-excite" if site.in_squeeze_excite else call_problem(model, site.activation)
+    return "inside a squeeze-excite" if site.in_squeeze_excite else rewrite_problem(model, site.activation)
 
 
 def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm:

@@ -1,0 +1,292 @@
+"""Where the norms are, at the level of calls: which activation follows each, and what is left and why."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import fx, nn
+
+from retrofit.graph import kinds
+from retrofit.graph.flow import Flow, Flows, call_name
+from retrofit.graph.source import callee
+from retrofit.graph.trace import Place
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation that directly follows a norm.
+
+    Attributes:
+        kind: "fused": the norm's own `.act`; "module": a child that is called at this place only, so that the child
+            may be replaced; "call": one of several calls of a module, or a functional call: the block's code has to
+            be rewritten.
+        name: Dotted name of the module; for calls followed by `#` and the number of the call.
+        module: The activation itself; for functional calls a fresh module that does the same, not in place.
+        owner: Dotted name of the block that makes the call.
+        place: Where the block makes it; None for "fused".
+        selector: For one of several norms that the call follows, as in a loop: the expression that is the norm there,
+            and the norm's name in the block.
+    """
+
+    kind: Literal["fused", "module", "call"]
+    name: str
+    module: nn.Module = field(compare=False, repr=False)
+    owner: str = ""
+    place: Place | None = field(default=None, repr=False)
+    selector: tuple[str, str] | None = None
+
+    @property
+    def type(self) -> str:
+        """Class name of `module`."""
+        return type(self.module).__name__
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in the model's code that calls a norm.
+
+    Attributes:
+        norm: Dotted name of the norm.
+        owner_type: Class name of the module whose code makes the call.
+        place: Which of the places that call the norm it is.
+        places: How many there are.
+        activation: The activation that directly follows on every call, or None.
+        reason: Why there is none.
+        last_before_pool: Whether the activation (the norm, if none) is the last before the final mean pooling.
+        in_squeeze_excite: Whether the norm works on pooled values that go on to multiply other features.
+    """
+
+    norm: str
+    owner_type: str
+    place: int
+    places: int
+    activation: Activation | None
+    reason: str
+    last_before_pool: bool
+    in_squeeze_excite: bool
+
+
+@dataclass(frozen=True)
+class UnmatchedActivation:
+    """An activation that directly follows none of the norms asked for, and why; `name` and `type` as `Activation`'s."""
+
+    name: str
+    type: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What `find_sites` found.
+
+    Attributes:
+        sites: One entry for each place that calls one of the norms asked for.
+        unmatched: The activations that follow none of them, with the reason.
+        uncovered: Names of the norms asked for that no trace shows, with the reason.
+        model: The model that was searched.
+    """
+
+    sites: list[Site]
+    unmatched: list[UnmatchedActivation]
+    uncovered: dict[str, str]
+    model: weakref.ref[nn.Module] | None = field(default=None, compare=False, repr=False)
+
+    def describe(self, model: nn.Module) -> bool:
+        """Whether `model` is the one that was searched, with the activations that it had."""
+        if self.model is None or self.model() is not model:
+            return False
+        acts = (site.activation for site in self.sites)
+        return all(act is None or act.kind == "call" or model.get_submodule(act.name) is act.module for act in acts)
+
+
+def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> Sites:
+    """Find every call of the norms asked for, and which activation follows.
+
+    The model is traced in evaluation and in training, on every path through its code; what a site says holds on all.
+
+    Args:
+        model: Any module, on any device, in any mode; it is not changed.
+        is_norm: The norms asked for.
+
+    Returns:
+        The sites, the activations that belong to none, and the norms that no trace shows. Each norm asked for is in
+        at least one site or in `uncovered`.
+    """
+    search = _Search(model, is_norm)
+    sites = {place: search.site(place) for place in search.norms if is_norm(place.target)}
+    order = list(search.names.values())
+    covered = {place.target for place in sites}
+    return Sites(
+        sites=sorted(sites.values(), key=lambda site: (order.index(site.norm), site.place)),
+        unmatched=[*search.unmatched(sites), *search.unseen()],
+        uncovered={n: search.why_unseen(m) for m, n in search.names.items() if is_norm(m) and m not in covered},
+        model=weakref.ref(model),
+    )
+
+
+class _Search(Flows):
+    """The search: by place, the steps (each a path and a node) that call a norm, asked for or not, or an activation."""
+
+    def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
+        super().__init__(model, is_norm)
+        self.norms: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
+        self.acts: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
+        for flow in self.flows:
+            for node, place in flow.places.items():
+                if (kind := flow.steps[node]) in ("norm", "activation"):
+                    (self.norms if kind == "norm" else self.acts)[place].append((flow, node))
+        self.calls = Counter(place.target for place in (*self.norms, *self.acts))  # from how many places
+        self.claimed: set[Place] = set()  # of the activations of sites
+
+    def site(self, place: Place) -> Site:
+        """Describe a norm's call, and claim the activation that follows it."""
+        norm, steps = place.target, self.norms[place]
+        name, act, reason, ends = self.names[norm], None, "", steps
+        if (fused := _fused_activation(norm)) is None:
+            follower, reason = self._follower(place)
+            if follower is not None:
+                self.claimed.add(follower)
+                ends = [step for step in self.acts[follower] if _norm_before(*step) == place]
+                act = self._called(follower, None if ends == self.acts[follower] else self._selector(place, follower))
+        elif fused in self.activations:
+            act = Activation("fused", f"{name}.act".lstrip("."), fused)
+        else:
+            reason, ends = f"its own activation, {type(fused).__name__}, is not known to be elementwise", []
+        return Site(
+            norm=name,
+            owner_type=type(place.owner).__name__,
+            place=[other for other in self.norms if other.target is norm].index(place),
+            places=self.calls[norm],
+            activation=act,
+            reason=reason,
+            last_before_pool=any(flow.reaches_final_pool(node) for flow, node in ends),
+            in_squeeze_excite=any(flow.in_squeeze_excite(node) for flow, node in steps),
+        )
+
+    def _called(self, place: Place, selector: tuple[str, str] | None) -> Activation:
+        flow, node = self.acts[place][0]
+        kind: Literal["module", "call"] = "module" if selector is None and self._is_own(place.target) else "call"
+        return Activation(kind, self._name(place), flow.activation(node), self.names[place.owner], place, selector)
+
+    def _follower(self, norm: Place) -> tuple[Place | None, str]:
+        """The activation that directly follows a norm on every call, or why there is none."""
+        followers = {self._follower_of(*step) for step in self.norms[norm]}
+        if len(followers) > 1:
+            return None, "followed by different layers on different calls"
+        place, reason = followers.pop()
+        shared = place is not None and any(_norm_before(*step) != norm for step in self.acts[place])
+        if place is not None and shared and self._selector(norm, place) is None:
+            return None, "the call of its activation follows other layers too"
+        return place, reason
+
+    def _follower_of(self, flow: Flow, node: fx.Node) -> tuple[Place | None, str]:
+        users = flow.after(node)
+        if not users:
+            return None, "output unused"
+        if len(users) > 1:
+            times = "twice" if len(users) == 2 else f"{len(users)} times"
+            return None, f"output used {times}: {', '.join(flow.describe(user) for user in users)}"
+        kind, said = flow.steps[users[0]], flow.describe(users[0])
+        if kind == "output":
+            return None, f"output of {flow.name}, which is traced on its own" if flow.name else "model output"
+        if kind == "activation" and flow.before(users[0]) is node:
+            return (None, f"feeds a gate: {said}") if flow.is_gate(users[0]) else (flow.places[users[0]], "")
+        return None, "residual addition" if kind == "addition" else f"feeds {said}"
+
+    def _selector(self, norm: Place, activation: Place) -> tuple[str, str] | None:
+        """What tells, where an activation of several norms is called, which it is: an expression; and the norm's name.
+
+        The expression is the one that is called in the norm's place. None if it is not the norm before on every call.
+        """
+        name = {module: name for name, module in activation.owner.named_modules()}.get(norm.target)
+        if name is None or norm.code != activation.code or norm.code is None or isinstance(norm.at, str):
+            return None
+        expression = callee(norm.code, norm.at)
+        for flow, node in self.acts[activation]:
+            before = _norm_before(flow, node)
+            try:
+                if before is None or eval(expression, *flow.variables[node]) is not before.target:
+                    return None
+            except Exception:  # such as a name that is not bound there
+                return None
+        return expression, name
+
+    def _name(self, place: Place) -> str:
+        target, owner = place.target, place.owner
+        if self._is_own(target):
+            return self.names[target]
+        name = f"{self.names[owner]}.{call_name(self.acts[place][0][1])}".lstrip(".")
+        others = [other for other in self.acts if (other.owner, other.target) == (owner, target)]
+        return f"{self.names[target] if isinstance(target, nn.Module) else name}#{others.index(place)}"
+
+    def _is_own(self, target: Any) -> bool:
+        """Whether a target is a module, and called at one place only."""
+        if not isinstance(target, nn.Module) or self.calls[target] > 1:
+            return False
+        return not any(holder in self.failures for holder, _ in self.holders[target])
+
+    def unmatched(self, sites: dict[Place, Site]) -> Iterator[UnmatchedActivation]:
+        """The activations that traces show and no site claims."""
+        for place, steps in self.acts.items():
+            if place not in self.claimed:
+                flow, node = steps[0]
+                kind = type(flow.activation(node)).__name__
+                yield UnmatchedActivation(self._name(place), kind, self._why_unmatched(flow, node, sites))
+
+    def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
+        source, norm = flow.before(node), _norm_before(flow, node)
+        if flow.in_squeeze_excite(node):
+            return "inside a squeeze-excite"
+        if source is None:
+            return "no norm before it"
+        if norm is not None and norm not in sites:
+            return f"its norm, {flow.describe(source)}, is not one of those asked for"
+        if norm is not None:
+            return f"not directly after {sites[norm].norm}: {sites[norm].reason or 'it has its own activation'}"
+        if (kind := flow.steps[source]) in ("addition", "concatenation", "product"):
+            return f"after a {'residual ' * (kind == 'addition')}{kind}"
+        return f"no norm before it: fed by {flow.describe(source)}"
+
+    def unseen(self) -> Iterator[UnmatchedActivation]:
+        """The activations inside norms that were not asked for, and those that no trace shows."""
+        for module, name in self.names.items():
+            fused = _fused_activation(module) if kinds.is_norm(module) and not self.is_norm(module) else None
+            if fused is not None:
+                reason = f"its norm, {type(module).__name__}, is not one of those asked for"
+                yield UnmatchedActivation(f"{name}.act", type(fused).__name__, reason)
+            holders = {holder for holder, _ in self.holders[module]}
+            inside = holders & self.activations or any(map(kinds.is_norm, holders))
+            if module in self.activations and module not in self.counts and not inside:
+                yield UnmatchedActivation(name, type(module).__name__, self.why_unseen(module))
+
+    def why_unseen(self, module: nn.Module) -> str:
+        """Why no trace shows a call of `module`."""
+        if not self.holders[module]:
+            return "it is the whole model"
+        holder = module
+        while self.holders[holder]:
+            holder, _ = self.holders[holder][0]
+            label = f"{type(holder).__name__} {self.names[holder]}".rstrip()
+            if holder not in self.holding:
+                return f"{label} holds none of the norms asked for"
+            if holder in self.failures:
+                return f"{label} cannot be traced: {self.failures[holder]}"
+            if kinds.is_leaf(holder):
+                return f"inside {label}, which is one step to the trace"
+        return "never called by the model's forward"
+
+
+def _norm_before(flow: Flow, node: fx.Node) -> Place | None:
+    """The place of the norm whose output an activation takes."""
+    source = flow.before(node)
+    return flow.places[source] if source is not None and flow.steps[source] == "norm" else None
+
+
+def _fused_activation(norm: nn.Module) -> nn.Module | None:
+    """The activation inside a norm+activation layer; Identity counts as none."""
+    act = getattr(norm, "act", None)
+    return act if isinstance(act, nn.Module) and not isinstance(act, nn.Identity) else None
