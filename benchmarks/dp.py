@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import retrofit.opacus  # noqa: F401  what ModuleValidator.fix does
-from retrofit.layers.constant_affine import TrainedAffine
+from retrofit.layers.frozen_batch_norm import TrainedAffine
 
 RESULTS = Path(__file__).parent / "results" / "dp.jsonl"
 DELTA = 1e-4

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 IMPORTS = """
 from torch.nn import functional as F
 from retrofit.layers import FrozenBatchNorm, StrengthMixin
-from retrofit.layers.norm_act import _ThenActivate
+from retrofit.layers.converted_layer import _ThenActivate
 from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, materialize_at_zero
 """
 

@@ -23,9 +23,9 @@ from retrofit.export.power_forms import FrozenTransform
 from retrofit.export.silence import cause_of, silence
 from retrofit.inputs import Call, is_detector
 from retrofit.layers import ProxyNorm
-from retrofit.layers.base import ConvertedLayer
-from retrofit.layers.constant_affine import ConstantAffine, TrainedAffine
+from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.forms import EstimatedTransform, GroupConvolution, MigratedForm, TwoBranch
+from retrofit.layers.frozen_batch_norm import PlainAffine
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
 from retrofit.utils.evaluating import copied
@@ -144,7 +144,7 @@ def _form(layer: ConvertedLayer, lmbda: float | None) -> nn.Module:
 
 def _kind(layer: ConvertedLayer, form: nn.Module) -> str:
     """Return what a layer has become if nothing is folded: see `FoldedLayer`; empty for what is no normalization."""
-    if isinstance(layer, ProxyNorm | WeightStandardization | ConstantAffine | TrainedAffine):
+    if isinstance(layer, ProxyNorm | WeightStandardization | PlainAffine):
         return ""
     kinds = {type(part) for part in form.modules()}
     for part, kind in _KINDS.items():

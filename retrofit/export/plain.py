@@ -23,8 +23,8 @@ from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_module
 from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
-from retrofit.layers.constant_affine import ConstantAffine, TrainedAffine, named_sequence
 from retrofit.layers.converted_layer import ConvertedLayer
+from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
 from retrofit.record import set_record
 from retrofit.surgery import guards
 from retrofit.surgery.conversion import reference_of
@@ -90,7 +90,7 @@ def plain_layer(layer: nn.Module) -> nn.Module | None:
     Raises:
         RetrofitError: If it has none.
     """
-    if not isinstance(layer, ConvertedLayer) or isinstance(layer, ConstantAffine | TrainedAffine):
+    if not isinstance(layer, ConvertedLayer) or isinstance(layer, PlainAffine):
         return None
     with torch.no_grad():
         return _behind(*layer.plain_layer(), layer)

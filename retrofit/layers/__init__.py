@@ -1,14 +1,23 @@
 """Normality-normalized and batch-independent layers: the mathematics and the modules. Needs torch alone."""
 
 from retrofit.layers.base import NormalityMixin, StrengthMixin
-from retrofit.layers.batch_norm import BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d, SyncBatchNormalNorm
+from retrofit.layers.batch_norm import (
+    BatchNormalNorm1d,
+    BatchNormalNorm2d,
+    BatchNormalNorm3d,
+    BatchNormalNormAct2d,
+    SyncBatchNormalNorm,
+    SyncBatchNormalNormAct,
+)
 from retrofit.layers.decorrelated_batch_norm import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
     DecorrelatedBatchNorm3d,
+    DecorrelatedBatchNormAct2d,
     DecorrelatedBatchNormalNorm1d,
     DecorrelatedBatchNormalNorm2d,
     DecorrelatedBatchNormalNorm3d,
+    DecorrelatedBatchNormalNormAct2d,
 )
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
 from retrofit.layers.functional import (
@@ -18,23 +27,10 @@ from retrofit.layers.functional import (
     instance_normal_norm,
     layer_normal_norm,
 )
-from retrofit.layers.group_norm import GroupNormalNorm
+from retrofit.layers.group_norm import GroupNormalNorm, GroupNormalNormAct
 from retrofit.layers.instance_norm import InstanceNormalNorm1d, InstanceNormalNorm2d, InstanceNormalNorm3d
-from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
-from retrofit.layers.migrated_group_norm import (
-    MigratedGroupNorm,
-    MigratedGroupNormAct,
-    migrated_group_norm,
-)
-from retrofit.layers.norm_act import (
-    BatchNormalNormAct2d,
-    DecorrelatedBatchNormAct2d,
-    DecorrelatedBatchNormalNormAct2d,
-    GroupNormalNormAct,
-    LayerNormalNormAct,
-    LayerNormalNormAct2d,
-    SyncBatchNormalNormAct,
-)
+from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d, LayerNormalNormAct, LayerNormalNormAct2d
+from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct, migrated_group_norm
 from retrofit.layers.proxy_norm import ProxyNorm
 from retrofit.layers.weight_standardization import (
     WeightStandardizedConv1d,

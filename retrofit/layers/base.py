@@ -7,25 +7,23 @@ noise and momentum, stays with the layer, as the p of a dropout does.)
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn, Self, TypedDict, get_args
+from typing import Any, ClassVar, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 
-from retrofit.errors import RetrofitError
-from retrofit.layers.converted_layer import ConvertedLayer as ConvertedLayer  # noqa: PLC0414
-from retrofit.layers.converted_layer import library_class, no_plain_layer
+from retrofit.layers.converted_layer import ConvertedLayer, library_class, no_plain_layer
 from retrofit.layers.forms import EstimatedTransform, constants_of
+from retrofit.layers.functional import Sets
 from retrofit.layers.normality_norm import NoiseKind, NormalityOptions
-from retrofit.layers.sets import Sets
-from retrofit.layers.settings import SettingsMixin, hold_settings
+from retrofit.layers.settings import hold_settings
 from retrofit.layers.transforms import transformed
 
 _UNIT = 2.0**-40
 _SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of 0.01
 
 
-class StrengthMixin(ConvertedLayer, SettingsMixin):
+class StrengthMixin(ConvertedLayer):
     """A layer that lies on the path from its source layer (strength 0) to the paper's (strength 1).
 
     The buffer `strength` is a code: t and its square, (2,), in units of 2^-40. A tensor, so that changing t triggers no
@@ -135,6 +133,8 @@ class NormalityMixin(StrengthMixin):
     noise_kind: NoiseKind
     alpha: float
     paper_noise: ClassVar[float] = 0.4
+    per_channel: ClassVar[bool] = True
+    """Whether gamma and beta, (C,), belong to dimension 1 of the input."""
 
     def _register_options(
         self,
@@ -168,19 +168,15 @@ class NormalityMixin(StrengthMixin):
         """Return the operations of the layer in evaluation: by its running statistics, or an estimate of lambda."""
         if self.keeps_statistics:
             return super()._form()
-        if float(self.effective_alpha) == 0:
+        alpha = float(self.effective_alpha)
+        if alpha == 0:
             return [self._source_form()]
         layer: Any = self
-        options = vars(self)["eps"], float(self.effective_alpha), layer.weight, layer.bias
-        return [EstimatedTransform(self._sets(), *options, self._per_channel())]
+        return [EstimatedTransform(self._sets(), vars(self)["eps"], alpha, layer.weight, layer.bias, self.per_channel)]
 
     def _source_form(self) -> nn.Module:
         """Return torch's layer that this one is at strength 0, for inference, without dropout and activation."""
         return constants_of(self._build_source(library_class(self.source_name)), self)
-
-    def _per_channel(self) -> bool:
-        """Whether gamma and beta, (C,), belong to dimension 1 of the input."""
-        return True
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the source's layer, where nothing is transformed."""
@@ -215,44 +211,8 @@ class NormalityMixin(StrengthMixin):
     def extra_repr(self) -> str:
         """The constructor's arguments."""
         usual = {"noise_kind": "scaled", "alpha": 1.0}
-        extra = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
-        parts = [super().extra_repr(), f"noise={self.noise:g}", *(f"{name}={value}" for name, value in extra.items())]
-        return ", ".join(parts)
-
-
-class EpsOfNoBatchNorm:
-    """The eps of a layer at a strength above 0, to be shown and compared, but not computed with.
-
-    Whoever adds it to a variance, to fuse the layer into a convolution for example, takes the layer for a BatchNorm.
-    """
-
-    __array_ufunc__ = None
-
-    def __init__(self, value: float, layer: StrengthMixin) -> None:
-        self.value, self.layer = value, type(layer).__name__
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.value == getattr(other, "value", other))
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise RetrofitError(
-            f"this code takes {self.layer} for a BatchNorm, which it is at strength 0 alone, by its eps; call the "
-            "layer, or fuse with retrofit.fold(model)"
-        )
-
-    __float__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
-        next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls))._refuse()
+        extra = [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        return ", ".join([super().extra_repr(), f"noise={self.noise:g}", *extra])
 
 
 def shown(name: str, value: Tensor) -> str:

@@ -1,21 +1,110 @@
-"""BatchNormalNorm1d, 2d, 3d and their synchronized form (Eftekhari & Papyan 2025, algorithm 1)."""
+"""BatchNormalNorm1d, 2d, 3d and their synchronized form (Eftekhari & Papyan 2025, algorithm 1).
+
+To torch, layers of batch statistics are each a `_BatchNorm`: see `BatchStatisticsMixin`.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from retrofit.errors import RetrofitError
 from retrofit.layers.base import NormalityMixin, StrengthMixin
-from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
 from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.converted_layer import reset_affine
-from retrofit.layers.functional import batch_normal_norm
-from retrofit.layers.sets import Sets, batch_sets
+from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
+from retrofit.layers.frozen_batch_norm import trained_affine
+from retrofit.layers.functional import Sets, batch_normal_norm, batch_sets
+
+_INSTEAD = {
+    "convert_sync_batchnorm": "call retrofit.sync_norms(model) in its place",
+    "convert_splitbn_model": "leave it out",
+}
+
+
+class EpsOfNoBatchNorm:
+    """The eps of a layer at a strength above 0, to be shown and compared, but not computed with.
+
+    Whoever adds it to a variance, to fuse the layer into a convolution for example, takes the layer for a BatchNorm.
+    """
+
+    __array_ufunc__ = None
+
+    def __init__(self, value: float, layer: StrengthMixin) -> None:
+        self.value, self.layer = value, type(layer).__name__
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value == getattr(other, "value", other))
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RetrofitError(
+            f"this code takes {self.layer} for a BatchNorm, which it is at strength 0 alone, by its eps; call the "
+            "layer, or fuse with retrofit.fold(model)"
+        )
+
+    __float__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls))._refuse()
+
+
+class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
+    """A layer that normalizes by the batch in training and keeps running statistics: to torch, a `_BatchNorm`.
+
+    That is what `torch.optim.swa_utils.update_bn`, Lightning's weight averaging and others look for in order to
+    estimate the statistics anew. Those that put a BatchNorm of their own in a layer's place would drop what ours adds
+    to one. All of them ask each layer for its children, and nothing else tells a layer that they came by. Those that
+    fuse a BatchNorm into a convolution add its eps to its variance: see `EpsOfNoBatchNorm`.
+    """
+
+    _eps: float
+
+    @property
+    def eps(self) -> Any:
+        """Added to the variance; of use to others at strength 0 alone, where the layer is a BatchNorm."""
+        return self._eps if float(self.strength) == 0 else EpsOfNoBatchNorm(self._eps, self)
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        vars(self).update(eps=value, _eps=value)  # torch's `extra_repr` reads the first, our layers the second
+
+    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return the source's layer; for a frozen one, which that would thaw, its constants and gamma and beta."""
+        plain = super().plain_layer()
+        return (None, trained_affine(self)) if self.frozen and self.running_mean is not None else plain
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Return the children. Timm's `freeze_batch_norm_2d` and its opposite, when they ask, do to this layer as said.
+
+        Raises:
+            RetrofitError: If a function asks that replaces every BatchNorm by one of its own.
+        """
+        caller = sys._getframe(1).f_code.co_name
+        if caller in _INSTEAD:
+            raise RetrofitError(
+                f"{caller} would put a plain BatchNorm in the place of {type(self).__name__}, without its transform; "
+                f"{_INSTEAD[caller]}"
+            )
+        if caller in ("freeze_batch_norm_2d", "unfreeze_batch_norm_2d"):
+            self.frozen = caller == "freeze_batch_norm_2d"
+            self.training = not self.frozen
+        return super().named_children()
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        library_class(self.source_name)._check_input_dim(self, x)
 
 
 class RunningStatistics(StrengthMixin, _NormBase):
@@ -151,12 +240,7 @@ class SyncBatchNormalNorm(_BatchNormalNorm):
 
     In training, once a process group is initialised, mean, variance and the moments of the lambda estimate are reduced
     over its ranks, which may hold batches of unequal size, and so are their gradients. Takes (N, C, *) input on any
-    device.
-
-    Args:
-        process_group: The ranks to share statistics with; None for all.
-        *args: As for `BatchNormalNorm1d`.
-        **kwargs: As for `BatchNormalNorm1d`.
+    device, and `BatchNormalNorm1d`'s arguments; `process_group` holds the ranks to share statistics with, None for all.
     """
 
     source_name: ClassVar[str] = "SyncBatchNorm"
@@ -176,3 +260,11 @@ class SyncBatchNormalNorm(_BatchNormalNorm):
             return None
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         return group if dist.get_world_size(group) > 1 else None
+
+
+class BatchNormalNormAct2d(_ThenActivate, BatchNormalNorm2d):
+    """Batch normality normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
+
+
+class SyncBatchNormalNormAct(_ThenActivate, SyncBatchNormalNorm):
+    """Synchronized batch normality normalization, then `drop` and `act`: the counterpart of timm's SyncBatchNormAct."""

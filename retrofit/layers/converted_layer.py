@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import _forward_unimplemented
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.forms import channel_form, constant_copy, in_sequence
-from retrofit.layers.leaf import LeafMixin
+from retrofit.layers.settings import SettingsMixin
 
 
-class ConvertedLayer(LeafMixin):
+class ConvertedLayer(SettingsMixin):
     """A layer of ours, which says what it is in the layers of torch and timm, and in plain operations.
+
+    A trace by fx, whoever traces, records one call of the layer. It would otherwise enter and fail at the first look at
+    a shape; and what is no longer a layer can neither be set to a strength nor converted or exported.
 
     Attributes:
         source_name: Class of the layer that it is at strength 0: torch's if torch has one of that name, else timm's.
-        fused_source_name: The same with dropout and activation, for layers that have those.
     """
 
     source_name: ClassVar[str] = ""
-    fused_source_name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let no class with a forward of its own inherit answers that were given for another."""
+        """Let forward record itself, and let no class with a forward of its own inherit another's answers."""
+        super().__init_subclass__(**kwargs)
         own = vars(cls).keys()
         if "forward" in own and not own & {"_form", "_sets", "channel_map", "fused_modules"}:
-            answers = {"channel_map": _no_map, "inference_form": constant_copy}
+            answers = {"channel_map": ConvertedLayer.channel_map, "inference_form": constant_copy}
             for name, answer in {**answers, "source_layer": _not_plain, "plain_layer": _not_plain}.items():
                 setattr(cls, name, answer)
-        super().__init_subclass__(**kwargs)
+        forward: Callable[..., Any] = cls.forward
+        if forward is not _forward_unimplemented and not hasattr(forward, "_records_itself"):
+            cls.forward = _recording(forward)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which does not know the language that the layers are written in."""
+        raise RetrofitError(
+            f"torch.jit.script cannot compile {type(self).__name__}; use torch.jit.trace, torch.compile or torch.export"
+        )
 
     def source_layer(self) -> nn.Module:
         """Return torch's or timm's layer that this one is at strength 0, around the same parameters and buffers.
@@ -39,12 +52,12 @@ class ConvertedLayer(LeafMixin):
         A fused one takes over dropout and activation. BatchNorm is BatchNorm2d where this layer has forgotten of how
         many dimensions it was.
         """
-        new = self._build_source(library_class(self.fused_source_name or self.source_name))
+        fused = isinstance(self, _ThenActivate)
+        new = self._build_source(library_class(self.source_name.replace("Norm", "NormAct" if fused else "Norm")))
         for name in ("weight", "bias"):
             new.register_parameter(name, getattr(self, name))
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            if name in self._buffers:
-                new._buffers[name] = self._buffers[name]
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        new._buffers.update({name: self._buffers[name] for name in statistics if name in self._buffers})
         for name in new._modules.keys() & self._modules.keys():
             setattr(new, name, self._modules[name])
         return new.train(self.training)
@@ -65,7 +78,11 @@ class ConvertedLayer(LeafMixin):
     @torch.no_grad()
     def inference_form(self) -> nn.Module:
         """Return a module of plain torch operations with float32 constants: this layer in evaluation, all of it."""
-        return in_sequence([*self._form(), *map(_form_of, self.fused_modules())])
+        fused = (
+            module.inference_form() if isinstance(module, ConvertedLayer) else constant_copy(module)
+            for module in self.fused_modules()
+        )
+        return in_sequence([*self._form(), *fused])
 
     def _form(self) -> list[nn.Module]:
         """Return the operations of the layer in evaluation, before dropout and activation."""
@@ -96,14 +113,27 @@ class ConvertedLayer(LeafMixin):
         return []
 
 
-def _no_map(layer: ConvertedLayer) -> None:
-    """Say that a layer is no constant map that anyone knows."""
+def _recording(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, x: Any) -> Any:
+        tracer: Any = x.tracer if isinstance(x, fx.Proxy) else None
+        if tracer is not None and (name := tracer.path_of_module(self)):
+            return tracer.create_proxy("call_module", name, (x,), {})
+        return forward(self, x)
+
+    vars(wrapper)["_records_itself"] = True
+    return wrapper
 
 
 def _not_plain(layer: ConvertedLayer) -> NoReturn:
     raise no_plain_layer(
         f"nobody has said what a {type(layer).__name__} is in plain layers; export_onnx takes it as it is"
     )
+
+
+def no_plain_layer(reason: str) -> RetrofitError:
+    """Return the refusal of a layer that only this package has."""
+    return RetrofitError(f"no layer of torch or timm computes what this one does: {reason}")
 
 
 def library_class(name: str) -> Any:
@@ -115,18 +145,25 @@ def library_class(name: str) -> Any:
     return getattr(timm.layers, name)
 
 
-def _form_of(module: nn.Module) -> nn.Module:
-    return module.inference_form() if isinstance(module, ConvertedLayer) else constant_copy(module)
-
-
-def no_plain_layer(reason: str) -> RetrofitError:
-    """Return the refusal of a layer that only this package has."""
-    return RetrofitError(f"no layer of torch or timm computes what this one does: {reason}")
-
-
 def reset_affine(layer: Any) -> None:
     """Return gamma to 1 and beta to 0, as far as there are any; running statistics stay."""
     if layer.weight is not None:
         nn.init.ones_(layer.weight)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
+
+
+class _ThenActivate(ConvertedLayer):
+    """Mixin: the layer's own forward, then `drop`, then `act`, both the identity until assigned."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.drop: nn.Module = nn.Identity()
+        self.act: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.drop(super().forward(x)))
+        return out
+
+    def fused_modules(self) -> list[nn.Module]:
+        return [module for module in (self.drop, self.act) if type(module) is not nn.Identity]

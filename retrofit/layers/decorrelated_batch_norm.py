@@ -1,4 +1,7 @@
-"""Decorrelated batch normalization (Huang et al. 2018) and its normality version (Eftekhari & Papyan 2025, table 3)."""
+"""Decorrelated batch normalization (Huang et al. 2018) and its normality version (Eftekhari & Papyan 2025, table 3).
+
+ZCA whitening multiplies centred values by the inverse square root of their covariance.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,76 @@ from retrofit.layers.batch_norm import (
     BatchNormalNorm1d,
     BatchNormalNorm2d,
     BatchNormalNorm3d,
+    BatchStatisticsMixin,
     RunningStatistics,
     _BatchNormalNorm,
 )
-from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
 from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.converted_layer import no_plain_layer
+from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form
-from retrofit.layers.functional import _empty, _update_running
-from retrofit.layers.inverse_square_root import GROUP_SIZE, check_group_size, inverse_square_root, largest_divisor
+from retrofit.layers.functional import batch_sets, memory_format_of, update_running
 from retrofit.layers.kernels.formulas import affine
 from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize
-from retrofit.layers.sets import batch_sets
-from retrofit.layers.transforms import transformed
+from retrofit.layers.transforms import differentiable_once, transformed
 from retrofit.layers.yeo_johnson import yeo_johnson
+
+GROUP_SIZE = 16
+
+
+def largest_divisor(channels: int, most: int) -> int:
+    """Return the largest divisor of `channels` that is at most `most`."""
+    return next(n for n in range(min(channels, most), 0, -1) if channels % n == 0)
+
+
+def inverse_square_root(matrix: Tensor, floor: float) -> Tensor:
+    """Return the symmetric S^(-1/2) of symmetric positive definite matrices S, (*, g, g), by eigendecomposition.
+
+    The gradient is the closed form for functions of a symmetric matrix (Daleckii & Krein), whose divided differences
+    of 1 / sqrt are -1 / (sqrt(a) sqrt(b) (sqrt(a) + sqrt(b))): finite for equal eigenvalues, at which differentiating
+    the eigenvectors themselves divides by zero. A matrix that is not finite gives NaN.
+
+    Eigenvalues below `floor` can only be rounding. They are taken to be that, or what rounding leaves of them beside
+    the largest: a direction in which nothing but rounding errors vary is not blown up.
+    """
+    out: Tensor = _InverseSquareRoot.apply(matrix, floor)[0]
+    return out
+
+
+class _InverseSquareRoot(torch.autograd.Function):
+    """S -> S^(-1/2); the eigenvectors and the roots of the eigenvalues are kept, and returned for torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor, Tensor]:
+        vectors, roots = _eigen(matrix, floor)
+        finite = matrix.isfinite().all(-1, True).all(-2, True)
+        return torch.where(finite, (vectors / roots.unsqueeze(-2)) @ vectors.mT, torch.nan), vectors, roots
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        matrix, ctx.floor = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(matrix, *output[1:])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        matrix, vectors, roots = ctx.saved_tensors
+        if transformed():  # which may want a further derivative, through the eigenvectors
+            vectors, roots = _eigen(matrix, ctx.floor)
+        a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
+        inner = vectors.mT @ ((grads[0] + grads[0].mT) / 2) @ vectors
+        return vectors @ (inner / (-a * b * (a + b))) @ vectors.mT, None
+
+
+def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Return the eigenvectors of `matrix` and the roots of its eigenvalues; those of the identity if not finite."""
+    finite = matrix.isfinite().all(-1, True).all(-2, True)
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.linalg.eigh(torch.where(finite, matrix, identity))
+    resolved = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values[..., -1:]
+    return vectors, torch.maximum(values.clamp_min(floor), resolved).sqrt()
 
 
 class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
@@ -54,7 +113,9 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
 
     def __init__(self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
-        self.group_size = largest_divisor(num_features, check_group_size(group_size))
+        if group_size < 1:
+            raise ValueError(f"group_size must be at least 1, not {group_size}; the paper's is {GROUP_SIZE}")
+        self.group_size = largest_divisor(num_features, int(group_size))
         self.register_buffer("running_covariance", None)
         self.register_buffer("running_whitening", None)
         self.reset_running_whitening()
@@ -80,27 +141,24 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
         if x.numel() == 0:
             shape = (1, -1, *(1,) * (x.ndim - 2))
-            return _empty(x, *(None if p is None else p.view(shape) for p in (self.weight, self.bias)))
+            parameters = (None if p is None else p.view(shape) for p in (self.weight, self.bias))
+            return affine(x * 1.0, *parameters).to(x.dtype)
         followed = torch.compiler.is_compiling() or transformed() or x.is_meta
         if not batch and not followed and bool(self.strength == 0):
             args = self.running_mean, self.running_var, self.weight, self.bias
             return functional.batch_norm(x, *args, False, 0.0, self._eps)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.to(compute_dtype(x)).movedim(1, 0).reshape(-1, self.group_size, x.numel() // x.shape[1])
-            y = self._by_batch(rows) if batch else self._by_running_statistics_of(rows)
+            y = self._by_batch(rows) if batch else self._by_running_statistics(rows)
             out = affine(y, *(None if p is None else p.view(len(y), -1, 1) for p in (self.weight, self.bias)))
             out = out.to(x.dtype).view(x.shape[1], x.shape[0], *x.shape[2:]).movedim(0, 1)
-        return out.contiguous(memory_format=_memory_format(x))
-
-    def mixed(self, scaling: Tensor, whitening: Tensor) -> Tensor:
-        """Return the matrices, (groups, g, g), that the strength makes of BatchNorm's and of the root."""
-        return (1 - self.strength) * scaling + self.strength * whitening
+        return out.contiguous(memory_format=memory_format_of(x))
 
     def running_matrix(self, dtype: torch.dtype) -> Tensor:
         """Return the matrices, (groups, g, g), that multiply centred values in evaluation."""
         if self.running_var is None or self.running_whitening is None:
             raise ValueError("running statistics are needed outside training")
-        return self.mixed(self._scaling(self.running_var.to(dtype)), self.running_whitening.to(dtype))
+        return self._mixed(self.running_var.to(dtype), self.running_whitening.to(dtype))
 
     def channel_map(self) -> ChannelMap | None:
         """Return the map by the running statistics, where the whitening matrices are diagonal."""
@@ -158,17 +216,12 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
         centred = rows - mean
         covariance = centred @ centred.mT / rows.shape[-1]
         var = covariance.diagonal(dim1=-2, dim2=-1)
-        y, lmbda = self._transform(self.mixed(self._scaling(var), self._root(covariance)) @ centred)
+        y, lmbda = self._transform(self._mixed(var, self._root(covariance)) @ centred)
         if self.training and self.track_running_stats:
             self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
         return y
 
-    def _root(self, covariance: Tensor) -> Tensor:
-        """Return (S + eps)^(-1/2), (groups, g, g)."""
-        regular = covariance + self._eps * torch.eye(self.group_size, dtype=covariance.dtype, device=covariance.device)
-        return inverse_square_root(regular, self._eps)
-
-    def _by_running_statistics_of(self, rows: Tensor) -> Tensor:
+    def _by_running_statistics(self, rows: Tensor) -> Tensor:
         """Normalize (groups, g, values) by the running statistics."""
         assert self.running_mean is not None
         mean = self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
@@ -186,11 +239,20 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
     def _track(self, statistics: Statistics, covariance: Tensor) -> None:
         momentum = self._momentum(1)
         running_lambda = getattr(self, "running_lambda", None)
-        _update_running(self.running_mean, self.running_var, running_lambda, statistics, momentum)
+        update_running(self.running_mean, self.running_var, running_lambda, statistics, momentum)
         if self.running_covariance is not None and self.running_whitening is not None:
             unbiased = covariance * (statistics.size / (statistics.size - 1))
             self.running_covariance.mul_(1 - momentum).add_(unbiased.to(self.running_covariance.dtype) * momentum)
             self.running_whitening.copy_(self._root(self.running_covariance.to(covariance.dtype)))
+
+    def _root(self, covariance: Tensor) -> Tensor:
+        """Return (S + eps)^(-1/2), (groups, g, g)."""
+        regular = covariance + self._eps * torch.eye(self.group_size, dtype=covariance.dtype, device=covariance.device)
+        return inverse_square_root(regular, self._eps)
+
+    def _mixed(self, var: Tensor, whitening: Tensor) -> Tensor:
+        """Return the matrices, (groups, g, g), that the strength makes of BatchNorm's and of the root."""
+        return (1 - self.strength) * self._scaling(var) + self.strength * whitening
 
     def _scaling(self, var: Tensor) -> Tensor:
         """Return diag(var + eps)^(-1/2) as matrices, (groups, g, g)."""
@@ -231,6 +293,10 @@ class DecorrelatedBatchNorm3d(DecorrelatedNorm):
     source_name: ClassVar[str] = "BatchNorm3d"
 
 
+class DecorrelatedBatchNormAct2d(_ThenActivate, DecorrelatedBatchNorm2d):
+    """Decorrelated batch normalization, then `drop` and `act`: another counterpart of timm's BatchNormAct2d."""
+
+
 class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
     """Mixin: lambda is estimated from each channel's whitened values.
 
@@ -268,9 +334,5 @@ class DecorrelatedBatchNormalNorm3d(_ThenTransform, BatchNormalNorm3d):
     """Decorrelated batch normality normalization over (N, C, D, H, W) input; see `DecorrelatedBatchNormalNorm1d`."""
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
-    """The format of `x`, so that the result has it too."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
-        return torch.contiguous_format
-    return last
+class DecorrelatedBatchNormalNormAct2d(_ThenActivate, DecorrelatedBatchNormalNorm2d):
+    """Decorrelated batch normality normalization, then `drop` and `act`."""

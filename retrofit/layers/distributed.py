@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,7 +53,4 @@ def widest(low: Tensor, high: Tensor, group: ProcessGroup) -> tuple[Tensor, Tens
 
 
 def _share(x: Tensor, dim: Dim) -> int:
-    count = 1
-    for axis in dim:
-        count *= x.shape[axis]
-    return count
+    return math.prod([x.shape[axis] for axis in dim])

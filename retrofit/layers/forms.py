@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.functional import Sets
 from retrofit.layers.lambda_estimate import MIN_CURVATURE, step_bounds
-from retrofit.layers.sets import Sets
 
 NORM_EPS = 2.0**-10
 """Of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0."""
@@ -105,10 +105,9 @@ class ConstantNorm(nn.Module):
     def __init__(self, centre: Tensor, scale: Tensor, shift: Tensor) -> None:
         """Keep (C,) constants in float32."""
         super().__init__()
-        self.register_buffer("centre", centre.float())
-        self.register_buffer("variance", torch.full_like(self.centre, 1 - NORM_EPS))
-        self.register_buffer("scale", scale.float())
-        self.register_buffer("shift", shift.float())
+        variance = torch.full_like(centre, 1 - NORM_EPS)
+        for name, value in (("centre", centre), ("variance", variance), ("scale", scale), ("shift", shift)):
+            self.register_buffer(name, value.float())
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map."""
@@ -116,18 +115,13 @@ class ConstantNorm(nn.Module):
 
 
 class GroupConvolution(nn.Module):
-    """matrix @ x + shift, each group of neighbouring channels of (N, C, *) by its own matrix: a convolution of size 1.
-
-    Args:
-        matrix: (groups, g, g).
-        shift: (C,).
-    """
+    """matrix @ x + shift for each group of neighbouring channels of (N, C, *): a convolution of size 1."""
 
     weight: Tensor
     shift: Tensor
 
     def __init__(self, matrix: Tensor, shift: Tensor) -> None:
-        """Keep the constants in float32."""
+        """Keep (groups, g, g) and (C,) constants in float32."""
         super().__init__()
         self.groups = len(matrix)
         self.register_buffer("weight", matrix.flatten(0, 1).float())
@@ -143,13 +137,7 @@ class GroupConvolution(nn.Module):
 
 
 class TwoBranch(nn.Module):
-    """gamma * psi(h; lambda) + beta, exactly, for any h and lambda.
-
-    Args:
-        lmbda: (C,) in float64, as are the others.
-        gamma: Factor of the transformed value.
-        beta: Added in the end.
-    """
+    """gamma * psi(h; lambda) + beta, exactly, for any h and lambda; the constants are (C,) in float64."""
 
     gamma: Tensor
     beta: Tensor | None
@@ -197,24 +185,14 @@ def _sign_and_log(h: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 def channel_form(constant: ChannelMap) -> list[nn.Module]:
     """Return the operations of a constant map per channel of (N, C, *)."""
     if constant.is_affine:
-        return [ConstantNorm(constant.centre, *_behind_centre(constant))]
+        scale, shift = constant.affine()
+        return [ConstantNorm(constant.centre, scale, shift + scale * constant.centre)]
     standardize = ConstantNorm(constant.centre, constant.scale, torch.zeros_like(constant.scale))
     return [standardize, TwoBranch(constant.lmbda, constant.gamma, constant.beta)]
 
 
-def _behind_centre(constant: ChannelMap) -> tuple[Tensor, Tensor]:
-    """Scale and shift of an affine map of x - centre."""
-    scale, shift = constant.affine()
-    return scale, shift + scale * constant.centre
-
-
 class Standardize(nn.Module):
-    """(x - mean) / sqrt(var + eps) by the statistics of each normalized set.
-
-    Args:
-        sets: The normalized sets.
-        eps: Added to the variance.
-    """
+    """(x - mean) / sqrt(var + eps) by the statistics of each normalized set."""
 
     def __init__(self, sets: Sets, eps: float) -> None:
         super().__init__()
@@ -293,13 +271,7 @@ class EstimatedTransform(Standardize):
 
 
 def _newton_step(
-    h: Tensor,
-    a: Tensor,
-    log: Tensor,
-    signed: Tensor,
-    v: Tensor,
-    dims: tuple[int, ...],
-    extremes: tuple[Tensor, Tensor],
+    h: Tensor, a: Tensor, log: Tensor, signed: Tensor, v: Tensor, dims: tuple[int, ...], extremes: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Return lambda - 1 of each set: `lambda_estimate.first_step` in operations that every runtime has."""
 
@@ -323,12 +295,7 @@ def _newton_step(
 class MigratedForm(nn.Module):
     """Group normalization of x', standardised already, at a strength t > 0: see `migrated_group_norm`.
 
-    Args:
-        groups: Groups of channels.
-        eps: Added to the group variance at t = 1.
-        strength: t.
-        weight: gamma over the gain, (C,).
-        bias: beta, (C,).
+    `weight` is gamma over the gain, (C,).
     """
 
     weight: Tensor

@@ -1,7 +1,8 @@
-"""BatchNorm whose statistics no longer move: a constant affine map per channel, with gamma and beta to be trained."""
+"""BatchNorm whose statistics no longer move: constants per channel, and gamma and beta, which are trained."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, ClassVar
 
 import torch
@@ -9,12 +10,45 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.constant_affine import trained_affine
-from retrofit.layers.converted_layer import ConvertedLayer, reset_affine
-from retrofit.layers.norm_act import _ThenActivate
+from retrofit.layers.converted_layer import ConvertedLayer, _ThenActivate, reset_affine
+from retrofit.layers.forms import ChannelAffine
 
 
-class FrozenBatchNorm(ConvertedLayer):
+class ConstantStatistics(ConvertedLayer):
+    """BatchNorm's running statistics, which are constants here, under BatchNorm's names."""
+
+    source_name: ClassVar[str] = "BatchNorm2d"
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    eps: Any
+
+    def _hold_statistics(self, channels: int, device: Any, dtype: Any) -> None:
+        self.register_buffer("running_mean", torch.zeros(channels, device=device, dtype=dtype))
+        self.register_buffer("running_var", torch.ones(channels, device=device, dtype=dtype))
+        self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
+
+    reset_parameters = reset_affine
+
+    def source_layer(self) -> nn.Module:
+        """Return torch's or timm's BatchNorm, in evaluation, which has the same statistics."""
+        return super().source_layer().eval()
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        new: nn.Module = cls(self.running_mean.numel(), float(self.eps), device="meta")
+        return new
+
+    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return the constants, and gamma and beta behind them."""
+        return None, trained_affine(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept the checkpoint of a FrozenBatchNorm2d, which counts no batches."""
+        state_dict.setdefault(prefix + "num_batches_tracked", self.num_batches_tracked)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class FrozenBatchNorm(ConstantStatistics):
     """(x - running_mean) / sqrt(running_var + eps) * weight + bias per channel, in training and evaluation alike.
 
     It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
@@ -33,12 +67,8 @@ class FrozenBatchNorm(ConvertedLayer):
         (N, C, *) to the same, in the input's type and memory format.
     """
 
-    source_name: ClassVar[str] = "BatchNorm2d"
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
 
     def __init__(
         self,
@@ -55,11 +85,7 @@ class FrozenBatchNorm(ConvertedLayer):
         for name, fill, present in (("weight", torch.ones, affine), ("bias", torch.zeros, affine and bias)):
             value = nn.Parameter(fill(num_features, device=device, dtype=dtype)) if present else None
             self.register_parameter(name, value)
-        self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
-        self.register_buffer("running_var", torch.ones(num_features, device=device, dtype=dtype))
-        self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
-
-    reset_parameters = reset_affine
+        self._hold_statistics(num_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to `x`, (N, C, *)."""
@@ -71,31 +97,96 @@ class FrozenBatchNorm(ConvertedLayer):
         """Return the map."""
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
 
-    def source_layer(self) -> nn.Module:
-        """Return torch's or timm's BatchNorm, in evaluation, which has the same statistics."""
-        return super().source_layer().eval()
-
-    def _build_source(self, cls: Any) -> nn.Module:
-        new: nn.Module = cls(self.num_features, self.eps, device="meta")
-        return new
-
-    def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the constants, and gamma and beta behind them."""
-        return None, trained_affine(self)
-
     def extra_repr(self) -> str:
         """The constructor's arguments."""
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}, bias={self.bias is not None}"
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the checkpoint of a FrozenBatchNorm2d, which counts no batches."""
-        key = prefix + "num_batches_tracked"
-        if key not in state_dict:
-            state_dict[key] = self.num_batches_tracked
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class FrozenBatchNormAct(_ThenActivate, FrozenBatchNorm):
     """Frozen batch normalization, then `drop` and `act`: a counterpart of timm's BatchNormAct2d."""
 
-    fused_source_name: ClassVar[str] = "BatchNormAct2d"
+
+class PlainAffine(ConvertedLayer):
+    """An affine map per channel in a plain network, which no library has a layer for."""
+
+    def source_layer(self) -> nn.Module:
+        """Return the layer itself."""
+        return self
+
+
+class ConstantAffine(PlainAffine):
+    """x * scale + shift per channel: what is left of migrated statistics where no layer beside it takes them in.
+
+    It has buffers and no parameters: what computes gradients per sample refuses a layer that has both.
+
+    Args:
+        scale: (C,).
+        shift: (C,).
+        channel_dim: Dimension of the channels: 1 for (N, C, *), -1 for (N, *, C).
+
+    Shape:
+        (N, C, *) or (N, *, C) to the same, in the input's type.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, scale: Tensor, shift: Tensor, channel_dim: int = 1) -> None:
+        super().__init__()
+        self.channel_dim = channel_dim
+        self.register_buffer("scale", scale.detach().clone())
+        self.register_buffer("shift", shift.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map to `x`."""
+        shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)
+        return (x * self.scale.view(shape) + self.shift.view(shape)).to(x.dtype)
+
+    def _form(self) -> list[nn.Module]:
+        return [ChannelAffine(self.scale, self.shift, last=self.channel_dim == -1)]
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        return f"{self.scale.numel()}, channel_dim={self.channel_dim}"
+
+
+class TrainedAffine(PlainAffine, nn.Conv1d):
+    """x * weight + bias per channel of (N, C, *), as a convolution of size 1, whose gradients per sample all know.
+
+    Args:
+        weight: gamma, (C,), or None for constant ones.
+        bias: beta, (C,), or None.
+    """
+
+    def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
+        gamma = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
+        super().__init__(len(gamma), len(gamma), 1, groups=len(gamma), bias=False, device="meta")
+        self.weight = nn.Parameter(gamma.detach().view(-1, 1, 1), weight is not None and weight.requires_grad)
+        self.register_parameter("bias", bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the map to `input`."""
+        return super().forward(input.flatten(2) if input.ndim > 2 else input.unsqueeze(-1)).reshape(input.shape)
+
+    def _form(self) -> list[nn.Module]:
+        scale = self.weight.flatten()
+        return [ChannelAffine(scale, torch.zeros_like(scale) if self.bias is None else self.bias)]
+
+
+def trained_affine(layer: Any) -> nn.Module:
+    """Return the constants of a layer that is an affine map, then gamma and beta, dropout and activation."""
+    constant = layer.channel_map()
+    scale, shift = (value.to(layer.running_mean.dtype) for value in (constant.scale, constant.shift))
+    parts: OrderedDict[str, nn.Module] = OrderedDict(affine=ConstantAffine(scale, shift))
+    if layer.weight is not None or layer.bias is not None:
+        parts["norm"] = TrainedAffine(layer.weight, layer.bias)
+    return named_sequence(parts, layer)
+
+
+def named_sequence(parts: OrderedDict[str, nn.Module], layer: ConvertedLayer) -> nn.Module:
+    """Return named modules, then the dropout and the activation of a layer, one after the other."""
+    fused = [module for module in layer.fused_modules() if module not in parts.values()]
+    named = OrderedDict(parts, **{name: child for name, child in layer.named_children() if child in fused})
+    if len(named) == 1 and parts:
+        return next(iter(named.values()))
+    return nn.Sequential(named) if named else nn.Identity()

@@ -1,9 +1,12 @@
-"""The functional forms of the normality-normalized layers, each beside torch's own in its arguments."""
+"""The normalized sets of each family, and the functional forms of its layers, each beside torch's own in its arguments.
+
+A family's sets are a view of a layer's input, and the dimensions that span a set there.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 import torch
@@ -13,8 +16,29 @@ from torch.nn import functional
 
 from retrofit.layers import kernels
 from retrofit.layers.normality_norm import NormalityOptions, Statistics, apply_statistics, normality_norm
-from retrofit.layers.sets import batch_sets, channel_sets, group_sets, instance_sets, trailing_sets
 from retrofit.layers.transforms import transformed
+
+Sets = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
+
+
+def batch_sets(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Each channel of (N, C, *) over (N, *)."""
+    return x, (0, *range(2, x.ndim))
+
+
+def channel_sets(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Each position of (N, C, *) over C."""
+    return x, (1,)
+
+
+def trailing_sets(count: int, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Each sample over its last `count` dimensions."""
+    return x, tuple(range(x.ndim - count, x.ndim))
+
+
+def group_sets(groups: int, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Each sample and group of channels of (N, C, *) over (C / groups, *)."""
+    return x.unflatten(1, (groups, -1)), tuple(range(2, x.ndim + 1))
 
 
 def batch_normal_norm(
@@ -56,20 +80,20 @@ def batch_normal_norm(
     if training and group is None and x.numel() == x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
     gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
-    if not training:
-        if running_mean is None or running_var is None or running_lambda is None:
-            raise ValueError("running statistics are needed outside training")
-        lmbda = 1 + options.get("strength", 1.0) * options.get("alpha", 1.0) * (running_lambda - 1)
-        if _is_identity(lmbda):
-            return functional.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
-        mean, var, lmbda = (_view(s, x.ndim) for s in (running_mean, running_var, lmbda))
-        return apply_statistics(x, mean, var, lmbda, gamma, beta, eps)
-    if x.numel() == 0 and group is None:
-        return _empty(x, gamma, beta)
-    sets, dim = batch_sets(x)
-    out, statistics = normality_norm(sets, gamma, beta, dim=dim, eps=eps, group=group, **options)
-    _update_running(running_mean, running_var, running_lambda, statistics, momentum)
-    return out
+    if training:
+        sets, dim = batch_sets(x)
+        out, statistics = normality_norm(sets, gamma, beta, dim=dim, eps=eps, group=group, **options)
+        update_running(running_mean, running_var, running_lambda, statistics, momentum)
+        return out
+    if running_mean is None or running_var is None or running_lambda is None:
+        raise ValueError("running statistics are needed outside training")
+    lmbda = 1 + options.get("strength", 1.0) * options.get("alpha", 1.0) * (running_lambda - 1)
+    # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.
+    followed = torch.compiler.is_compiling() or transformed()
+    if not followed and lmbda.is_cpu and bool((lmbda == 1).all()):  # torch's own layer, bit for bit
+        return functional.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    return apply_statistics(x, running_mean.view(shape), running_var.view(shape), lmbda.view(shape), gamma, beta, eps)
 
 
 def layer_normal_norm(
@@ -90,12 +114,7 @@ def layer_normal_norm(
     """
     shape = tuple(normalized_shape)
     if x.shape[x.ndim - len(shape) :] != shape:
-        raise RuntimeError(
-            f"Given normalized_shape={list(shape)}, expected input with shape [*, {', '.join(map(str, shape))}], "
-            f"but got input of size{list(x.shape)}"
-        )
-    if x.numel() == 0:
-        return _empty(x, weight, bias)
+        raise RuntimeError(f"expected input that ends in normalized_shape={list(shape)}, but got {list(x.shape)}")
     sets, dim = trailing_sets(len(shape), x)
     return normality_norm(sets, weight, bias, dim=dim, eps=eps, **options)[0]
 
@@ -111,10 +130,8 @@ def channel_layer_normal_norm(
 
     Takes what `layer_normal_norm` does, with `weight` and `bias` of shape (C,); keeps the memory format.
     """
-    gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
-    if x.numel() == 0:
-        return _empty(x, gamma, beta)
     sets, dim = channel_sets(x)
+    gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
     return normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)[0]
 
 
@@ -132,30 +149,22 @@ def group_normal_norm(
     0 the function is `torch.nn.functional.group_norm`.
 
     Raises:
-        ValueError: If the channels do not divide into the groups, or sets hold a single value.
+        RuntimeError: If the channels do not divide into the groups.
+        ValueError: If sets hold a single value.
     """
-    if x.ndim < 2:
-        raise RuntimeError(f"Expected at least 2 dimensions for input tensor but received {x.ndim}")
-    channels = x.shape[1]
-    if channels % num_groups:
-        raise RuntimeError(
-            f"Expected number of channels in input to be divisible by num_groups, but got input of shape "
-            f"{list(x.shape)} and num_groups={num_groups}"
-        )
+    if x.ndim < 2 or x.shape[1] % num_groups:
+        raise RuntimeError(f"expected input (N, C, *) with C divisible by num_groups={num_groups}, got {list(x.shape)}")
     if x.numel() == num_groups and x.shape[0] == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    if x.numel() == 0:
-        return _empty(x, _per_channel(weight, x.ndim), _per_channel(bias, x.ndim))
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    apart = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
-    if last and apart and kernels.fits(x) and kernels.moves(x, channels // num_groups):
+    last = memory_format_of(x)
+    if last != torch.contiguous_format and kernels.fits(x) and kernels.moves(x, x.shape[1] // num_groups):
         # Sets in channels_last are stretches of a group's channels.
         out = group_normal_norm(x.contiguous(), num_groups, weight, bias, eps, **options)
         return out.contiguous(memory_format=last)
     sets, dim = group_sets(num_groups, x)
-    gamma, beta = (None if p is None else group_sets(num_groups, _view(p, x.ndim))[0] for p in (weight, bias))
-    out, _ = normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)
-    return out.flatten(1, 2)
+    affines = (_per_channel(parameter, x.ndim) for parameter in (weight, bias))
+    gamma, beta = (None if p is None else p.unflatten(1, (num_groups, -1)) for p in affines)
+    return normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)[0].flatten(1, 2)
 
 
 def instance_normal_norm(
@@ -179,53 +188,43 @@ def instance_normal_norm(
     Raises:
         ValueError: If a sample has a single spatial element, or statistics are missing.
     """
+    running = running_mean, running_var, running_lambda
     if not use_input_stats:
-        return batch_normal_norm(
-            x, running_mean, running_var, running_lambda, weight, bias, False, momentum, eps, **options
-        )
+        return batch_normal_norm(x, *running, weight, bias, False, momentum, eps, **options)
     if math.prod(x.shape[2:]) == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.size()}")
+    sets, dim = trailing_sets(x.ndim - 2, x)
     gamma, beta = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
-    if x.numel() == 0:
-        return _empty(x, gamma, beta)
-    sets, dim = instance_sets(x)
     out, statistics = normality_norm(sets, gamma, beta, dim=dim, eps=eps, **options)
-    mean, var, lmbda = (s.mean(0) for s in statistics[:3])
-    _update_running(running_mean, running_var, running_lambda, Statistics(mean, var, lmbda, statistics.size), momentum)
+    if statistics is not None:
+        mean, var, lmbda = (s.mean(0) for s in statistics[:3])
+        update_running(*running, Statistics(mean, var, lmbda, statistics.size), momentum)
     return out
 
 
-def _is_identity(lmbda: Tensor) -> bool:
-    """Whether every channel's transform is the identity, so that torch's own layer answers, bit for bit.
-
-    A compiler or a transform cannot branch on values, and a GPU would have to be waited for: there the power transform
-    is computed, and the identity to rounding.
-    """
-    return not (torch.compiler.is_compiling() or transformed()) and lmbda.is_cpu and bool((lmbda == 1).all())
-
-
-def _view(stat: Tensor, ndim: int) -> Tensor:
-    return stat.view(1, -1, *(1,) * (ndim - 2))
-
-
 def _per_channel(parameter: Tensor | None, ndim: int) -> Tensor | None:
-    return None if parameter is None else _view(parameter, ndim)
+    return None if parameter is None else parameter.view(1, -1, *(1,) * (ndim - 2))
 
 
-def _empty(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """An empty result that is still connected to the parameters, whose gradients are then zero, as torch's are."""
-    out = x * 1.0 if weight is None else x * weight
-    return (out if bias is None else out + bias).to(x.dtype)
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Return channels_last where that is how `x` lies, and not otherwise contiguous."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
 
 
 @torch.no_grad()
-def _update_running(
+def update_running(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     running_lambda: Tensor | None,
-    statistics: Statistics,
+    statistics: Statistics | None,
     momentum: float | Tensor,
 ) -> None:
+    """Move the running statistics, as far as there are any, towards a batch's, of which an empty one has none."""
+    if statistics is None:
+        return
     size = statistics.size.to(torch.float32) if isinstance(statistics.size, Tensor) else statistics.size
     var = statistics.var * (size / (size - 1))  # unbiased
     for running, new in ((running_mean, statistics.mean), (running_var, var), (running_lambda, statistics.lmbda)):

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor, nn
 
 from retrofit.layers.base import LayerOptions, NormalityMixin
-from retrofit.layers.converted_layer import reset_affine
-from retrofit.layers.functional import group_normal_norm
-from retrofit.layers.sets import Sets, group_sets
+from retrofit.layers.converted_layer import _ThenActivate, reset_affine
+from retrofit.layers.functional import Sets, group_normal_norm, group_sets
 
 
 class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
@@ -47,8 +46,12 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         return group_normal_norm(x, self.num_groups, self.weight, self.bias, self.eps, **self._options)
 
     def _build_source(self, cls: Any) -> nn.Module:
-        new: nn.Module = cls(self.num_groups, self.num_channels, self.eps, device="meta")
+        new: nn.Module = cls(num_groups=self.num_groups, num_channels=self.num_channels, eps=self.eps, device="meta")
         return new
 
     def _sets(self) -> Sets:
         return partial(group_sets, self.num_groups)
+
+
+class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
+    """Group normality normalization, then `drop` and `act`: the counterpart of timm's GroupNormAct."""

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.forms import Batched, in_sequence
-from retrofit.layers.functional import instance_normal_norm
-from retrofit.layers.sets import Sets, trailing_sets
+from retrofit.layers.functional import Sets, instance_normal_norm, trailing_sets
 
 
 class _InstanceNormalNorm(RunningNormality):
@@ -33,17 +32,14 @@ class _InstanceNormalNorm(RunningNormality):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *) or (C, *), with the sample's statistics (eval: the running ones, where tracked)."""
-        if x.ndim not in (self._batched_ndim, self._batched_ndim - 1):
-            raise ValueError(f"expected {self._batched_ndim - 1}D or {self._batched_ndim}D input (got {x.ndim}D input)")
         batched = x.ndim == self._batched_ndim
-        channels = x.shape[1 if batched else 0]
-        if channels != self.num_features and self.affine:
-            raise ValueError(
-                f"expected input's size at dim={int(batched)} to match num_features ({self.num_features}), "
-                f"but got: {channels}."
-            )
+        if not batched and x.ndim != self._batched_ndim - 1:
+            raise ValueError(f"expected {self._batched_ndim - 1}D or {self._batched_ndim}D input (got {x.ndim}D input)")
+        maps = x if batched else x.unsqueeze(0)
+        if maps.shape[1] != self.num_features and self.affine:
+            raise ValueError(f"expected {self.num_features} channels (num_features), but got: {maps.shape[1]}.")
         out = instance_normal_norm(
-            x if batched else x.unsqueeze(0),
+            maps,
             *self._tracked(True),
             self.weight,
             self.bias,

@@ -56,22 +56,14 @@ class NewtonStep:
     """One Newton step from lambda = 1, with what its derivative needs; every field has one value a normalized set.
 
     With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 * r^2 and step = -L' / L''.
-
-    Attributes:
-        step: lambda - 1, within its bounds.
-        free: 1 where no bound holds the step.
-        curved: 1 where L'' is above its floor.
-        slope: L'.
-        curvature: L'', floored.
-        moments: What all of that is made of, v kept above zero.
     """
 
-    step: Tensor
-    free: Tensor
-    curved: Tensor
-    slope: Tensor
-    curvature: Tensor
-    moments: Moments
+    step: Tensor  # lambda - 1, within its bounds
+    free: Tensor  # 1 where no bound holds the step
+    curved: Tensor  # 1 where L'' is above its floor
+    slope: Tensor  # L'
+    curvature: Tensor  # L'', floored
+    moments: Moments  # what all of that is made of, v kept above zero
 
     def gradient(self) -> StepGradient:
         """Return the step's derivatives; zero where a bound holds the step."""
@@ -139,14 +131,8 @@ def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: StepGradient) -> Tensor:
     """Return N * d step / d h_i for every element of the sets, h's own dependence on the input aside.
 
-    The chain rule over `Moments`; each derivative below is of what its moment is the mean of.
-
-    Args:
-        h: Standardised values.
-        a: |h|.
-        log: l = log(1 + a).
-        inverse: 1 / (1 + a), which is d (s * l) / d h.
-        by: `NewtonStep.gradient()`.
+    The chain rule over `Moments`; each derivative below is of what its moment is the mean of. Takes a = |h|,
+    log = log(1 + a) and inverse = 1 / (1 + a), which is d (s * l) / d h.
     """
     a_log = a * log
     grown = log + a_log  # (1 + a) * l

@@ -23,30 +23,23 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
     Returns:
         By layer name, in the order of registration, one value for each normalized set.
     """
-    values: dict[str, Tensor] = {}
-    estimating: dict[str, NormalityMixin] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, NormalityMixin):
-            continue
-        running = getattr(module, "running_lambda", None)
-        if running is not None:
-            values[name] = running.detach().float().cpu()
-        elif images is not None:
-            values[name] = torch.empty(0, dtype=torch.float32, device="cpu")
-            estimating[name] = module
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, NormalityMixin)}
+    values: dict[str, list[Tensor]] = {name: [] for name in layers}
 
     def collect(name: str, layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
-        values[name] = torch.cat([values[name], _estimates(layer, inputs[0].float()).flatten().cpu()])
+        sets, dim = layer.normalized_sets(inputs[0].float())
+        var, mean = torch.var_mean(sets, dim, correction=0, keepdim=True)
+        lmbda = estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim)
+        values[name].append(lmbda.flatten().cpu())
 
+    estimating = {}
+    for name, layer in layers.items():
+        if (running := getattr(layer, "running_lambda", None)) is not None:
+            values[name] = [running.detach().float().cpu()]
+        else:
+            estimating[name] = layer
     if estimating and images is not None:
         watched = hooked(layer.register_forward_pre_hook(partial(collect, name)) for name, layer in estimating.items())
         with watched, torch.no_grad():
             model(images)
-    return {name: lmbda for name, lmbda in values.items() if lmbda.numel()}
-
-
-def _estimates(layer: NormalityMixin, x: Tensor) -> Tensor:
-    """Return the lambda that a layer estimates for each normalized set of its input."""
-    values, dim = layer.normalized_sets(x)
-    var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
-    return estimate((values - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim)
+    return {name: torch.cat(found) for name, found in values.items() if found}

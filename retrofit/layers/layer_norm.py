@@ -9,9 +9,15 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor, nn
 
 from retrofit.layers.base import LayerOptions, NormalityMixin
+from retrofit.layers.converted_layer import _ThenActivate
 from retrofit.layers.forms import ChannelsFirstLayerNorm, constants_of
-from retrofit.layers.functional import channel_layer_normal_norm, layer_normal_norm
-from retrofit.layers.sets import Sets, channel_sets, trailing_sets
+from retrofit.layers.functional import (
+    Sets,
+    channel_layer_normal_norm,
+    channel_sets,
+    layer_normal_norm,
+    trailing_sets,
+)
 
 
 class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
@@ -24,6 +30,7 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
 
     source_name: ClassVar[str] = "LayerNorm"
     paper_noise: ClassVar[float] = 1.0
+    per_channel: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -43,14 +50,12 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         return layer_normal_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, **self._options)
 
     def _build_source(self, cls: Any) -> nn.Module:
-        new: nn.Module = cls(self.normalized_shape, self.eps, device="meta")
+        shape = self.normalized_shape
+        new: nn.Module = cls(shape[0] if self.per_channel else shape, eps=self.eps, device="meta")
         return new
 
     def _sets(self) -> Sets:
         return partial(trailing_sets, len(self.normalized_shape))
-
-    def _per_channel(self) -> bool:
-        return False
 
 
 class LayerNormalNorm2d(LayerNormalNorm):
@@ -60,6 +65,7 @@ class LayerNormalNorm2d(LayerNormalNorm):
     """
 
     source_name: ClassVar[str] = "LayerNorm2d"
+    per_channel: ClassVar[bool] = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *), over C."""
@@ -67,15 +73,16 @@ class LayerNormalNorm2d(LayerNormalNorm):
             raise RuntimeError(f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}")
         return channel_layer_normal_norm(x, self.weight, self.bias, self.eps, **self._options)
 
-    def _build_source(self, cls: Any) -> nn.Module:
-        new: nn.Module = cls(self.normalized_shape[0], self.eps, device="meta")
-        return new
-
     def _sets(self) -> Sets:
         return channel_sets
 
-    def _per_channel(self) -> bool:
-        return True
-
     def _source_form(self) -> nn.Module:
         return constants_of(ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"), self)
+
+
+class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
+    """Layer normality normalization, then `drop` and `act`: the counterpart of timm's LayerNormAct."""
+
+
+class LayerNormalNormAct2d(_ThenActivate, LayerNormalNorm2d):
+    """Channels-first layer normality normalization, then `drop` and `act`: the counterpart of timm's LayerNormAct2d."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,14 @@ from torch.nn import functional
 
 from retrofit.layers.base import StrengthMixin, shown
 from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.constant_affine import named_sequence, trained_affine
-from retrofit.layers.converted_layer import no_plain_layer, reset_affine
+from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import ConstantNorm, MigratedForm
-from retrofit.layers.group_affine import GroupAffine, group_affine, moments
+from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
+from retrofit.layers.functional import group_sets
 from retrofit.layers.kernels import channelwise
-from retrofit.layers.norm_act import _ThenActivate
 from retrofit.layers.normality_norm import compute_dtype
-from retrofit.layers.sets import group_sets
 from retrofit.layers.settings import check_groups, hold_settings
-from retrofit.layers.transforms import transformed
+from retrofit.layers.transforms import differentiable_once, transformed
 
 
 def migrated_group_norm(
@@ -53,10 +52,10 @@ def migrated_group_norm(
     Args:
         x: (N, C, *), floating point, 2 dimensions or more.
         num_groups: Groups G; divides C.
-        running_mean: (C,).
-        running_var: (C,).
-        weight: gamma (C,) or None for ones.
-        bias: beta (C,) or None for zeros.
+        running_mean: (C,), as are those that follow.
+        running_var: The source's.
+        weight: gamma, or None for ones.
+        bias: beta, or None for zeros.
         strength: t in [0, 1]; a 0-dim tensor changes without recompilation.
         eps: Added to the group variance, in proportion; a number or a 0-dim tensor.
         source_eps: Added to the running variance; `eps` if None.
@@ -93,12 +92,102 @@ def migrated_group_norm(
     constants = running_mean.detach().to(dtype), rstd.detach(), gain.detach()
     # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
     if transformed():
-        tables = *moments(maps.to(dtype)), *constants
-        out, _, _ = group_affine(maps, *tables, gamma, beta, t.detach(), num_groups, eps)
+        out = _group_affine(maps, *_moments(maps.to(dtype)), *constants, gamma, beta, t.detach(), num_groups, eps)[0]
     else:
-        tables = *moments(maps.detach().to(dtype)), *constants
-        out = GroupAffine.apply(maps, *tables, gamma, beta, t, num_groups, eps)
+        tables = *_moments(maps.detach().to(dtype)), *constants
+        out = _GroupAffine.apply(maps, *tables, gamma, beta, t, num_groups, eps)
     return out.view_as(x) if x.ndim == 2 else out
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of `x` (N, C, *) per sample and channel, (N, C) each, without cancellation."""
+    dims = tuple(range(2, x.ndim))
+    if not (transformed() or x.is_cpu or x.numel() == 0):  # on CPU var_mean takes several times as long
+        var, mean = torch.var_mean(x, dims, correction=0)
+        return mean, var
+    mean = x.mean(dims, keepdim=True)
+    if transformed():  # whose further derivatives the norm does not have everywhere
+        return mean.flatten(1), (x - mean).square().mean(dims)
+    var = torch.linalg.vector_norm(x - mean, dim=dims).square() / max(1, math.prod(x.shape[2:]))
+    return mean.flatten(1), var
+
+
+def _group_affine(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    running_mean: Tensor,
+    rstd: Tensor,
+    gain: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    t: Tensor,
+    num_groups: int,
+    eps: Tensor | float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result and, (N, C) each, the group's mean over the channel's gain and k of `_GroupAffine`."""
+    n, channels = mean.shape
+    groups = n, num_groups, channels // num_groups
+    mean = ((mean - running_mean) * (rstd * gain)).reshape(groups)
+    m = mean.mean(2, keepdim=True)
+    v = ((var * (rstd * gain).square()).reshape(groups) + (mean - m).square()).mean(2, keepdim=True)
+    # At t = 0 the moments do not count, not even where they overflow.
+    m, v = torch.where(t > 0, m, 0.0), torch.where(t > 0, v, 1.0)
+    k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
+    m, k = m.expand(groups).reshape(n, channels) / gain, k.expand(groups).reshape(n, channels)
+    scale = k * gamma
+    return _affine(x, scale * rstd, beta - scale * (running_mean * rstd + t * m)), m, k
+
+
+class _GroupAffine(torch.autograd.Function):
+    """y = x * scale + shift per sample and channel, with the closed-form derivative through the group moments.
+
+    With gain a, k = 1 / sqrt((1 - t) + t * (v + eps)), x^ = (x' - t * m) * k, g^ = grad * gamma / a, means over sample
+    and group:
+
+        d x' = k * (g^ - t * mean(g^) - t * k * (x' - m) * mean(g^ * x^))
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *tables: Any) -> Tensor:
+        out, m, k = _group_affine(x, *tables)
+        _, _, running_mean, rstd, gain, gamma, _, t, num_groups, _ = tables
+        ctx.save_for_backward(x, running_mean, rstd, gain, gamma, t, m, k)
+        ctx.groups = len(m), num_groups, m.shape[1] // num_groups
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, running_mean, rstd, gain, gamma, t, m, k = ctx.saved_tensors  # m of the group, over the channel's gain
+        dims = tuple(range(2, x.ndim))
+        grad = grads[0].to(k.dtype)
+        sum_g = grad.sum(dims)
+        centred = (grad * x).sum(dims) - running_mean * sum_g
+        sum_gx = (centred * rstd - t * m * sum_g) * k  # of grad * x^
+        dx = None
+        if ctx.needs_input_grad[0]:
+            size = ctx.groups[2] * max(1, math.prod(x.shape[2:]))
+
+            def group_mean(sums: Tensor) -> Tensor:
+                means = (sums * gamma).view(ctx.groups).sum(2, keepdim=True) / size
+                return means.expand(ctx.groups).reshape(k.shape)
+
+            slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - running_mean) * rstd
+            shift = -t * k * gain * group_mean(sum_g / gain) - slope * (running_mean * rstd + m)
+            dx = _affine(x, slope * rstd.square(), shift * rstd, dtype=k.dtype)
+            dx = dx.addcmul_(grad, _like(x, k * gamma * rstd)).to(x.dtype)
+        return dx, None, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None
+
+
+def _like(x: Tensor, table: Tensor) -> Tensor:
+    """Return (N, C) values in a shape that broadcasts over `x` (N, C, *)."""
+    return table.view(*table.shape, *(1,) * (x.ndim - 2))
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return x * scale + shift for (N, C) tables, in `dtype` or the type of `x`, computed in that of the tables."""
+    return torch.addcmul(_like(x, shift), x, _like(x, scale)).to(dtype or x.dtype)
 
 
 @torch.no_grad()
@@ -108,10 +197,6 @@ def group_gain(weight: Tensor | None, num_groups: int) -> Tensor | None:
     A trained network has switched off some of its channels by their gamma. What passes through those says nothing about
     the scale of what the next layer sees, yet would count in full. Every channel counts for a hundredth of the mean at
     least, so that training may bring it back.
-
-    Args:
-        weight: gamma (C,), or None.
-        num_groups: Groups G; divides C.
 
     Returns:
         sqrt(|gamma| / mean |gamma|) with the mean over the group, (C,) in the type of `weight`; None without one.
@@ -129,13 +214,8 @@ def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_grou
     """BatchNorm's eps as it counts in standardised units, so that a group's variance and eps add up to one on average.
 
     Standardising leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
-    with BatchNorm's own eps would scale what is left up again, and the network with it.
-
-    Args:
-        weight: gamma, (C,), or None.
-        running_var: (C,).
-        eps: BatchNorm's.
-        num_groups: Groups G; divides C.
+    with BatchNorm's own eps would scale what is left up again, and the network with it. Takes gamma, (C,) or None, the
+    running variance, (C,), BatchNorm's eps and the groups.
     """
     if running_var.is_meta:
         return eps
@@ -144,7 +224,7 @@ def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_grou
     return float((short if gain is None else gain.square() * short).mean())
 
 
-class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
+class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
     """GroupNorm of an input that was standardised by a BatchNorm's running statistics: see `migrated_group_norm`.
 
     It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
@@ -171,11 +251,7 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         ValueError: If G does not divide C or an argument is out of range.
     """
 
-    source_name: ClassVar[str] = "BatchNorm2d"
-    running_mean: Tensor
-    running_var: Tensor
     gain: Tensor
-    num_batches_tracked: Tensor
     eps: Tensor  # type: ignore[assignment]
     group_eps: Tensor
 
@@ -199,10 +275,8 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
             self.register_parameter("bias", None)
         del self.eps
         self.set_eps(eps, eps if group_eps is None else group_eps, device, dtype)
-        self.register_buffer("running_mean", torch.zeros(num_channels, device=device, dtype=dtype))
-        self.register_buffer("running_var", torch.ones(num_channels, device=device, dtype=dtype))
+        self._hold_statistics(num_channels, device, dtype)
         self.register_buffer("gain", torch.ones(num_channels, device=device, dtype=dtype))
-        self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
         self._register_strength(strength, device)
         hold_settings(self, {"num_groups": partial(check_groups, num_channels)}, device)
 
@@ -214,30 +288,19 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
 
     def _apply(self, fn: Any, recurse: bool = True) -> MigratedGroupNorm:
         """Move as any module does, but let no half type round an eps to nothing."""
-        before = {name: self._buffers[name] for name in ("eps", "group_eps")}
+        exact = {"eps": self.eps, "group_eps": self.group_eps}
         super()._apply(fn, recurse)
-        for name, value in before.items():
-            now = self._buffers[name]
-            if now is not None and value is not None and now.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = value.to(now.device)
+        for name, value in exact.items():
+            moved = self.get_buffer(name)
+            if moved.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = value.to(moved.device)
         return self
-
-    reset_parameters = reset_affine
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *)."""
-        return migrated_group_norm(
-            x,
-            self.num_groups,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            strength=self.strength,
-            eps=self.group_eps,
-            source_eps=self.eps,
-            gain=self.gain,
-        )
+        affine = self.running_mean, self.running_var, self.weight, self.bias
+        options = {"strength": self.strength, "eps": self.group_eps, "source_eps": self.eps, "gain": self.gain}
+        return migrated_group_norm(x, self.num_groups, *affine, **options)
 
     def input_affine(self) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift, the input's standardisation and gain.
@@ -246,14 +309,6 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         """
         scale = torch.rsqrt(self.running_var.double() + self.eps) * self.gain.double()
         return scale, -self.running_mean.double() * scale
-
-    def source_layer(self) -> nn.Module:
-        """Return torch's or timm's BatchNorm, in evaluation, which has the same statistics."""
-        return super().source_layer().eval()
-
-    def _build_source(self, cls: Any) -> nn.Module:
-        new: nn.Module = cls(self.num_channels, float(self.eps), device="meta")
-        return new
 
     def channel_map(self) -> ChannelMap | None:
         """Return the map at strength 0."""
@@ -269,15 +324,14 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         if float(self.strength) == 0:
             return super()._form()
         scale, shift = self.input_affine()
-        weight, bias = self._group_affine()
+        weight = self._group_weight()
+        bias = torch.zeros_like(weight) if self.bias is None else self.bias.detach()
         form = MigratedForm(self.num_groups, float(self.group_eps), float(self.strength), weight, bias)
         return [ConstantNorm(self.running_mean, scale, torch.zeros_like(shift)), form]
 
-    def _group_affine(self) -> tuple[Tensor, Tensor]:
-        """Return gamma and beta of the group normalization behind `input_affine`, (C,) each in float64."""
-        gain = self.gain.double()
-        weight = 1 / gain if self.weight is None else self.weight.detach().double() / gain
-        return weight, torch.zeros_like(gain) if self.bias is None else self.bias.detach().double()
+    def _group_weight(self) -> Tensor:
+        """Return gamma of the group normalization behind `input_affine`, (C,) in float64."""
+        return (1.0 if self.weight is None else self.weight.detach().double()) / self.gain.double()
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the constants, and group normalization behind them at strength 1, gamma and beta at 0.
@@ -287,20 +341,19 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
         """
         t = float(self.strength)
         if t == 0:
-            return None, trained_affine(self)
+            return super().plain_layer()
         if t != 1:
             raise no_plain_layer(f"at strength {t:g} it lies between BatchNorm and GroupNorm; set_strength(model, 1)")
         weight = self.weight
         like, trained = (self.gain, False) if weight is None else (weight, weight.requires_grad)
-        gamma = nn.Parameter(self._group_affine()[0].to(like.dtype), requires_grad=trained)
-        return self.input_affine(), self._group_norm(gamma)
-
-    def _group_norm(self, gamma: nn.Parameter) -> nn.Module:
-        """Return torch's or timm's group normalization with the given gamma, dropout and activation behind it."""
-        new: Any = nn.GroupNorm(self.num_groups, self.num_channels, float(self.group_eps), device="meta")
-        new.weight = gamma
+        new = self._group_norm()
+        new.weight = nn.Parameter(self._group_weight().to(like.dtype), requires_grad=trained)
         new.register_parameter("bias", self.bias)
-        return named_sequence(OrderedDict(norm=new), self)
+        return self.input_affine(), named_sequence(OrderedDict(norm=new), self) if type(new) is nn.GroupNorm else new
+
+    def _group_norm(self) -> Any:
+        """Return torch's group normalization, or timm's with dropout and activation."""
+        return nn.GroupNorm(self.num_groups, self.num_channels, float(self.group_eps), device="meta")
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
@@ -325,14 +378,11 @@ class MigratedGroupNorm(StrengthMixin, nn.GroupNorm):
 class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
     """Migrated group normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
 
-    fused_source_name: ClassVar[str] = "BatchNormAct2d"
-
-    def _group_norm(self, gamma: nn.Parameter) -> nn.Module:
+    def _group_norm(self) -> Any:
         if any(True for _ in self.act.buffers()):  # constants, which are better not inside a layer that is trained
-            return super()._group_norm(gamma)
+            return super()._group_norm()
         from timm.layers import GroupNormAct
 
         new = GroupNormAct(self.num_channels, self.num_groups, float(self.group_eps), device="meta")
-        new.weight, new.drop, new.act = gamma, self.drop, self.act
-        new.register_parameter("bias", self.bias)
+        new.drop, new.act = self.drop, self.act
         return new

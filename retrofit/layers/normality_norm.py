@@ -50,19 +50,10 @@ class Statistics(NamedTuple):
 def apply_statistics(
     x: Tensor, mean: Tensor, var: Tensor, lmbda: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Standardise with the given statistics, transform, and apply the affine.
+    """Standardise with the given mean and biased variance, transform, and apply the affine.
 
-    Args:
-        x: Input of any shape.
-        mean: Mean, broadcastable to `x` and of as many dimensions, as are all that follow.
-        var: Biased variance.
-        lmbda: Transform parameter; 1 is the identity.
-        weight: gamma, or None.
-        bias: beta, or None.
-        eps: Added to the variance.
-
-    Returns:
-        The result in `x`'s shape and dtype; computed in float32 (float64 for float64 input).
+    Statistics, gamma and beta broadcast to `x`, of as many dimensions. Returns the result in `x`'s shape and dtype;
+    computed in float32 (float64 for float64 input).
     """
     dtype = compute_dtype(x)
     tensors = (mean, var, lmbda, weight, bias)
@@ -93,11 +84,11 @@ def normality_norm(
     noise_kind: NoiseKind = "scaled",
     alpha: float = 1.0,
     group: ProcessGroup | None = None,
-) -> tuple[Tensor, Statistics]:
+) -> tuple[Tensor, Statistics | None]:
     """Normalize, gaussianize, perturb and scale `x` with statistics of its own.
 
     Args:
-        x: Input of any shape; at least one element.
+        x: Input of any shape.
         weight: gamma, broadcastable to `x`, or None.
         bias: beta, broadcastable to `x`, or None.
         dim: The dimensions that the normalized set spans.
@@ -109,8 +100,11 @@ def normality_norm(
         group: Process group whose ranks share the sets, or None.
 
     Returns:
-        The result in `x`'s shape and dtype, and the statistics (lambda as estimated: strength does not enter it).
+        The result in `x`'s shape and dtype, and the statistics (lambda as estimated: strength does not enter it), None
+        of an empty input.
     """
+    if x.numel() == 0 and group is None:  # still connected to the parameters, whose gradients are then zero
+        return affine(x * 1.0, weight, bias).to(x.dtype), None
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
     if transformed():
         if group is not None:
@@ -119,8 +113,8 @@ def normality_norm(
         var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
         h = (values - mean) * torch.rsqrt(var + eps)
         y, lmbda = gaussianize(h, dim, strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha)
-        statistics = Statistics(mean.detach(), var.detach(), lmbda.detach(), distributed.set_size(x, dim, None))
-        return affine(y, weight, bias).to(x.dtype), statistics
+        size = distributed.set_size(x, dim, None)
+        return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), size)
     factor = noise * t if noise else None
     if factor is not None and noise_kind != "scaled":
         y, statistics = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
@@ -142,13 +136,13 @@ class _NormalityNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        weight: Any,
+        bias: Any,
         t: Tensor,
-        factor: Tensor | None,
+        factor: Any,
         dim: tuple[int, ...],
         eps: float,
-        group: ProcessGroup | None,
+        group: Any,
     ) -> tuple[Tensor, Tensor]:
         shapes = [None if p is None else p.shape for p in (weight, bias)]
         ctx.layout = Layout.of(x, dim, *shapes) if kernels.fits(x) else None
@@ -204,18 +198,10 @@ def gaussianize(
     noise_kind: NoiseKind = "scaled",
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate lambda, transform and perturb values that are standardised already.
+    """Estimate lambda, transform and perturb values that are standardised already, in float32 at least.
 
-    Args:
-        h: Values of mean zero and a variance of at most one, in float32 at least.
-        dim: The dimensions that the normalized set spans.
-        strength: As for `normality_norm`, as are all that follow.
-        noise: xi.
-        noise_kind: What kind of noise.
-        alpha: Degree of gaussianization.
-
-    Returns:
-        The transformed values, noise added, and lambda as estimated (strength does not enter it).
+    Takes what `normality_norm` does. Returns the transformed values, noise added, and lambda as estimated (strength
+    does not enter it).
     """
     effective_alpha = torch.as_tensor(strength * alpha, dtype=h.dtype, device=h.device)
     if transformed():
@@ -270,15 +256,11 @@ class _OneStep(torch.autograd.Function):
 
 
 def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:
-    """Add noise, with z ~ N(0, 1) for each element (the paper's sections 4.2 and 5.6).
+    """Add noise to transformed values, with z ~ N(0, 1) for each (the paper's sections 4.2 and 5.6).
 
-    Args:
-        y: The transformed values, in float32 at least.
-        factor: xi times the strength.
-        kind: "scaled" gives y + factor * s * z, with s the mean absolute deviation of the set, which takes no gradient;
-            "unscaled" the same with s = sqrt(2 / pi), a standard normal set's; "gaussian-dropout" y * (1 + factor * z),
-            through which y's gradient flows (there the paper writes xi as sqrt((1 - p) / p), p the rate of retention).
-        dim: The dimensions that the normalized set spans.
+    "scaled" gives y + factor * s * z, with s the mean absolute deviation of the set, which takes no gradient;
+    "unscaled" the same with s = sqrt(2 / pi), a standard normal set's; "gaussian-dropout" y * (1 + factor * z), through
+    which y's gradient flows (there the paper writes xi as sqrt((1 - p) / p), p the rate of retention).
     """
     noise = factor * torch.randn_like(y)
     if kind == "gaussian-dropout":

@@ -22,26 +22,25 @@ class SettingsMixin(nn.Module):
         _write(self)
         super()._save_to_state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        _read(self, state_dict, prefix, *args)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        _read(self, *args)
+        super()._load_from_state_dict(*args)
 
 
 def hold_settings(module: nn.Module, settings: Mapping[str, Callable[[float], Any]], device: Any = None) -> None:
     """Let the state dict of `module` hold some of its attributes.
 
     Args:
-        module: The layer; the attributes are set.
+        module: The layer, which has the attributes; a library's is given hooks.
         settings: By attribute, what takes a number and returns the attribute's value, or raises ValueError.
         device: Device of the buffers.
     """
-    if "_held_settings" not in vars(module) and not isinstance(module, SettingsMixin):  # a library's layer
+    if "_held_settings" not in vars(module) and not isinstance(module, SettingsMixin):
         module.register_state_dict_pre_hook(_write)
         module.register_load_state_dict_pre_hook(_read)
-    vars(module).update(_held_settings=dict(settings), _written_settings={})
+    vars(module)["_held_settings"] = dict(settings)
     for name in settings:
         module.register_buffer(PREFIX + name, torch.zeros((), dtype=torch.float32, device=device))
-    _write(module)
 
 
 def move_settings(module: nn.Module, device: torch.device) -> None:
@@ -58,29 +57,26 @@ def check_groups(channels: int, groups: float) -> int:
     return whole
 
 
+@torch.no_grad()
 def _write(module: nn.Module, *_: Any) -> None:
-    """Bring the buffers up to date with the attributes that were set since; the tensors themselves are not read."""
-    written = vars(module).get("_written_settings", {})
+    """Bring the buffers up to date with the attributes, before they are saved."""
     for name in vars(module).get("_held_settings", ()):
-        value, buffer = getattr(module, name), module._buffers[PREFIX + name]
-        if buffer is not None and not buffer.is_meta and written.get(name) != value:
-            module._buffers[PREFIX + name] = torch.full_like(buffer, value)
-            written[name] = value
+        value, buffer = getattr(module, name), module.get_buffer(PREFIX + name)
+        module._buffers[PREFIX + name] = (
+            torch.full_like(buffer, value) if buffer.is_inference() else buffer.fill_(value)
+        )
 
 
 def _read(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Set the attributes by what is about to be loaded."""
+    """Set the attributes by what is about to be loaded; a value that the stored type rounds stays exact."""
     _write(module)
     for name, check in vars(module).get("_held_settings", {}).items():
-        key, own = prefix + PREFIX + name, getattr(module, name)
-        held = state_dict.setdefault(key, module._buffers[PREFIX + name])
-        if not isinstance(held, Tensor) or held.numel() != 1 or held.is_meta:
+        key, own = prefix + PREFIX + name, torch.tensor(getattr(module, name), dtype=torch.float32, device="cpu")
+        stored = state_dict.setdefault(key, module._buffers[PREFIX + name])
+        if not isinstance(stored, Tensor) or stored.numel() != 1 or stored.is_meta:
             continue
-        number = held.item()
-        if number in (torch.tensor(own, dtype=one, device="cpu").item() for one in (torch.float32, held.dtype)):
-            continue  # a value that the buffer's type rounds stays exact
-        try:
-            setattr(module, name, check(number))
-            vars(module)["_written_settings"][name] = getattr(module, name)
-        except (ValueError, OverflowError) as error:
-            rest[-1].append(f"{key} holds {number}: {error}")
+        if (number := stored.item()) != own.to(stored.dtype).item():
+            try:
+                setattr(module, name, check(number))
+            except (ValueError, OverflowError) as error:
+                rest[-1].append(f"{key} holds {number}: {error}")

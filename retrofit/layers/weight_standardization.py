@@ -25,17 +25,15 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
     `seed_restore` stores the standard deviation and mean of the present weights instead: the layer is then the plain
     convolution at any t until training moves them, and keeps each channel's mean and scale from there on.
 
-    `scale` is a parameter (C,), if asked for: the one that the paper of ProxyNorm puts behind the last convolution of a
-    residual block (appendix A.1), whose output no norm rescales.
-
     The parameter keeps its name, `weight`, in the state dict. It is standardised in float32 at least. Fan-in 1 (1x1
     depthwise) leaves nothing to standardise and is refused.
 
     Args:
-        *args: The convolution's own.
+        *args: The convolution's own, as are further keywords.
         eps: Added to the variance: timm's 1e-6; the paper of ProxyNorm takes 0.
         strength: Initial t, in [0, 1].
-        scale: Learn a scale for each output channel; it starts at 1.
+        scale: Learn a scale for each output channel, (C,), from 1: the one that the paper of ProxyNorm puts behind the
+            last convolution of a residual block (appendix A.1), whose output no norm rescales.
         **kwargs: The convolution's own.
 
     Raises:
@@ -55,12 +53,12 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         if self.weight[0].numel() < 2:
             raise ValueError("each output channel has a single weight: there is nothing to standardise")
         self.eps = eps
-        device, exact = self.weight.device, torch.promote_types(self.weight.dtype, torch.float32)
-        self.register_buffer("restore_scale", torch.ones(len(self.weight), device=device, dtype=exact))
-        self.register_buffer("restore_shift", torch.zeros(len(self.weight), device=device, dtype=exact))
-        learned = nn.Parameter(torch.ones(len(self.weight), device=device, dtype=self.weight.dtype)) if scale else None
-        self.register_parameter("scale", learned)
-        self._register_strength(strength, device)
+        ones = torch.ones(len(self.weight), device=self.weight.device, dtype=self.weight.dtype)
+        exact = torch.promote_types(self.weight.dtype, torch.float32)
+        self.register_buffer("restore_scale", torch.ones_like(ones, dtype=exact))
+        self.register_buffer("restore_shift", torch.zeros_like(ones, dtype=exact))
+        self.register_parameter("scale", nn.Parameter(ones) if scale else None)
+        self._register_strength(strength, self.weight.device)
 
     @torch.no_grad()
     def seed_scale(self) -> None:
@@ -94,18 +92,14 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         return new
 
     @torch.no_grad()
-    def plain_convolution(self) -> nn.Module:
-        """Return torch's convolution with the weights that this one uses now."""
+    def plain_layer(self) -> tuple[None, nn.Module]:
+        """Return torch's convolution with the weights that this one uses now, not standardised as they are trained."""
         new: Any = self.source_layer()
         new.weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
-        return new
-
-    def plain_layer(self) -> tuple[None, nn.Module]:
-        """Return `plain_convolution`, whose weights are no longer standardised as they are trained."""
-        return None, self.plain_convolution()
+        return None, new
 
     def _form(self) -> list[nn.Module]:
-        return [constant_copy(self.plain_convolution())]
+        return [constant_copy(self.plain_layer()[1])]
 
     def _moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         dims = tuple(range(1, weight.ndim))

@@ -18,16 +18,11 @@ def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
     """Apply the Yeo-Johnson power transform.
 
     With s = sign(h) and p = 1 + s * (lmbda - 1), both branches of eq. 3 read s * ((1 + |h|)^p - 1) / p, with the limit
-    s * log(1 + |h|) at p = 0. `expm1` and `log1p` keep it exact near p = 0, and the
-    identity (to rounding) at lmbda = 1.
-    It is twice continuously differentiable in h and strictly increasing in both arguments.
+    s * log(1 + |h|) at p = 0. `expm1` and `log1p` keep it exact near p = 0, and the identity (to rounding) at
+    lmbda = 1. It is twice continuously differentiable in h and strictly increasing in both arguments.
 
-    Args:
-        h: Standardised values of any shape, floating point.
-        lmbda: Transform parameter, broadcastable to `h`.
-
-    Returns:
-        The transformed values, in the shape and dtype that `h` and `lmbda` broadcast to.
+    Takes standardised values of any shape and the transform's parameter, broadcastable to them; the result has the
+    shape and dtype that the two broadcast to.
     """
     if transformed():
         s, p, log = power_and_log(h, lmbda)
@@ -40,12 +35,6 @@ def power_and_log(h: Tensor, lmbda: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (s, p, l): the sign of `h` (+1 at zero), p = 1 + s * (lmbda - 1), and l = log(1 + |h|)."""
     s = torch.where(h < 0, -1.0, 1.0).to(h.dtype)
     return s, 1 + s * (lmbda - 1), torch.log1p(s * h)  # s * h is |h| with a derivative at zero
-
-
-def _transform(s: Tensor, p: Tensor, log: Tensor) -> Tensor:
-    """Return psi = s * expm1(p * l) / p, with its limit s * l at p = 0."""
-    zero = p == 0
-    return s * torch.where(zero, log, torch.expm1(p * log) / torch.where(zero, 1.0, p))
 
 
 def _relative_growth(u: Tensor) -> Tensor:
@@ -75,7 +64,8 @@ class _YeoJohnson(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, lmbda: Tensor) -> Tensor:
         ctx.save_for_backward(h, lmbda)
-        return _transform(*power_and_log(h, lmbda))
+        s, p, log = power_and_log(h, lmbda)
+        return s * torch.where(p == 0, log, torch.expm1(p * log) / torch.where(p == 0, 1.0, p))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:

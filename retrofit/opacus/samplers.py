@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from retrofit.layers import ProxyNorm
-from retrofit.layers.constant_affine import ConstantAffine, TrainedAffine
+from retrofit.layers.frozen_batch_norm import ConstantAffine, TrainedAffine
 from retrofit.opacus.validators import OF_SAMPLES, over_batches, refusal
 
 

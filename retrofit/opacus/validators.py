@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit import layers
-from retrofit.layers.batch_norm import RunningNormality
-from retrofit.layers.batch_statistics_mixin import BatchStatisticsMixin
+from retrofit.layers.batch_norm import BatchStatisticsMixin, RunningNormality
 from retrofit.utils.text import ROOT, shortlist
 
 OF_BATCHES: list[type[nn.Module]] = [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.layers.inverse_square_root import largest_divisor
+from retrofit.layers.decorrelated_batch_norm import largest_divisor
 from retrofit.layers.migrated_group_norm import group_gain
 from retrofit.surgery.families import NormLayer
 from retrofit.utils.batches import images_of

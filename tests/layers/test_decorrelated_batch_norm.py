@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit import layers
-from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
-from retrofit.layers.inverse_square_root import inverse_square_root
+from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm, inverse_square_root
 from tests.layers.cases import EPS, assert_same_gradient, randomise
 from tests.oracles import normality as normality_oracle
 from tests.oracles import whitening as oracle

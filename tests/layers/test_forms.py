@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from retrofit import layers
 from retrofit.errors import RetrofitError
-from retrofit.layers.constant_affine import ConstantAffine
 from retrofit.layers.forms import EstimatedTransform, TwoBranch
+from retrofit.layers.frozen_batch_norm import ConstantAffine
 from tests.oracles import normality as oracle
 
 C = 8

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.layers.constant_affine import ConstantAffine
+from retrofit.layers.frozen_batch_norm import ConstantAffine
 from tests.layers.test_transforms import LAYERS, build
 
 

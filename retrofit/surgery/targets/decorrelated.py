@@ -13,8 +13,7 @@ from torch import nn
 
 from retrofit import layers
 from retrofit.conversion_options import ConversionOptions
-from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
-from retrofit.layers.inverse_square_root import GROUP_SIZE, largest_divisor
+from retrofit.layers.decorrelated_batch_norm import GROUP_SIZE, DecorrelatedNorm, largest_divisor
 from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, materialize_at_zero, register
 from retrofit.surgery.families import FAMILIES, NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
