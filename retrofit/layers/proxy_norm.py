@@ -32,12 +32,11 @@ class ProxyNorm(StrengthMixin):
     parameters only, so training and evaluation are the same function and no sample sees another. Gradients reach
     gamma, beta, `proxy_bias` and `proxy_scale` through E_p and Var_p. Nothing is kept from one call to the next.
 
-    gamma and beta belong to the preceding layer, `norm`, and stay registered there, so that they appear once in the
-    state dict, in `parameters()` and in optimizers. ProxyNorm holds that layer by a plain reference that `nn.Module`
-    does not register and reads `norm.weight` and `norm.bias` at every call: an unmodified model can go on calling
-    `act(x)`, a parameter that was replaced or moved is seen, and copying or pickling the model keeps the pair together
-    (copying the activation alone copies its norm too). Whoever replaces the norm must call `follow` with the new one.
-    `nn.DataParallel`, which copies modules one by one, is not supported; DistributedDataParallel is.
+    gamma and beta belong to the preceding layer, `norm`, and stay registered there. ProxyNorm holds that layer by a
+    plain reference that `nn.Module` does not register and reads `norm.weight` and `norm.bias` at every call: an
+    unmodified model can go on calling `act(x)`, and copying or pickling the model keeps the pair together. Whoever
+    replaces the norm must call `follow` with the new one. `nn.DataParallel`, which copies modules one by one, is not
+    supported; DistributedDataParallel is.
 
     Not in the paper, for networks that were trained without it (both leave the paper's layer as the default):
 
@@ -97,12 +96,8 @@ class ProxyNorm(StrengthMixin):
             )
         if channel_dim not in (1, -1):
             raise ValueError(f"channel_dim must be 1 or -1, got {channel_dim}")
-        self.activation = activation
-        self.num_features = num_features
-        self.eps = eps
-        self.scale = scale
-        self.samples = samples
-        self.channel_dim = channel_dim
+        self.activation, self.num_features, self.channel_dim = activation, num_features, channel_dim
+        self.eps, self.scale, self.samples = eps, scale, samples
         self._norm: tuple[nn.Module, ...] = ()  # in a tuple, out of nn.Module's sight
         for name in ("proxy_bias", "proxy_scale"):
             value = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if params else None
@@ -150,11 +145,7 @@ class ProxyNorm(StrengthMixin):
             self.restore_scale.copy_(std)
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return gamma and beta as they are now.
-
-        Raises:
-            RetrofitError: If gamma is sharded apart from this module.
-        """
+        """Return gamma and beta as they are now; refuse a gamma that is sharded apart from this module."""
         gamma, beta = (getattr(self.norm, name, None) for name in ("weight", "bias"))
         if type(gamma).__name__ == "DTensor":  # to import its class takes longer than to import this package
             raise RetrofitError(
@@ -171,10 +162,8 @@ class ProxyNorm(StrengthMixin):
         """
         gamma, beta = self._affine()
         device = self._code.device
-        scale, shift = (
-            torch.ones(self.num_features, device=device, dtype=dtype),
-            torch.zeros((), device=device, dtype=dtype),
-        )
+        scale = torch.ones(self.num_features, device=device, dtype=dtype)
+        shift = torch.zeros((), device=device, dtype=dtype)
         if self.proxy_scale is not None and self.proxy_bias is not None:
             scale, shift = 1 + self.proxy_scale.to(dtype), self.proxy_bias.to(dtype)
         if gamma is not None:
@@ -188,25 +177,21 @@ class ProxyNorm(StrengthMixin):
         behind = (1, 1) if self.channel_dim == 1 else ()
         proxy = torch.addcmul(shift.view(-1, *behind), quantiles.view(-1, 1, *behind), scale.view(-1, *behind))
         shape = proxy.shape
-        with torch.autocast(
-            "cpu" if device.type == "meta" else device.type, enabled=False
-        ):  # some activations, PReLU among them, would drop to half
+        # Under autocast some activations, PReLU among them, would drop to half.
+        with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
             phi = self._activated(proxy)
         if phi.shape != shape:
             raise ValueError(f"the activation is not elementwise: it maps {tuple(shape)} to {tuple(phi.shape)}")
         mean = phi.mean(0, keepdim=True)
-        var = (phi - mean).square().mean(0)
-        return mean.flatten(), (var.flatten() + self.eps).sqrt()
+        return mean.flatten(), ((phi - mean).square().mean(0).flatten() + self.eps).sqrt()
 
     def _activated(self, proxy: Tensor) -> Tensor:
         """Apply the activation with its own parameters in the type of `proxy`, which some do not mix with another."""
         if not isinstance(self.activation, nn.Module):
             return self.activation(proxy)
-        own = dict(itertools.chain(self.activation.named_parameters(), self.activation.named_buffers()))
-        cast = {n: t.to(proxy.dtype) for n, t in own.items() if t.is_floating_point() and t.dtype != proxy.dtype}
-        if not cast:
-            return self.activation(proxy)
-        return torch.func.functional_call(self.activation, cast, (proxy,))
+        own = itertools.chain(self.activation.named_parameters(), self.activation.named_buffers())
+        cast = {n: t.to(proxy.dtype) for n, t in own if t.is_floating_point() and t.dtype != proxy.dtype}
+        return torch.func.functional_call(self.activation, cast, (proxy,)) if cast else self.activation(proxy)
 
     def constants(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), each (C,), such that the layer is phi * scale + shift, at its present strength."""

@@ -19,10 +19,10 @@ _BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @register_module_fixer(_BATCH_NORMS)
 def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
-    """Return what takes a BatchNorm's place: plain layers, with its statistics as constants.
+    """Return what takes the place of torch's or timm's BatchNorm: plain layers, with its statistics as constants.
 
     Args:
-        module: torch's or timm's BatchNorm.
+        module: The BatchNorm.
         **kwargs: What `ModuleValidator.fix(model, ...)` is given. `to`: "frozen" keeps the function exactly, as a
             constant affine with gamma and beta to be trained; "ln" and "gn" normalize each sample, close to the trained
             function. Without it, "frozen" for a layer that has been trained and "ln" for one that has not.

@@ -20,15 +20,10 @@ from retrofit.opacus.validators import OF_SAMPLES, over_batches, refusal
 
 @register_grad_sampler(OF_SAMPLES)
 def per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
-    """Return, by parameter, the gradients of each sample, (N, *).
+    """Return, by parameter of one of our layers, the gradients of each sample, (N, *).
 
     A ProxyNorm's include those that reach gamma and beta of its norm through the proxy; where the norm holds it, the
     norm's own do.
-
-    Args:
-        layer: One of ours.
-        activations: Its input, (N, *).
-        backprops: The gradient of its output.
     """
     run = _Bare(layer)
     parameters = {name: p for name, p in run.named_parameters() if p.requires_grad and run.counts(name)}
@@ -41,8 +36,8 @@ def per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops:
 
     with torch.enable_grad():
         detached = {name: p.detach() for name, p in parameters.items()}
-        found = vmap(grad(loss), (None, 0, 0))(detached, activations[0].to(backprops.dtype), backprops)
-    return {parameters[name]: value for name, value in found.items()}
+        gradients = vmap(grad(loss), (None, 0, 0))(detached, activations[0].to(backprops.dtype), backprops)
+    return {parameters[name]: value for name, value in gradients.items()}
 
 
 @register_grad_sampler(TrainedAffine)

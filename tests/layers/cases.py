@@ -45,41 +45,37 @@ def _bind(cls: Callable[..., nn.Module], *args: Any, **defaults: Any) -> Callabl
     return lambda **kwargs: cls(*args, **{**defaults, **kwargs})
 
 
+ELEMENTWISE = {"affine": "elementwise_affine"}
+RUNNING = {"running": True}
+MAPS = (4, 6, 5, 3)
+TRACKED = {"track_running_stats": True}
 CASES = {
-    "batch1d": Case(_bind(layers.BatchNormalNorm1d, 6), _bind(nn.BatchNorm1d, 6), (16, 6), (0,), running=True),
-    "batch1d seq": Case(_bind(layers.BatchNormalNorm1d, 6), _bind(nn.BatchNorm1d, 6), (4, 6, 9), (0, 2), running=True),
-    "batch2d": Case(
-        _bind(layers.BatchNormalNorm2d, 6), _bind(nn.BatchNorm2d, 6), (4, 6, 5, 3), (0, 2, 3), running=True
-    ),
+    "batch1d": Case(_bind(layers.BatchNormalNorm1d, 6), _bind(nn.BatchNorm1d, 6), (16, 6), (0,), **RUNNING),
+    "batch1d seq": Case(_bind(layers.BatchNormalNorm1d, 6), _bind(nn.BatchNorm1d, 6), (4, 6, 9), (0, 2), **RUNNING),
+    "batch2d": Case(_bind(layers.BatchNormalNorm2d, 6), _bind(nn.BatchNorm2d, 6), MAPS, (0, 2, 3), **RUNNING),
     "batch3d": Case(
-        _bind(layers.BatchNormalNorm3d, 6), _bind(nn.BatchNorm3d, 6), (2, 6, 3, 4, 2), (0, 2, 3, 4), running=True
+        _bind(layers.BatchNormalNorm3d, 6), _bind(nn.BatchNorm3d, 6), (2, 6, 3, 4, 2), (0, 2, 3, 4), **RUNNING
     ),
-    "sync": Case(_bind(layers.SyncBatchNormalNorm, 6), _bind(nn.BatchNorm2d, 6), (4, 6, 5, 3), (0, 2, 3), running=True),
-    "layer": Case(
-        _bind(layers.LayerNormalNorm, 24), _bind(nn.LayerNorm, 24), (3, 5, 24), (2,), affine="elementwise_affine"
-    ),
+    "sync": Case(_bind(layers.SyncBatchNormalNorm, 6), _bind(nn.BatchNorm2d, 6), MAPS, (0, 2, 3), **RUNNING),
+    "layer": Case(_bind(layers.LayerNormalNorm, 24), _bind(nn.LayerNorm, 24), (3, 5, 24), (2,), **ELEMENTWISE),
     "layer two dims": Case(
-        _bind(layers.LayerNormalNorm, (4, 6)),
-        _bind(nn.LayerNorm, (4, 6)),
-        (3, 4, 6),
-        (1, 2),
-        affine="elementwise_affine",
+        _bind(layers.LayerNormalNorm, (4, 6)), _bind(nn.LayerNorm, (4, 6)), (3, 4, 6), (1, 2), **ELEMENTWISE
     ),
     "layer channels first": Case(
-        _bind(layers.LayerNormalNorm2d, 24), _bind(_layer_norm_2d, 24), (3, 24, 4, 2), (1,), affine="elementwise_affine"
+        _bind(layers.LayerNormalNorm2d, 24), _bind(_layer_norm_2d, 24), (3, 24, 4, 2), (1,), **ELEMENTWISE
     ),
-    "group": Case(_bind(layers.GroupNormalNorm, 2, 6), _bind(nn.GroupNorm, 2, 6), (4, 6, 5, 3), (2, 3, 4), groups=2),
+    "group": Case(_bind(layers.GroupNormalNorm, 2, 6), _bind(nn.GroupNorm, 2, 6), MAPS, (2, 3, 4), groups=2),
     "group one": Case(_bind(layers.GroupNormalNorm, 1, 6), _bind(nn.GroupNorm, 1, 6), (4, 6, 7), (2, 3), groups=1),
     "group flat": Case(_bind(layers.GroupNormalNorm, 2, 32), _bind(nn.GroupNorm, 2, 32), (4, 32), (2,), groups=2),
     "instance1d": Case(_bind(layers.InstanceNormalNorm1d, 6), _bind(nn.InstanceNorm1d, 6), (4, 6, 9), (2,)),
-    "instance2d": Case(_bind(layers.InstanceNormalNorm2d, 6), _bind(nn.InstanceNorm2d, 6), (4, 6, 5, 3), (2, 3)),
+    "instance2d": Case(_bind(layers.InstanceNormalNorm2d, 6), _bind(nn.InstanceNorm2d, 6), MAPS, (2, 3)),
     "instance3d": Case(_bind(layers.InstanceNormalNorm3d, 6), _bind(nn.InstanceNorm3d, 6), (2, 6, 3, 4, 2), (2, 3, 4)),
     "instance tracked": Case(
-        _bind(layers.InstanceNormalNorm2d, 6, track_running_stats=True),
-        _bind(nn.InstanceNorm2d, 6, track_running_stats=True),
-        (4, 6, 5, 3),
+        _bind(layers.InstanceNormalNorm2d, 6, **TRACKED),
+        _bind(nn.InstanceNorm2d, 6, **TRACKED),
+        MAPS,
         (2, 3),
-        running=True,
+        **RUNNING,
     ),
 }
 

@@ -314,11 +314,3 @@ def test_options_of_normality_reach_the_layer() -> None:
     spread = (quiet - quiet.mean((0, 2, 3), True)).abs().mean((0, 2, 3), True)
     residual = ((build("2d", True, noise=0.5)(x) - quiet) / spread).detach()
     assert residual.flatten(2).std((0, 2)).mean().item() == pytest.approx(0.5, rel=0.1)
-
-
-def test_norm_act_forms() -> None:
-    layer = layers.DecorrelatedBatchNormAct2d(12)
-    layer.act = nn.ReLU()
-    x = data((5, 12, 4, 3))
-    assert torch.equal(layer(x), layers.DecorrelatedBatchNorm2d(12)(x).relu())
-    assert "group_size=12" in repr(layer)

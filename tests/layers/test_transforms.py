@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 from retrofit import layers
 from tests.layers.cases import CASES
@@ -140,19 +139,6 @@ def test_a_gradient_penalty_is_refused_rather_than_dropped(name: str) -> None:
     (gradient,) = torch.autograd.grad(out, x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         (out + gradient.square().sum()).backward()
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_ensembles_of_layers(name: str) -> None:
-    members = [build(name)[0] for _ in range(2)]
-    members[0].apply(lambda m: m.set_strength(0.0) if isinstance(m, layers.StrengthMixin) else None)
-    _, x = build(name)
-    state = stack_module_state(members)
-    blank = copy.deepcopy(members[0])
-    if name == "proxy":  # which holds its norm by a reference: the copy's
-        blank[1].follow(blank[0])
-    found = vmap(lambda *tensors: functional_call(blank, tensors, (x,)))(*state)
-    torch.testing.assert_close(found, torch.stack([member(x) for member in members]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)

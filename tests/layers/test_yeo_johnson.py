@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from retrofit.layers import yeo_johnson
-from retrofit.layers.yeo_johnson import lmbda_derivative, power_and_log
+from retrofit.layers.yeo_johnson import lmbda_derivative
 from tests.oracles import normality as oracle
 
 LMBDAS = [-3.0, -1.0, -1e-6, 0.0, 1e-9, 1e-4, 0.4, 1.0, 1.6, 2 - 1e-5, 2.0, 2 + 1e-9, 3.3, 5.0]
@@ -18,14 +16,6 @@ def test_matches_scipy(lmbda: float) -> None:
     h = np.concatenate([np.linspace(-50, 50, 2001), [0.0, 1e-12, -1e-12]])
     ours = yeo_johnson(torch.tensor(h), torch.tensor(lmbda, dtype=torch.float64)).numpy()
     np.testing.assert_allclose(ours, oracle.psi(h, lmbda), rtol=1e-9, atol=1e-12)
-
-
-@given(st.floats(-3, 5), st.floats(-50, 50))
-def test_matches_scipy_anywhere(lmbda: float, h: float) -> None:
-    ours = yeo_johnson(torch.tensor(h, dtype=torch.float64), torch.tensor(lmbda, dtype=torch.float64)).item()
-    expected = oracle.psi(np.array([h]), lmbda).item()
-    # scipy switches to the logarithm within its own epsilon of 0 and 2; both sides agree to its rounding.
-    assert ours == pytest.approx(expected, rel=1e-8, abs=1e-12)
 
 
 @pytest.mark.parametrize("lmbda", LMBDAS)
@@ -63,16 +53,3 @@ def test_lmbda_derivative_has_no_cancellation(u: float) -> None:
         at = torch.tensor(u, dtype=dtype)
         got = lmbda_derivative(at, torch.ones((), dtype=dtype), at.expm1()).item()
         assert got == pytest.approx(expected, rel=tolerance)
-
-
-def test_strictly_increasing() -> None:
-    h = torch.linspace(-8, 8, 401, dtype=torch.float64)
-    for lmbda in LMBDAS:
-        assert (yeo_johnson(h, torch.tensor(lmbda, dtype=torch.float64)).diff() > 0).all()
-
-
-def test_sign_convention_at_zero() -> None:
-    s, p, log = power_and_log(torch.tensor([0.0, -0.0]), torch.tensor(0.3))
-    assert s.tolist() == [1.0, 1.0]
-    assert p.tolist() == pytest.approx([0.3, 0.3])
-    assert log.tolist() == [0.0, 0.0]
