@@ -149,7 +149,7 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
             return functional.batch_norm(x, *args, False, 0.0, self._eps)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.to(compute_dtype(x)).movedim(1, 0).reshape(-1, self.group_size, x.numel() // x.shape[1])
-            y = self._by_batch(rows) if batch else self._by_running_statistics(rows)
+            y = self._normalized(rows, batch)
             out = affine(y, *(None if p is None else p.view(len(y), -1, 1) for p in (self.weight, self.bias)))
             out = out.to(x.dtype).view(x.shape[1], x.shape[0], *x.shape[2:]).movedim(0, 1)
         return out.contiguous(memory_format=memory_format_of(x))
@@ -210,30 +210,23 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
         """The constructor's arguments."""
         return f"{super().extra_repr()}, group_size={self.group_size}"
 
-    def _by_batch(self, rows: Tensor) -> Tensor:
-        """Normalize (groups, g, values) by their own statistics, and keep those."""
+    def _normalized(self, rows: Tensor, batch: bool) -> Tensor:
+        """Normalize (groups, g, values) by their own statistics, which are kept, or by the running ones."""
+        if not batch and self.running_mean is not None:
+            mean = self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
+            return self._transform(self.running_matrix(rows.dtype) @ (rows - mean), batch)[0]
         mean = rows.mean(-1, True)
         centred = rows - mean
         covariance = centred @ centred.mT / rows.shape[-1]
         var = covariance.diagonal(dim1=-2, dim2=-1)
-        y, lmbda = self._transform(self._mixed(var, self._root(covariance)) @ centred)
+        y, lmbda = self._transform(self._mixed(var, self._root(covariance)) @ centred, batch)
         if self.training and self.track_running_stats:
             self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
         return y
 
-    def _by_running_statistics(self, rows: Tensor) -> Tensor:
-        """Normalize (groups, g, values) by the running statistics."""
-        assert self.running_mean is not None
-        mean = self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
-        return self._transform_by_running_lambda(self.running_matrix(rows.dtype) @ (rows - mean))
-
-    def _transform(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what becomes of whitened values in training, and their lambda."""
+    def _transform(self, h: Tensor, batch: bool) -> tuple[Tensor, Tensor]:
+        """Return what becomes of whitened values, and their lambda: the batch's estimate or the running one."""
         return h, h.new_ones(())
-
-    def _transform_by_running_lambda(self, h: Tensor) -> Tensor:
-        """Return what becomes of whitened values in evaluation."""
-        return h
 
     @torch.no_grad()
     def _track(self, statistics: Statistics, covariance: Tensor) -> None:
@@ -304,14 +297,12 @@ class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
     values than channels or channels that depend on each other, and the estimate holds for any variance.
     """
 
-    def _transform(self, h: Tensor) -> tuple[Tensor, Tensor]:
+    def _transform(self, h: Tensor, batch: bool) -> tuple[Tensor, Tensor]:
+        if not batch and self.running_lambda is not None:
+            lmbda = 1 + self.effective_alpha * (self.running_lambda.to(h.dtype) - 1)
+            return yeo_johnson(h, lmbda.view(-1, self.group_size, 1)), lmbda
         y, lmbda = gaussianize(h.flatten(0, 1), (1,), **self._options)
         return y.view_as(h), lmbda.detach()
-
-    def _transform_by_running_lambda(self, h: Tensor) -> Tensor:
-        assert self.running_lambda is not None
-        lmbda = 1 + self.effective_alpha * (self.running_lambda.to(h.dtype) - 1)
-        return yeo_johnson(h, lmbda.view(-1, self.group_size, 1))
 
     def _behind_whitening(self) -> ChannelMap:
         assert self.running_lambda is not None
