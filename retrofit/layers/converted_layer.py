@@ -102,10 +102,7 @@ class ConvertedLayer(SettingsMixin):
         return None, self.source_layer()
 
     def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return a view of the input `x` and the dimensions that span a set there; none if it normalizes by constants.
-
-        Sets that span the batch are those of training.
-        """
+        """Return a view of the input `x` and the dimensions that span a set of training; none if constants do."""
         return x, ()
 
     def fused_modules(self) -> list[nn.Module]:

@@ -176,11 +176,7 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
         return batch_sets(x)
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the source's layer, at strength 0.
-
-        Raises:
-            RetrofitError: At any other.
-        """
+        """Return the source's layer, at strength 0; refuse any other."""
         if float(self.strength) > 0:
             raise no_plain_layer("it whitens; set_strength(model, 0) leaves BatchNorm, export_onnx takes it as it is")
         return super().plain_layer()

@@ -170,10 +170,7 @@ class TwoBranch(nn.Module):
 
 
 def relative_growth(u: Tensor) -> Tensor:
-    """Return expm1(u) / u, 1 at 0, to rounding, of exp and log alone (W. Kahan).
-
-    The error that exp makes near 1 is in its logarithm too, and (w - 1) / log(w) hardly changes with w.
-    """
+    """Return expm1(u) / u, 1 at 0, of exp and log alone: exp's error near 1 is in its logarithm too (W. Kahan)."""
     grown = torch.exp(u)
     return (grown - 1.0 + _TINY) / (torch.log(grown) + _TINY)
 
@@ -229,13 +226,8 @@ def _scaled(centred: Tensor, low: Tensor, high: Tensor, root: float) -> tuple[Te
 class EstimatedTransform(Standardize):
     """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain operations.
 
-    Args:
-        sets: The normalized sets.
-        eps: Added to the variance.
-        effective_alpha: Factor of the estimate's distance from 1.
-        weight: gamma, or None; (C,) for (N, C, *) with `per_channel`, else in the shape that broadcasts to the input.
-        bias: beta, the same.
-        per_channel: See `weight`.
+    `effective_alpha` is the factor of the estimate's distance from 1; gamma and beta are (C,) for (N, C, *) with
+    `per_channel`, else of a shape that broadcasts to the input.
     """
 
     weight: Tensor | None

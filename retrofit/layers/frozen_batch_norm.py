@@ -153,9 +153,7 @@ class ConstantAffine(PlainAffine):
 class TrainedAffine(PlainAffine, nn.Conv1d):
     """x * weight + bias per channel of (N, C, *), as a convolution of size 1, whose gradients per sample all know.
 
-    Args:
-        weight: gamma, (C,), or None for constant ones.
-        bias: beta, (C,), or None.
+    Takes gamma, (C,) or None for constant ones, and beta, (C,) or None.
     """
 
     def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:

@@ -89,9 +89,6 @@ def first_step(h: Tensor, reduce: Reduce, bound: tuple[Tensor, Tensor], log: Ten
         reduce: Takes the means over each set.
         bound: `step_bounds` of the same sets.
         log: log(1 + |h|), if it is at hand; without it autograd may follow, at h = 0 too.
-
-    Returns:
-        The step and its moments, one a set, in `h`'s dtype.
     """
     if log is None:
         a = torch.where(h < 0, -h, h)

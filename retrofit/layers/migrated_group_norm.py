@@ -303,10 +303,7 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return migrated_group_norm(x, self.num_groups, *affine, **options)
 
     def input_affine(self) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift, the input's standardisation and gain.
-
-        What follows it is group normalization with `weight / gain` and `bias`.
-        """
+        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift, the standardisation and gain."""
         scale = torch.rsqrt(self.running_var.double() + self.eps) * self.gain.double()
         return scale, -self.running_mean.double() * scale
 
@@ -334,11 +331,7 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return (1.0 if self.weight is None else self.weight.detach().double()) / self.gain.double()
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the constants, and group normalization behind them at strength 1, gamma and beta at 0.
-
-        Raises:
-            RetrofitError: At a strength between.
-        """
+        """Return the constants, and group normalization behind them at strength 1, gamma and beta at 0."""
         t = float(self.strength)
         if t == 0:
             return super().plain_layer()

@@ -132,11 +132,7 @@ class ProxyNorm(StrengthMixin):
 
     @torch.no_grad()
     def seed_restore(self) -> None:
-        """Store sqrt(Var_p + eps) and E_p of the present gamma and beta as the restoring affine.
-
-        Raises:
-            ValueError: If the layer was built without `restore`.
-        """
+        """Store sqrt(Var_p + eps) and E_p of the present gamma and beta as the restoring affine."""
         if self.restore_shift is None:
             raise ValueError("this ProxyNorm has no restoring affine; build it with restore=True")
         mean, std = self.moments(self.restore_shift.dtype)
@@ -155,11 +151,7 @@ class ProxyNorm(StrengthMixin):
         return gamma, beta
 
     def moments(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the present gamma and beta.
-
-        Raises:
-            RetrofitError: If gamma is sharded apart from this module.
-        """
+        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the present gamma and beta."""
         gamma, beta = self._affine()
         device = self._code.device
         scale = torch.ones(self.num_features, device=device, dtype=dtype)
