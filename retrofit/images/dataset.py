@@ -311,14 +311,14 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
             f"cannot read the class map {class_map} ({one_line(error)}); give a .txt file with one class name a line"
         ) from error
     outputs: dict[str, int] = {}
-    taken: set[int] = set()
+    free = set(range(len(pairs)))
     for name, index in pairs or [("", 0)]:
         problem = ""
         if name == "":
             problem = f"has no name for output {shown(index)}"
         elif name in outputs:
             problem = f"has {shown(name)} for outputs {outputs[name]} and {index}"
-        elif type(index) is not int or not 0 <= index < len(pairs) or index in taken:
+        elif type(index) is not int or index not in free:
             problem = (
                 f"has output {shown(index)} for {shown(name)}, which is not one of its own from 0 to {len(pairs) - 1}"
             )
@@ -327,7 +327,7 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
                 f"the class map {class_map} {problem}; give each output one name, and each name one output"
             )
         outputs[name] = index
-        taken.add(index)
+        free.discard(index)
     return outputs
 
 

@@ -28,15 +28,7 @@ from retrofit.networks import own
 from retrofit.networks.budget import bounded_by, check_numbers
 from retrofit.networks.identify import candidates, identify, rebuilt, skeleton
 from retrofit.networks.library import parse, with_options
-from retrofit.networks.manifest import (
-    KEY,
-    SCHEMA,
-    Manifest,
-    artifact_behind,
-    damaged,
-    is_artifact,
-    read_manifest,
-)
+from retrofit.networks.manifest import KEY, SCHEMA, Manifest, artifact_behind, damaged
 from retrofit.networks.preprocess import preprocess_of
 from retrofit.networks.sampled_outputs import NotRunError, SampledOutputs, is_small, sample_outputs, sample_outputs_at
 from retrofit.networks.tensors import checksum, fill, misfit, set_training_settings, to_write, training_settings
@@ -45,8 +37,6 @@ from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable
 from retrofit.version import __version__
-
-__all__ = ["SCHEMA", "is_artifact", "load", "read_manifest", "save"]
 
 UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
 

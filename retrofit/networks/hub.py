@@ -14,8 +14,8 @@ from torch import nn
 
 from retrofit.errors import RetrofitError
 from retrofit.networks import artifact
-from retrofit.networks.manifest import CONFIG, LIBRARY, WEIGHTS, Manifest, read_manifest
-from retrofit.record import unwrapped
+from retrofit.networks.manifest import CONFIG, LIBRARY, WEIGHTS, read_manifest
+from retrofit.record import ModelSource, unwrapped
 from retrofit.utils.text import printable
 
 CARD = "README.md"
@@ -62,8 +62,9 @@ def save_for_hub(
     with tempfile.TemporaryDirectory() as temporary:
         staged = Path(temporary)
         artifact.save(model, staged / WEIGHTS, **options)
-        _write_config(model, Manifest.read(staged / WEIGHTS), staged / CONFIG)
-        (staged / CARD).write_text(_model_card(read_manifest(staged / WEIGHTS), license, details or {}), "utf-8")
+        manifest = read_manifest(staged / WEIGHTS)
+        _write_config(model, manifest, staged / CONFIG)
+        (staged / CARD).write_text(_model_card(manifest, license, details or {}), "utf-8")
         folder.mkdir(parents=True, exist_ok=True)
         for name in (CARD, CONFIG, WEIGHTS):
             shutil.move(staged / name, folder / name)
@@ -114,19 +115,19 @@ def push_to_hub(
     return str(commit.commit_url)
 
 
-def _write_config(model: nn.Module, manifest: Manifest, path: Path) -> None:
+def _write_config(model: nn.Module, manifest: Mapping[str, Any], path: Path) -> None:
     """Write what timm and transformers read, as timm does."""
-    source, plans = manifest.source, manifest.plans
-    ours = {"library_name": LIBRARY, "pretrained_cfg": manifest.preprocess.to_dict()}
-    if source.library == "timm" and not plans:
+    source, to = ModelSource.from_dict(manifest["model"]), manifest["conversion"]["to"]
+    ours = {"library_name": LIBRARY, "pretrained_cfg": manifest["preprocess"]}
+    if source.library == "timm" and not to:
         from timm.models._hub import save_config_for_hf
 
         save_config_for_hf(unwrapped(model), str(path), ours, source.kwargs)
         return
-    what = f"{plans[-1].to} of {source}" if plans else f"network {source}"  # timm reads a name up to its first dot
+    what = f"{to} of {source}" if to else f"network {source}"  # timm reads a name up to its first dot
     config: dict[str, Any] = {"architecture": f"{what}: open it with retrofit.load", **ours}
-    if manifest.labels is not None:
-        config["label_names"] = manifest.labels
+    if manifest["labels"] is not None:
+        config["label_names"] = manifest["labels"]
     path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 

@@ -10,10 +10,9 @@ from typing import Any, Literal
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import artifact, own
+from retrofit.networks import artifact, manifest, own
 from retrofit.networks.checkpoint import load_into, read_checkpoint
 from retrofit.networks.library import build, parse, with_options
-from retrofit.networks.manifest import Manifest, artifact_behind
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
 from retrofit.record import ModelSource, Preprocess, Record, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
@@ -117,7 +116,7 @@ def weights_sentence(weights: Mapping[str, Any]) -> str:
 
 def is_artifact(text: str) -> bool:
     """Whether `text` names an artifact, which has weights and sizes of its own, rather than a network."""
-    return Path(text).suffix == ".safetensors" or artifact_behind(text) is not None
+    return Path(text).suffix == ".safetensors" or manifest.artifact_behind(text) is not None
 
 
 def open_model(
@@ -164,7 +163,7 @@ def open_model(
         others = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
         if given := [f"`{name}`" for name, value in others.items() if value not in (None, False)]:
             raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}")
-        return _open_artifact(str(artifact_behind(text) or text), network)
+        return _open_artifact(str(manifest.artifact_behind(text) or text), network)
     if network is not None:
         raise UsageError(f"`network` builds what an artifact of your own network holds; {text} is none, drop it")
     if text.endswith(".onnx") and ":" not in text:
@@ -183,7 +182,7 @@ def open_model(
     source = with_options(parse(text), **options)
     if pretrained and source.library == "own":
         raise UsageError(f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`")
-    if checkpoint is not None and artifact.is_artifact(checkpoint):
+    if checkpoint is not None and manifest.is_artifact(checkpoint):
         raise RetrofitError(f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL")
     read = None if checkpoint is None else read_checkpoint(checkpoint, checkpoint_key)
 
@@ -219,7 +218,7 @@ def open_model(
 
 
 def _open_artifact(path: str, network: str | None) -> Network:
-    source = Manifest.read(path).source
+    source = manifest.Manifest.read(path).source
     if network is None and source.library == "own":
         whose = f"{path} holds a network of one's own, {printable(source, 100)}"
         raise UsageError(f"{whose}; say what builds it with `network='py:MODULE:CALLABLE'`")
@@ -232,5 +231,5 @@ def _open_artifact(path: str, network: str | None) -> Network:
             sizes = {name: source.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
             typed = with_options(typed, **{name: size for name, size in sizes.items() if type(size) is int})  # type: ignore[arg-type]
         into = build(typed).train()
-    model, manifest = artifact.opened(path, into)
-    return Network(model, (manifest.not_checked,) if manifest.not_checked else (), path)
+    model, held = artifact.opened(path, into)
+    return Network(model, (held.not_checked,) if held.not_checked else (), path)

@@ -23,8 +23,9 @@ import retrofit
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
-from retrofit.networks.artifact import is_artifact, load, read_manifest, save
+from retrofit.networks.artifact import load, save
 from retrofit.networks.library import build
+from retrofit.networks.manifest import is_artifact, read_manifest
 from retrofit.networks.tensors import checksum
 from retrofit.record import ModelSource, Preprocess, Record, record_of
 
@@ -65,7 +66,7 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tenso
         ("test_vit", "lnn", {"img_size": 64}),
         ("tv:resnet18", "bnn", {"num_classes": 3}),
         pytest.param("tv:googlenet", "bnn", {"weights": "IMAGENET1K_V1"}, marks=pytest.mark.slow),
-        ("tv:regnet_y_400mf", "bnn", {}),  # does not build on the meta device
+        pytest.param("tv:regnet_y_400mf", "bnn", {}, marks=pytest.mark.slow),  # does not build on the meta device
     ],
 )
 def test_round_trip(tmp_path: Path, name: str, to: str | None, kwargs: dict[str, Any]) -> None:

@@ -15,9 +15,10 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.networks.artifact import load, read_manifest
+from retrofit.networks.artifact import load
 from retrofit.networks.budget import TooLargeError, bounded_by, check_numbers
 from retrofit.networks.library import build
+from retrofit.networks.manifest import read_manifest
 from retrofit.networks.tensors import checksum
 from retrofit.record import ModelSource
 

@@ -10,11 +10,9 @@ import torch
 import torchvision
 from torch import nn
 
-from retrofit import surgery
 from retrofit.errors import RetrofitError
 from retrofit.networks.identify import identify, skeleton
 from retrofit.networks.library import build
-from retrofit.networks.tensors import tensors_of
 from retrofit.record import ModelSource
 
 RESNET = ModelSource("timm", "resnet18.a1_in1k")
@@ -64,16 +62,6 @@ def test_a_hint_settles_it() -> None:
         identify(model, "resnet34")
     with pytest.raises(RetrofitError, match="build it from names and numbers"):
         identify(timm.create_model("test_vit", act_layer=nn.ReLU))
-
-
-def test_a_converted_network_is_compared_with_a_converted_one() -> None:
-    model, report = surgery.convert(timm.create_model("resnet18"), "bnn")
-    with pytest.raises(RetrofitError, match="running_lambda"):
-        identify(model)
-    source, built = identify(model, convert=lambda fresh: surgery.apply(report.plan, fresh)[0])
-    assert source == RESNET
-    assert {n: t.shape for n, t in tensors_of(built).items()} == {n: t.shape for n, t in tensors_of(model).items()}
-    assert all(tensor.is_meta for tensor in tensors_of(built).values())
 
 
 def test_a_network_that_does_not_build_on_the_meta_device_is_built_for_real() -> None:

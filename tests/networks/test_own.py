@@ -18,8 +18,8 @@ from torchvision.models.feature_extraction import create_feature_extractor
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact, own
-from retrofit.networks.artifact import read_manifest
 from retrofit.networks.library import build, parse
+from retrofit.networks.manifest import read_manifest
 from retrofit.networks.models import open_model
 from retrofit.record import ModelSource, record_of
 from tests.networks import mynet

@@ -26,8 +26,8 @@ from torchvision.models import WeightsEnum
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import sampled_outputs
-from retrofit.networks.artifact import read_manifest
 from retrofit.networks.library import build
+from retrofit.networks.manifest import read_manifest
 from retrofit.record import ModelSource, Preprocess
 
 Change = Callable[[nn.Module], object]
@@ -232,13 +232,6 @@ def test_a_large_network_is_asked_about_smaller_images(monkeypatch: pytest.Monke
     assert 64 <= width < 2048
 
 
-class Wordy(nn.Module):
-    """Takes no image."""
-
-    def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
-        return x["images"]
-
-
 class Large(nn.Module):
     """Has many parameters, and takes images of one size."""
 
@@ -255,7 +248,6 @@ class Hopeless(nn.Module):
 
 
 NOT_RUN = {
-    Wordy: (224, "it takes no random images of 3x224x224"),
     Large: (63, "it is large"),
     Hopeless: (64, "it answers random images with no finite number"),
 }

@@ -15,7 +15,7 @@ import retrofit
 from retrofit.compare import Reference
 from retrofit.inputs import example_calls
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
-from retrofit.networks.artifact import read_manifest
+from retrofit.networks.manifest import read_manifest
 from retrofit.surgery import Plan, apply, plan
 from tests.surgery.test_contract import trained
 
