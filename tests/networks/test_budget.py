@@ -126,6 +126,8 @@ def test_building_stops_at_the_first_tensor_too_much() -> None:
             nn.Linear(100_000, 1_000, device="meta")
         with pytest.raises(TooLargeError):
             nn.ModuleList(nn.ReLU() for _ in range(100_000))
+        with pytest.raises(TooLargeError):
+            nn.ParameterList(torch.zeros(1) for _ in range(10_000))
     nn.Linear(100_000, 1_000, device="meta")  # the bound ends with its context
 
 
