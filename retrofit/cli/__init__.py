@@ -40,7 +40,6 @@ class _Commands(click.Group):
     """A group that imports a command's module when the command is called, and reports every exception in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands, in the order of the work."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

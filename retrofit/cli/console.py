@@ -66,7 +66,8 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.table import Table
 
     console = stderr()
-    filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    if not (filled := [number for number in range(len(columns)) if any(row[number] for row in rows)]):
+        return
     head = [columns[number] for number in filled]
     shown = [[in_flags(row[number]) for number in filled] for row in rows[:_ROWS]]
     widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]

@@ -41,10 +41,6 @@ next: retrofit evaluate resnet50-bnn.safetensors --data-dir DIR
 
 \b
 $ retrofit convert tv:convnext_tiny --to lnn --only 'features\\.[67]' -o tiny.safetensors
-...
-wrote tiny.safetensors (114.4 MB)
-
-\b
 $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 {"converted":53,"kept":0,"unsupported":0}
 """

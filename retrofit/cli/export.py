@@ -106,8 +106,7 @@ def _show(report: ExportReport) -> None:
     for kind, layers in kinds.items():
         errors = (_largest(layer.max_error for layer in layers), _largest(layer.rms_error for layer in layers))
         rows.append((str(len(layers)), kind, *errors, names(layer.name for layer in layers)))
-    if rows:
-        show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
+    show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
     parity = report.parity
     agreement = (
         "" if parity.top1_agreement is None else f", the same top-1 for {parity.top1_agreement:.1%} of {report.judged}"

@@ -60,7 +60,6 @@ class _Grouped(click.Command):
     """A command whose help shows its options in groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the groups in the order of the options."""
         groups: dict[str, list[tuple[str, str]]] = {}
         title = ""
         for option in self.get_params(ctx):
@@ -156,21 +155,17 @@ class _Progress(RunCallback):
         self._move = move
 
     def note(self, text: str) -> None:
-        """Write a sentence."""
         say(text if text.startswith("warning") else f"note: {text}", "yellow" if text.startswith("warning") else None)
 
     def started(self, folder: Path) -> None:
-        """Write the folder's name."""
         say(f"run: {folder}")
 
     def step(self, step: Step) -> None:
-        """Move the bar."""
         strength = "" if step.strength is None else f", strength {step.strength:.2f}"
         figures = f"loss {step.loss:.4f}, lr {step.lr:.2e}{strength}, {step.images_per_second:.0f} images/s"
         self._move(step.step, step.steps, f"epoch {step.epoch} of {step.epochs}, {figures}")
 
     def epoch(self, row: dict[str, Any]) -> None:
-        """Write an epoch's line."""
         strength = "" if row["strength"] is None else f", strength {row['strength']:.2f}"
         top1 = "" if row["val_top1"] is None else f", top-1 {row['val_top1']:.2f}%"
         say(

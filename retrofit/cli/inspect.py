@@ -79,7 +79,7 @@ def command(model: str, to: str | None, full: bool, as_json: bool, **given: Any)
     else:
         if full:
             show_lines([(row["name"] or ROOT, row["source"], row["family"] or "", row["reason"]) for row in rows])
-        elif rows:
+        else:
             _show_census(rows)
         say(f"{plural(len(rows), 'normalization layer')}; add --to TARGET to see what becomes of them")
     for sentence in answer["functional"]:
