@@ -81,7 +81,7 @@ def migrated_group_norm(
             # To the last bit: there are networks that amplify a rounding error ten thousand times.
             return functional.batch_norm(x, given[2], given[3], weight, bias, eps=float(source_eps))
         numbers = num_groups, float(strength), float(eps), float(source_eps)
-        out: Tensor = channelwise.MigratedNorm.apply(maps, *given, *numbers, layout)
+        out: Tensor = channelwise.MigratedNorm.apply(maps, layout, numbers, *given)
         return out.view_as(x) if x.ndim == 2 else out
     dtype = compute_dtype(x)
     gamma = torch.ones_like(running_mean, dtype=dtype) if weight is None else weight.to(dtype)

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers import distributed, kernels
 from retrofit.layers.kernels import formulas
-from retrofit.layers.kernels.eager import blocks
-from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype, reductions
+from retrofit.layers.kernels.eager import KernelOptions, blocks
+from retrofit.layers.kernels.formulas import Noise, Reductions, affine, compute_dtype
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
 from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds, step_derivative
@@ -68,7 +68,7 @@ def apply_statistics(
     layout = Layout.of(x, tuple(d for d, n in enumerate(mean.shape) if n == 1), mean.shape)
     out = layout.empty_like(x)
     constants = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
-    kernels.run("apply", layout.view(out), layout.view(x), layout.dims, constants)
+    kernels.choose(out).apply(layout.view(out), layout.view(x), layout.dims, constants)
     return out
 
 
@@ -146,16 +146,16 @@ class _NormalityNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shapes = [None if p is None else p.shape for p in (weight, bias)]
         ctx.layout = Layout.of(x, dim, *shapes) if kernels.fits(x) else None
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.eps, ctx.group = dim, eps, group
         seed = None if factor is None else draw_seed(x.device if ctx.layout is None else torch.device("cpu"))
         if ctx.layout is None:
-            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), reductions(dim, group))
+            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), Reductions(dim, group))
             statistics = stats[:4]
         else:
             gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
             view, out = ctx.layout.view, ctx.layout.empty_like(x)
-            arguments = view(x), gamma, beta, t, ctx.layout.dims, eps, 0 * t if factor is None else factor, seed, group
-            stats = kernels.run("forward", view(out), *arguments)
+            options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, eps, factor, seed, group)
+            stats = kernels.choose(out, group).forward(view(out), view(x), gamma, beta, options)
             statistics = ctx.layout.undo_sets(stats[:4]).clone()
         ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
         ctx.mark_non_differentiable(statistics)
@@ -166,16 +166,16 @@ class _NormalityNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, t, factor, seed, stats = ctx.saved_tensors
         if ctx.layout is None:
-            over = reductions(ctx.dim, ctx.group)
+            over = Reductions(ctx.dim, ctx.group)
             grad_x, y = formulas.backward(grads[0], x, weight, t, stats, _noise(x, factor, seed), over)
             grad = grads[0].to(y.dtype)
             grad_weight, grad_bias = grad * y, grad
         else:
             view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
             gamma = None if weight is None else ctx.layout.view_affine(weight)
-            arguments = t, stats, ctx.layout.dims, 0 * t if factor is None else factor, seed
+            options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, ctx.eps, factor, seed, ctx.group)
             tensors = view(grad_x), view(x), view(grads[0]), gamma
-            grads_affine = kernels.run("backward", *tensors, *arguments, ctx.layout.affine, ctx.group)
+            grads_affine = kernels.choose(grad_x, ctx.group).backward(*tensors, stats, options)
             grad_weight, grad_bias = ctx.layout.undo_affine(grads_affine)
         return (
             grad_x,
@@ -186,7 +186,7 @@ class _NormalityNorm(torch.autograd.Function):
 
 
 def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | None:
-    return None if factor is None or seed is None else Noise(factor, lambda: normal(x.shape, seed))
+    return None if factor is None or seed is None else lambda spread: normal(x.shape, seed) * (factor * spread)
 
 
 def gaussianize(
@@ -214,7 +214,7 @@ def gaussianize(
 
 def estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
     """Return the lambda of each set of standardised values, `dim` kept as size one, by differentiable operations."""
-    over = reductions(dim)
+    over = Reductions(dim)
     return 1 + first_step(h, over.means, step_bounds(*over.extremes(h.detach()))).step
 
 
@@ -223,7 +223,7 @@ class _OneStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        over = reductions(dim)
+        over = Reductions(dim)
         y, kept = torch.empty_like(h), []
         for block in blocks(h, dim):
             values = block(h)

@@ -225,7 +225,7 @@ class ProxyNorm(StrengthMixin):
             if layout is not None:
                 numbers = kind, self.eps, float(self.strength), self.scale, self.samples
                 constants = channelwise.ProxyConstants(*numbers)
-                out: Tensor = channelwise.ProxyActivation.apply(x, *tensors, constants, layout)
+                out: Tensor = channelwise.ProxyActivation.apply(x, layout, constants, *tensors)
                 return out
         scale, shift = self.constants(compute_dtype(x))
         shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)

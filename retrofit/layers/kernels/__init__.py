@@ -16,10 +16,10 @@ import logging
 import os
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from retrofit.layers.kernels import cpp, eager, self_test
@@ -46,20 +46,37 @@ def fits(x: Tensor) -> bool:
     )
 
 
-def run(function: str, out: Tensor, *args: Any) -> Any:
-    """Call `forward`, `backward` or `apply` of the kernels chosen for `out`, the first argument, which they fill.
+def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
+    """Return the kernels for `x`, whose sets the ranks of `group` may share.
 
     Raises:
         ValueError: If RETROFIT_KERNELS names no kernels.
         RuntimeError: If it names kernels that cannot run here.
     """
-    return getattr(_choose(_named(), out), function)(out, *args)
-
-
-def chosen(x: Tensor) -> ModuleType:
-    """Return the kernels for `x` where there is a choice of C++ and torch operations only: `cpp` or `eager`."""
     name = _named()
-    return _choose(name, x) if x.is_cpu and name in ("", "cpp") else eager
+    if name == "eager" or x.dtype not in self_test.TOLERANCES:
+        return eager
+    if name == "cpp":
+        if x.device.type != "cpu":
+            raise RuntimeError(f"{VARIABLE}=cpp, but the tensor is on {x.device}; unset it or choose triton or eager")
+        if cpp.fault() is not None:
+            raise RuntimeError(f"{VARIABLE}=cpp, but there are no C++ kernels: {cpp.fault()}")
+        return cpp
+    if name:
+        fault = _fault(name, x.device, x.dtype)
+        if fault is not None:
+            raise RuntimeError(f"{VARIABLE}={name}, but {fault}; unset it or choose eager")
+        kernels = _module(name)
+    elif x.is_cuda:
+        kernels = _on_gpu(x.device, x.dtype)
+    else:
+        return cpp if x.numel() >= LARGE and _on_cpu() else eager
+    return kernels if group is None else eager
+
+
+def runs_cpp(x: Tensor) -> bool:
+    """Whether C++ is chosen for `x` where there is a choice of it and torch operations only."""
+    return x.is_cpu and _named() in ("", "cpp") and choose(x) is cpp
 
 
 def moves(x: Tensor, stretch: int) -> bool:
@@ -67,7 +84,7 @@ def moves(x: Tensor, stretch: int) -> bool:
 
     Short ones leave vectors half empty; the C++ kernels fill theirs with the stretches of neighbouring sets.
     """
-    return stretch < _STRETCH and not (chosen(x) is cpp and stretch <= cpp.library().width())
+    return stretch < _STRETCH and not (runs_cpp(x) and stretch <= cpp.library().width())
 
 
 def _named() -> str:
@@ -75,25 +92,6 @@ def _named() -> str:
     if name and name not in NAMES:
         raise ValueError(f"{VARIABLE}={name} names no kernels; choose one of {', '.join(NAMES)}, or unset it")
     return name
-
-
-def _choose(name: str, x: Tensor) -> ModuleType:
-    if name == "eager" or x.dtype not in self_test.TOLERANCES:
-        return eager
-    if name in ("triton", "inductor"):
-        fault = _fault(name, x.device, x.dtype)
-        if fault is not None:
-            raise RuntimeError(f"{VARIABLE}={name}, but {fault}; unset it or choose eager")
-        return _module(name)
-    if name == "cpp":
-        if x.device.type != "cpu":
-            raise RuntimeError(f"{VARIABLE}=cpp, but the tensor is on {x.device}; unset it or choose triton or eager")
-        if cpp.fault() is not None:
-            raise RuntimeError(f"{VARIABLE}=cpp, but there are no C++ kernels: {cpp.fault()}")
-        return cpp
-    if x.is_cuda:
-        return _on_gpu(x.device, x.dtype)
-    return cpp if x.numel() >= LARGE and _on_cpu() else eager
 
 
 @cache
@@ -110,20 +108,15 @@ def _on_cpu() -> bool:
 @cache
 def _on_gpu(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The fastest kernels that pass their self-test; says what runs, and why where it is not Triton's."""
-    faults: list[str] = []
-    for name in ("triton", "inductor"):
-        fault = _fault(name, device, dtype)
-        if fault is None:
-            break
-        faults.append(fault)
-    else:
-        name = "eager"
-    if faults:
-        what = {"inductor": "torch.compile's kernels", "eager": "torch operations, several times slower,"}[name]
-        _log.warning("normality layers run %s on GPUs in %s: %s", what, dtype, "; ".join(faults))
-    else:
+    if (fault := _fault("triton", device, dtype)) is None:
         _log.info("normality layers run Triton kernels on GPUs in %s", dtype)
-    return _module(name)
+        return _module("triton")
+    if (second := _fault("inductor", device, dtype)) is None:
+        _log.warning("normality layers run torch.compile's kernels on GPUs in %s: %s", dtype, fault)
+        return _module("inductor")
+    what = "torch operations, several times slower,"
+    _log.warning("normality layers run %s on GPUs in %s: %s; %s", what, dtype, fault, second)
+    return eager
 
 
 @cache

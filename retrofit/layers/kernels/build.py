@@ -1,8 +1,8 @@
-"""The library of the C++ files: found in the cache folder, or built there, or in a temporary folder where that fails.
+"""The library of the C++ files: read from the cache folder, or built there, or in a temporary folder where that fails.
 
-It is built for the instruction set that torch found. Its name holds a hash of what it was made from and one of its own
-content: a machine that has it needs no compiler, and one that is damaged is built again. One process builds while
-others that want the same library wait for it.
+It is built for the instruction set that torch reports. Its name holds a hash of what it was made from and one of its
+own content: a machine that has it needs no compiler, and one that is damaged is built again. One process builds while
+others that need the same library wait for it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,6 @@ _CONSTANTS = tuple(f"-D{name}={getattr(lambda_estimate, name)}" for name in ("MI
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
 _LIMIT = 170.0  # seconds to build, which takes about ten
-# Becomes the compiler ("$@"), beside a watcher that waits for the end of its input, which this process holds: if this
-# process is killed, the watcher ends the compiler with its children and removes the folder ($0) that they write to.
-_WATCHED = """
-exec 3<&0
-(trap '' TERM; read -r _ <&3; kill -TERM 0; rm -rf "$0"; kill -KILL 0) >/dev/null 2>&1 &
-exec "$@" 3<&- </dev/null
-"""
 
 
 class UnavailableError(RuntimeError):
@@ -63,7 +56,12 @@ def load() -> ctypes.CDLL:
     made_from = repr((options, platform.machine(), os.environ.get("CXX"))).encode()
     name = f"kernels-{_hash(made_from + b''.join(file.read_bytes() for file in _SOURCES))}"
     try:
-        return _from_cache(cache_folder.folder(), name, options)
+        folder = cache_folder.folder()
+        if (cached := _find(folder, name)) is not None:
+            return _open(cached)
+        with cache_folder.locked(folder):
+            cached = _find(folder, name)
+            return _build(folder, name, options) if cached is None else _open(cached)
     except HungError:
         raise
     except (OSError, UnavailableError) as error:
@@ -75,16 +73,6 @@ def load() -> ctypes.CDLL:
         raise UnavailableError(f"they cannot be built in a temporary folder ({error})") from error
     _log.warning("the C++ kernels are built anew by each process: %s", fault)
     return library
-
-
-def _from_cache(folder: Path, name: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    library = _find(folder, name)
-    if library is None:
-        with cache_folder.locked(folder):
-            library = _find(folder, name)
-            if library is None:
-                return _build(folder, name, options)
-    return _open(library)
 
 
 def _find(folder: Path, name: str) -> Path | None:
@@ -111,23 +99,16 @@ def _build(folder: Path, name: str, options: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _compile(aside: str, *command: str) -> None:
-    """Run a compiler, in a session of its own so that its children end with it, whose temporary files go `aside`."""
-    read, held = os.pipe()
-    environment = {**os.environ, "TMPDIR": aside}
-    watched = ("/bin/sh", "-c", _WATCHED, aside, *command)
-    try:
-        with subprocess.Popen(
-            watched, stdin=read, stderr=subprocess.PIPE, env=environment, start_new_session=True
-        ) as process:
-            try:
-                _, output = process.communicate(timeout=_LIMIT)
-            except subprocess.TimeoutExpired:
-                raise HungError(f"{command[0]} took more than {_LIMIT:.0f} s") from None
-            finally:
-                os.killpg(process.pid, signal.SIGKILL)  # the watcher, at least
-    finally:
-        os.close(read)
-        os.close(held)
+    """Run a compiler whose temporary files go `aside`, in a session of its own so that its children end with it."""
+    environment, stdin, stderr = {**os.environ, "TMPDIR": aside}, subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, stdin=stdin, stderr=stderr, env=environment, start_new_session=True) as process:
+        try:
+            _, output = process.communicate(timeout=_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise HungError(f"{command[0]} took more than {_LIMIT:.0f} s") from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         message = output.decode(errors="replace").strip()
         _log.debug("%s said: %s", command[0], message)
@@ -135,24 +116,19 @@ def _compile(aside: str, *command: str) -> None:
 
 
 def _compiler() -> list[str]:
-    """Return the command of CXX, which may have arguments, or of the first compiler there is.
-
-    Raises:
-        UnavailableError: If there is none.
-    """
+    """Return the command of CXX, which may have arguments, or of the first compiler there is."""
     named = os.environ.get("CXX", "")
     try:
         command = shlex.split(named)
     except ValueError as error:
         raise UnavailableError(f"CXX={named} is not a command ({error})") from error
-    if command:
-        if shutil.which(command[0]) is None:
-            raise UnavailableError(f"CXX={named} is not there")
-        return command
-    for name in ("g++", "c++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    raise UnavailableError("no C++ compiler was found; install g++")
+    if command and shutil.which(command[0]) is None:
+        raise UnavailableError(f"CXX={named} is not there")
+    if not command:
+        command = [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
+    if not command:
+        raise UnavailableError("no C++ compiler was found; install g++")
+    return command
 
 
 def _open(file: Path) -> ctypes.CDLL:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
-
-PATIENCE = 180.0  # seconds: longer than what another process does under the lock
 
 
 def folder() -> Path:
@@ -24,11 +21,11 @@ def folder() -> Path:
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     place = place.resolve()
     for each in (place, *place.parents):
-        found = each.stat()
-        sticky = each != place and found.st_mode & stat.S_ISVTX  # as /tmp: others may add names, not change mine
-        if found.st_uid not in (os.geteuid(), 0):
+        status = each.stat()
+        sticky = each != place and status.st_mode & stat.S_ISVTX  # as /tmp: others may add names, not change mine
+        if status.st_uid not in (os.geteuid(), 0):
             raise OSError(f"{each} belongs to another user; set XDG_CACHE_HOME")
-        if found.st_mode & 0o022 and not sticky:
+        if status.st_mode & 0o022 and not sticky:
             raise OSError(f"others may write to {each}; set XDG_CACHE_HOME")
     return place
 
@@ -42,19 +39,10 @@ def publish(file: Path, final: Path) -> None:
 
 @contextlib.contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Hold the lock of a folder, one process at a time; go on without it where it cannot be had for `PATIENCE`."""
+    """Hold the lock of a folder, one process at a time; go on without it on a file system that has no locks."""
     import fcntl  # not on every platform that imports this module
 
     with (place / "lock").open("w") as handle:
-        end = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    break
-                time.sleep(0.05)
-            except OSError:  # a file system without locks
-                break
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -10,7 +10,7 @@
 
 namespace {
 
-struct Place { int64_t rows, length, period, channels, blocks, step; int threads; };
+struct Place { int64_t rows, length, period, channels, blocks, step, threads, half, last; };
 
 struct Clamp {  // ReLU, ReLU6, Hardtanh
     float low, high;
@@ -175,9 +175,9 @@ template <class F> void activate(int kind, float a, float b, F f) {
 extern "C" {
 
 // out = phi(x) * scale + shift
-void channels_forward(int half, int last, const Place* p, int kind, float a, float b, void* out, const void* x,
-                      const float* scale, const float* shift) {
-    dispatch(half, last, [&](auto type, auto is_last) {
+void channels_forward(const Place* p, int64_t kind, float a, float b, void* out, const void* x, const float* scale,
+                      const float* shift) {
+    dispatch(p->half, p->last, [&](auto type, auto is_last) {
         activate(kind, a, b, [&](auto phi) {
             typedef decltype(type) T;
             constexpr bool LAST = is_last.value;
@@ -192,9 +192,9 @@ void channels_forward(int half, int last, const Place* p, int kind, float a, flo
 }
 
 // grad_x = grad * scale * phi'(x); sums of grad * phi(x) and of grad
-void channels_backward(int half, int last, const Place* p, int kind, float a, float b, void* grad_x, double* sums,
-                       const void* x, const void* grad, const float* scale) {
-    dispatch(half, last, [&](auto type, auto is_last) {
+void channels_backward(const Place* p, int64_t kind, float a, float b, void* grad_x, double* sums, const void* x,
+                       const void* grad, const float* scale) {
+    dispatch(p->half, p->last, [&](auto type, auto is_last) {
         activate(kind, a, b, [&](auto phi) {
             typedef decltype(type) T;
             constexpr bool LAST = is_last.value;
@@ -211,7 +211,7 @@ void channels_backward(int half, int last, const Place* p, int kind, float a, fl
 
 // Scale and shift of a proxy-normalized activation, and the derivatives of both by gamma * Y's scale and by its shift: six
 // rows of `tables`. Y is proxied by `quantiles` of the standard normal; absent pointers are ones, or zeros.
-void proxy_tables(int64_t channels, int64_t samples, int kind, float a, float b, float eps, float t, int divide,
+void proxy_tables(int64_t channels, int64_t samples, int64_t kind, float a, float b, float eps, float t, int64_t divide,
                   float* tables, const float* quantiles, const float* gamma, const float* beta, const float* proxy_scale,
                   const float* proxy_bias, const float* restore_scale, const float* restore_shift) {
     activate(kind, a, b, [&](auto phi) {
@@ -270,10 +270,10 @@ void proxy_gradients(int64_t channels, int64_t copies, float* out, const double*
 // With x' = (x - mean) * rstd * gain: out = (x' - t * m) * k * gamma / gain + beta, k = 1 / sqrt(1 - t + t * (v + eps)), m
 // and v the moments of x' a group. `kept` is filled with rstd a channel, then m and k a group; sums have two rows of a
 // sample and channel, tables as well.
-void migrated_forward(int half, int last, const Place* p, int64_t groups, float t, float eps, float source_eps, void* out,
-                      const void* x, float* kept, double* sums, float* tables, const float* mean, const float* var,
-                      const float* gain, const float* gamma, const float* beta) {
-    dispatch(half, last, [&](auto type, auto is_last) {
+void migrated_forward(const Place* p, int64_t groups, float t, float eps, float source_eps, void* out, const void* x,
+                      float* kept, double* sums, float* tables, const float* mean, const float* var, const float* gain,
+                      const float* gamma, const float* beta) {
+    dispatch(p->half, p->last, [&](auto type, auto is_last) {
         typedef decltype(type) T;
         constexpr bool LAST = is_last.value;
         Groups<LAST> g(*p, groups);
@@ -325,10 +325,10 @@ void migrated_forward(int half, int last, const Place* p, int64_t groups, float 
 // Gradients of x (absent if it needs none) and, two rows of `out`, of gamma and beta; tables have three rows here. With
 // x^ = (x' - t * m) * k, g^ = grad * gamma / gain and means over the group:
 // d x' = k * (g^ - t * mean(g^) - t * k * (x' - m) * mean(g^ * x^))
-void migrated_backward(int half, int last, const Place* p, int64_t groups, float t, void* grad_x, float* out, const void* x,
-                       const void* grad, const float* kept, double* sums, float* tables, const float* mean,
-                       const float* gain, const float* gamma) {
-    dispatch(half, last, [&](auto type, auto is_last) {
+void migrated_backward(const Place* p, int64_t groups, float t, void* grad_x, float* out, const void* x, const void* grad,
+                       const float* kept, double* sums, float* tables, const float* mean, const float* gain,
+                       const float* gamma) {
+    dispatch(p->half, p->last, [&](auto type, auto is_last) {
         typedef decltype(type) T;
         constexpr bool LAST = is_last.value;
         Groups<LAST> g(*p, groups);

@@ -1,4 +1,4 @@
-"""The formulas in C++ (normality.cpp), built by the machine's own compiler the first time they are wanted.
+"""The formulas in C++ (normality.cpp), built by the machine's own compiler the first time that they are needed.
 
 The library is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose
 sets lie regularly enough; `forward`, `backward` and `apply` hand anything else to `eager`.
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers import distributed
 from retrofit.layers.kernels import build, eager
-from retrofit.layers.kernels.build import UnavailableError
+from retrofit.layers.kernels.eager import KernelOptions
 from retrofit.layers.kernels.formulas import FIELDS
 from retrofit.layers.kernels.layout import Axis, Geometry, geometry_of, side_by_side
 
@@ -38,6 +38,7 @@ class _CAxis(ctypes.Structure):
 
 class _CGeometry(ctypes.Structure):
     _fields_ = (
+        ("columns", ctypes.c_int64),
         *((name, _CAxis) for name in ("outer", "inner", "runs", "lane")),
         *((name, ctypes.c_int64) for name in ("affine_size", "share")),
     )
@@ -47,78 +48,63 @@ class _COptions(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_float) for name in ("t", "eps", "factor")),
         *((name, ctypes.c_uint32) for name in ("seed0", "seed1")),
-        *((name, ctypes.c_int) for name in ("noise", "threads", "stage")),
+        *((name, ctypes.c_int) for name in ("noise", "threads", "stage", "half")),
     )
 
 
-def forward(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    t: Tensor,
-    dims: tuple[int, ...],
-    eps: float,
-    factor: Tensor,
-    seed: Tensor | None,
-    group: ProcessGroup | None,
-) -> Tensor:
+def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions) -> Tensor:
     """See `eager.forward`."""
-    geometry = _broadcast_geometry(x, dims, weight, bias)
+    geometry = _geometry(x, options.dims, options.affine)
     if geometry is None:
-        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed, group)
-    stats = _room(FIELDS, *(1 if d in dims else n for d, n in enumerate(x.shape)))
-    options = _options(x, t.item(), eps, factor, seed)
+        return eager.forward(out, x, weight, bias, options)
+    own, group = _options(x, options), options.group
+    stats = room(FIELDS, *(1 if d in options.dims else n for d, n in enumerate(x.shape)))
     tensors = out, x, _floats(weight), _floats(bias), stats
     if group is None:
-        _call("forward", x, geometry, options, *tensors, None)
+        call("forward", _as_structure(geometry), own, *tensors, None)
         return stats
-    parts = _room(_STAGES[-1].stop, geometry.sets)
-    for options.stage, rows in enumerate(_STAGES if seed is not None else _STAGES[:2]):
-        _call("forward", x, geometry, options, *tensors, parts)
-        parts[rows] = _over_ranks(options.stage, parts[rows], x.numel() // geometry.sets, group)
-    options.stage = _LAST
-    _call("forward", x, geometry, options, *tensors, parts)
+    parts = room(_STAGES[-1].stop, geometry.sets)
+    for stage, rows in enumerate(_STAGES if own.noise else _STAGES[:2]):
+        own.stage = stage
+        call("forward", _as_structure(geometry), own, *tensors, parts)
+        parts[rows] = _over_ranks(stage, parts[rows], x.numel() // geometry.sets, group)
+    own.stage = _LAST
+    call("forward", _as_structure(geometry), own, *tensors, parts)
     return stats
 
 
 def backward(
-    grad_x: Tensor,
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    t: Tensor,
-    stats: Tensor,
-    dims: tuple[int, ...],
-    factor: Tensor,
-    seed: Tensor | None,
-    affine: tuple[int, ...],
-    group: ProcessGroup | None,
+    grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor | None, stats: Tensor, options: KernelOptions
 ) -> Tensor:
     """See `eager.backward`."""
-    geometry = _geometry(x, dims, affine)
+    geometry = _geometry(x, options.dims, options.affine)
     if geometry is None:
-        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine, group)
-    options = _options(x, t.item(), 0.0, factor, seed)
-    shares = _room(options.threads, 2, *affine).zero_()
-    tensors = grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats
-    if group is None:
-        _call("backward", x, geometry, options, *tensors, None)
-    else:
-        parts, options.stage = _room(5, geometry.sets), 0
-        _call("backward", x, geometry, options, *tensors, parts)
-        parts, options.stage = _average(parts, x.numel() // geometry.sets, group), 1
-        _call("backward", x, geometry, options, *tensors, parts)
+        return eager.backward(grad_x, x, grad, weight, stats, options)
+    own = _options(x, options)
+    shares = room(own.threads, 2, *options.affine).zero_()
+    tensors, parts = (grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats), None
+    if options.group is not None:
+        parts, own.stage = room(5, geometry.sets), 0
+        call("backward", _as_structure(geometry), own, *tensors, parts)
+        parts, own.stage = _average(parts, x.numel() // geometry.sets, options.group), 1
+    call("backward", _as_structure(geometry), own, *tensors, parts)
     return shares.sum(0)
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
-    geometry = _broadcast_geometry(x, dims, constants[0])
+    geometry = _geometry(x, dims, tuple(constants.shape[1:]))
     if geometry is None:
         eager.apply(out, x, dims, constants)
-        return
-    _call("apply", x, geometry, _options(x, 0.0, 0.0, None, None), out, x, constants)
+    else:
+        own = _COptions(threads=threads(x), half=x.dtype == torch.bfloat16)
+        call("apply", _as_structure(geometry), own, out, x, constants)
+
+
+@cache
+def library() -> Any:
+    """Return the loaded library; see `build.load`."""
+    return build.load()
 
 
 @cache
@@ -126,9 +112,34 @@ def fault() -> str | None:
     """Say why there are no kernels, or return None where there are; they are looked for and built once a process."""
     try:
         library()
-    except (OSError, UnavailableError) as error:
+    except (OSError, build.UnavailableError) as error:
         return str(error)
     return None
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the library, whose numbers are int64 and float; tensors, structures and None are pointers."""
+    getattr(library(), name)(*map(_converted, arguments))
+
+
+def _converted(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p(None)
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.byref(argument)
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+
+
+def threads(x: Tensor) -> int:
+    """Return how many threads work on `x`."""
+    return torch.get_num_threads() if x.numel() >= _SINGLE_THREADED else 1
+
+
+def room(*shape: int) -> Tensor:
+    """Return what the library writes floats to, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _over_ranks(stage: int, own: Tensor, count: int, group: ProcessGroup) -> Tensor:
@@ -148,49 +159,25 @@ def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
     return distributed.average(own * count, count, group)
 
 
-def _broadcast_geometry(x: Tensor, dims: tuple[int, ...], *parameters: Tensor | None) -> Geometry | None:
-    affine = next((tuple(p.shape) for p in parameters if p is not None), (1,) * x.ndim)
-    return _geometry(x, dims, affine)
-
-
 def _geometry(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
     width = library().width()
     geometry = geometry_of(tuple(x.shape), dims, affine, width) if x.dtype in TYPES else None
     return None if geometry is None else side_by_side(geometry, width)
 
 
-def _options(x: Tensor, t: float, eps: float, factor: Tensor | None, seed: Tensor | None) -> _COptions:
-    words = (0, 0) if seed is None else (word % 2**32 for word in seed.tolist())
-    return _COptions(t, eps, 0.0 if factor is None else factor.item(), *words, seed is not None, threads(x), _ALL)
-
-
-def threads(x: Tensor) -> int:
-    """Return how many threads work on `x`."""
-    return torch.get_num_threads() if x.numel() >= _SINGLE_THREADED else 1
+def _options(x: Tensor, options: KernelOptions) -> _COptions:
+    own = _COptions(options.t.item(), options.eps, threads=threads(x), stage=_ALL, half=x.dtype == torch.bfloat16)
+    if options.factor is not None and options.seed is not None:
+        own.noise, own.factor = 1, options.factor.item()
+        own.seed0, own.seed1 = (word % 2**32 for word in options.seed.tolist())
+    return own
 
 
 def _floats(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach().to(torch.float32).contiguous()
 
 
-def _room(*shape: int) -> Tensor:
-    """Return what the library writes floats to, whatever torch's default dtype and device are."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
-def _call(name: str, x: Tensor, geometry: Geometry, options: _COptions, *tensors: Tensor | None) -> None:
-    pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors)
-    half = x.dtype == torch.bfloat16
-    getattr(library(), name)(int(half), int(geometry.columns), _reference(geometry), ctypes.byref(options), *pointers)
-
-
 @lru_cache(maxsize=1024)
-def _reference(geometry: Geometry) -> Any:
-    _, *axes, affine_size, share = geometry
-    return ctypes.byref(_CGeometry(*(_CAxis(*axis) for axis in axes), affine_size, share))
-
-
-@cache
-def library() -> Any:
-    """Return the loaded library; see `build.load`."""
-    return build.load()
+def _as_structure(geometry: Geometry) -> _CGeometry:
+    columns, *axes, affine_size, share = geometry
+    return _CGeometry(columns, *(_CAxis(*axis) for axis in axes), affine_size, share)

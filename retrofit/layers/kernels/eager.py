@@ -7,84 +7,62 @@ touched: main memory is passed over once, and no intermediate is larger than a b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers.kernels import formulas, noise
-from retrofit.layers.kernels.formulas import Noise, reductions
+from retrofit.layers.kernels import formulas
+from retrofit.layers.kernels.formulas import Noise, Reductions
+from retrofit.layers.kernels.noise import advance, normal
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
 _BLOCK = 2**18  # elements: large enough for a call's overhead, small enough for the last-level cache
 
 
-def forward(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    t: Tensor,
-    dims: tuple[int, ...],
-    eps: float,
-    factor: Tensor,
-    seed: Tensor | None,
-    group: ProcessGroup | None,
-) -> Tensor:
-    """Normalize over the sets that span `dims`; tensors are in a layout's view.
+class KernelOptions(NamedTuple):
+    """What the kernels take beside tensors in a layout's view.
 
-    Args:
-        out: Room for the result.
-        x: The input.
-        weight: gamma, of as many dimensions, or None.
-        bias: beta, the same.
-        t: The strength, a 0-dim tensor of the computation's type.
+    Attributes:
         dims: Dimensions of a set.
+        affine: Shape of gamma and beta; 1 where they broadcast.
+        t: The strength, a 0-dim tensor of the computation's type.
         eps: Added to the variance.
-        factor: xi * t, a 0-dim tensor.
-        seed: The noise's, or None for no noise.
+        factor: xi * t, a 0-dim tensor, or None for no noise.
+        seed: The noise's, or None.
         group: Ranks that share the sets, or None.
-
-    Returns:
-        `formulas.Kept` of each set, stacked.
     """
-    stats = []
-    for block in blocks(x, dims, group is not None):
-        part, found = formulas.forward(
-            block(x), block.of(weight), block.of(bias), t, eps, block.noise(x, factor, seed), reductions(dims, group)
-        )
+
+    dims: tuple[int, ...]
+    affine: tuple[int, ...]
+    t: Tensor
+    eps: float
+    factor: Tensor | None = None
+    seed: Tensor | None = None
+    group: ProcessGroup | None = None
+
+
+def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions) -> Tensor:
+    """Fill `out` with the result; return `formulas.Kept` of each set, stacked."""
+    over, stats = Reductions(options.dims, options.group), []
+    for block in blocks(x, options.dims, options.group is not None):
+        affine = block.of(weight), block.of(bias)
+        part, kept = formulas.forward(block(x), *affine, options.t, options.eps, block.noise(x, options), over)
         block(out).copy_(part)
-        stats.append(found)
+        stats.append(kept)
     return torch.cat(stats, block.axis + 1)
 
 
 def backward(
-    grad_x: Tensor,
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    t: Tensor,
-    stats: Tensor,
-    dims: tuple[int, ...],
-    factor: Tensor,
-    seed: Tensor | None,
-    affine: tuple[int, ...],
-    group: ProcessGroup | None,
+    grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor | None, stats: Tensor, options: KernelOptions
 ) -> Tensor:
     """Fill `grad_x`; return the affine parameters' gradients, (2, *affine) and in float32 at least."""
-    grads = torch.zeros((2, *affine), dtype=stats.dtype, device=x.device)
-    for block in blocks(x, dims, group is not None):
-        part, y = formulas.backward(
-            block(grad),
-            block(x),
-            block.of(weight),
-            t,
-            torch.stack([block.of(s) for s in stats]),
-            block.noise(x, factor, seed),
-            reductions(dims, group),
-        )
+    over = Reductions(options.dims, options.group)
+    grads = torch.zeros((2, *options.affine), dtype=stats.dtype, device=x.device)
+    for block in blocks(x, options.dims, options.group is not None):
+        kept, noise = torch.stack([block.of(s) for s in stats]), block.noise(x, options)
+        part, y = formulas.backward(block(grad), block(x), block.of(weight), options.t, kept, noise, over)
         block(grad_x).copy_(part)
         g = block(grad).to(y.dtype)
         for whole, share in zip(grads, (g * y, g), strict=True):
@@ -99,11 +77,12 @@ def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> N
         block(out).copy_(formulas.apply(block(x), torch.stack([block.of(c) for c in constants])))
 
 
-class _Block:
+class _Block(NamedTuple):
     """A slice of whole sets along one dimension."""
 
-    def __init__(self, axis: int, start: int, size: int) -> None:
-        self.axis, self.start, self.size = axis, start, size
+    axis: int
+    start: int
+    size: int
 
     def __call__(self, x: Tensor) -> Tensor:
         return x.narrow(self.axis, self.start, self.size)
@@ -112,11 +91,12 @@ class _Block:
         """Slice `x` unless it broadcasts."""
         return x if x is None or x.shape[self.axis] == 1 else self(x)
 
-    def noise(self, x: Tensor, factor: Tensor, seed: Tensor | None) -> Noise | None:
-        if seed is None:
+    def noise(self, x: Tensor, options: KernelOptions) -> Noise | None:
+        factor, seed = options.factor, options.seed
+        if factor is None or seed is None:
             return None
-        moved = noise.advance(seed, self.start * x.stride(self.axis)).to(x.device)
-        return Noise(factor, partial(noise.normal, self(x).shape, moved, x.stride()))
+        moved = advance(seed, self.start * x.stride(self.axis)).to(x.device)
+        return lambda spread: normal(self(x).shape, moved, x.stride()) * (factor * spread)
 
 
 def blocks(x: Tensor, dims: tuple[int, ...], whole: bool = False) -> Iterator[_Block]:

@@ -35,11 +35,6 @@ class Kept(NamedTuple):
     by_v: Tensor
     spread: Tensor
 
-    @property
-    def gradient(self) -> StepGradient:
-        """The step's derivatives by its moments."""
-        return StepGradient(self.by_m1, self.by_m2, self.by_m3, self.by_m45, self.by_v)
-
 
 FIELDS = len(Kept._fields)
 """Numbers of `Kept`, stacked in its order."""
@@ -50,42 +45,32 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
-class Noise:
-    """`factor` is xi * t, a 0-dim tensor; `normal` gives standard normal numbers of the input's shape."""
-
-    factor: Tensor
-    normal: Callable[[], Tensor]
+Noise = Callable[[Tensor], Tensor]
+"""The noise to add, of the input's shape, by the spread of each set."""
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """How to reduce over the normalized sets, results kept broadcastable."""
+    """Reduce over `dims` of tensors that hold whole sets, or with a group this rank's share; `dims` are kept as 1."""
 
-    means: Callable[[list[Tensor]], list[Tensor]]
-    extremes: Callable[[Tensor], tuple[Tensor, Tensor]]
+    dims: tuple[int, ...]
+    group: ProcessGroup | None = None
 
+    def means(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the mean of each tensor."""
+        return distributed.means(tensors, self.dims, self.group)
 
-def reductions(dims: tuple[int, ...], group: ProcessGroup | None = None) -> Reductions:
-    """Reduce over `dims` of tensors that hold whole sets, or with a group this rank's share of them."""
-    return Reductions(
-        means=lambda tensors: distributed.means(tensors, dims, group),
-        extremes=lambda x: distributed.extremes(x, dims, group),
-    )
+    def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest values."""
+        return distributed.extremes(x, self.dims, self.group)
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    t: Tensor,
-    eps: float,
-    noise: Noise | None,
-    over: Reductions,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, t: Tensor, eps: float, noise: Noise | None, over: Reductions
 ) -> tuple[Tensor, Tensor]:
     """Return the result in `x`'s dtype and `Kept` of each set, stacked; `weight` and `bias` broadcast to `x`."""
     values = x.to(compute_dtype(x))
-    mean, var = mean_and_variance(values, over)
+    mean, var = _mean_and_variance(values, over)
     rstd = torch.rsqrt(var + eps)
     h = (values - mean) * rstd
     log = torch.log1p(h.abs())
@@ -95,7 +80,7 @@ def forward(
     if noise is not None:
         (centre,) = over.means([y])
         (spread,) = over.means([(y - centre).abs()])
-        y = y + noise.normal() * (noise.factor * spread)
+        y = y + noise(spread)
     stats = torch.stack(Kept(mean, var, rstd, newton.step, *newton.gradient(), spread))
     return affine(y, weight, bias).to(x.dtype), stats
 
@@ -105,22 +90,22 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient with respect to `x`, in its dtype, and y with its noise, which gamma multiplied."""
     values, grad = x.to(compute_dtype(x)), grad.to(compute_dtype(x))
-    kept = Kept(*stats.unbind())
-    h = (values - kept.mean) * kept.rstd
+    mean, _, rstd, step, *gradient, spread = stats.unbind()
+    h = (values - mean) * rstd
     a = h.abs()
     log = torch.log1p(a)
-    y, u, growth = transform(h, log, t * kept.step)
+    y, u, growth = transform(h, log, t * step)
     g = grad if weight is None else grad * weight.to(values.dtype)
     inverse = 1 / (1 + a)
     direct = g * ((growth + 1) * inverse)  # psi' = exp(u) / (1 + a)
-    shift = step_derivative(h, a, log, inverse, kept.gradient)  # times the count
+    shift = step_derivative(h, a, log, inverse, StepGradient(*gradient))  # times the count
     # d psi / d h is linear in the mean gradient of lambda, so one reduction serves all three projections.
     to_lmbda, d0, dh, s0, sh = over.means([g * lmbda_derivative(u, log, growth), direct, direct * h, shift, shift * h])
     to_lmbda = t * to_lmbda
     pull = direct + to_lmbda * shift
-    grad_x = kept.rstd * (pull - (d0 + to_lmbda * s0) - h * (dh + to_lmbda * sh))
+    grad_x = rstd * (pull - (d0 + to_lmbda * s0) - h * (dh + to_lmbda * sh))
     if noise is not None:
-        y = y + noise.normal() * (noise.factor * kept.spread)
+        y = y + noise(spread)
     return grad_x.to(x.dtype), y
 
 
@@ -132,7 +117,7 @@ def apply(x: Tensor, constants: Tensor) -> Tensor:
     return (y * gamma + beta).to(x.dtype)
 
 
-def mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
+def _mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
     """Mean and biased variance, the mean corrected once so that a large constant set has neither offset nor spread."""
     (mean,) = over.means([x])
     centred = x - mean

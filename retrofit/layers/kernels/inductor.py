@@ -6,7 +6,7 @@ Each function is compiled for any sizes, once for each number of dimensions, dty
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,16 +18,11 @@ _VARIANTS = 256
 
 
 def _through_inductor(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `function` compiled, unless its last argument is a group of ranks, whose collectives are not."""
-
     @cache
     def compiled() -> Callable[..., Any]:  # torch's compiler takes seconds to import
         return torch.compile(function, dynamic=True)
 
-    @wraps(function)
     def run(*args: Any) -> Any:
-        if isinstance(args[-1], torch.distributed.ProcessGroup):
-            return function(*args)
         with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
             return compiled()(*args)
 

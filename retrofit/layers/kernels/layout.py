@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -12,20 +11,18 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How a tensor is seen by the kernels: permuted into memory order, neighbouring dimensions of a kind merged.
 
     Attributes:
         order: The permutation.
-        full: Shape after it; `kept` and `full_affine` the same for one number a set and for the affine parameters.
+        kept: Shape after it of one number a set; `full_affine` that of the affine parameters.
         shape: Shape after merging.
         affine: Shape of the affine parameters after merging; 1 where they broadcast.
         dims: Dimensions of `shape` that the normalized set spans.
     """
 
     order: tuple[int, ...]
-    full: tuple[int, ...]
     kept: tuple[int, ...]
     full_affine: tuple[int, ...]
     shape: tuple[int, ...]
@@ -39,18 +36,15 @@ class Layout:
 
     def view(self, x: Tensor) -> Tensor:
         """View `x` in this layout; copies what lies otherwise in memory."""
-        return self._ordered(x).reshape(self.shape).contiguous()
+        return x.permute(self.order).reshape(self.shape).contiguous()
 
     def view_affine(self, parameter: Tensor) -> Tensor:
         """View an affine parameter so that it broadcasts to `view`'s result."""
-        return self._ordered(parameter).reshape(self.affine)
+        return parameter.permute(self.order).reshape(self.affine)
 
     def empty_like(self, x: Tensor) -> Tensor:
         """Return room for a result in the tensor's own shape and memory format, of which `view` is a view."""
-        stride = [0] * len(self.order)
-        for position, d in enumerate(self.order):
-            stride[d] = math.prod(self.full[position + 1 :])
-        return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+        return torch.empty_permuted(x.shape, self.order, dtype=x.dtype, device=x.device)
 
     def undo_sets(self, rows: Tensor) -> Tensor:
         """Return rows of one number a set, kept broadcastable, in the tensor's own number of dimensions."""
@@ -60,16 +54,8 @@ class Layout:
         """Undo `view_affine` for rows of parameters."""
         return self._undo(rows, self.full_affine)
 
-    def _ordered(self, x: Tensor) -> Tensor:
-        return x if self._straight else x.permute(self.order)
-
     def _undo(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        rows = rows.reshape(-1, *sizes)
-        return rows if self._straight else rows.permute(0, *(1 + self.order.index(d) for d in range(len(self.order))))
-
-    @property
-    def _straight(self) -> bool:
-        return self.order == tuple(range(len(self.order)))
+        return rows.reshape(-1, *sizes).permute(0, *(1 + self.order.index(d) for d in range(len(self.order))))
 
 
 @lru_cache(maxsize=1024)
@@ -77,26 +63,26 @@ def _layout_of(
     size: tuple[int, ...], stride: tuple[int, ...], dim: tuple[int, ...], affine: tuple[torch.Size | None, ...]
 ) -> Layout:
     order = tuple(sorted(range(len(size)), key=stride.__getitem__, reverse=True))
-    for place, d in enumerate(order):
-        if size[d] != 1 and stride[d] != math.prod(size[later] for later in order[place + 1 :]):
-            order = tuple(range(len(size)))
-            break
+    dense = [math.prod(size[later] for later in order[place + 1 :]) for place in range(len(order))]
+    if any(size[d] != 1 and stride[d] != step for d, step in zip(order, dense, strict=True)):
+        order = tuple(range(len(size)))
     full = tuple(size[d] for d in order)
     kinds = [(d in dim, any(shape is not None and shape[d] != 1 for shape in affine)) for d in order]
-    runs = [list(run) for _, run in groupby(((k, n) for k, n in zip(kinds, full, strict=True) if n != 1), _kind)]
-    shape = [math.prod(n for _, n in run) for run in runs]
-    merged = [_kind(run[0]) for run in runs]
+    shape, merged = [], []
+    large = [(kind, n) for kind, n in zip(kinds, full, strict=True) if n != 1]
+    for kind, run in groupby(large, key=lambda entry: entry[0]):
+        shape.append(math.prod(n for _, n in run))
+        merged.append(kind)
     if dim and not any(in_set for in_set, _ in merged):  # every set is a single value
         shape.append(1)
         merged.append((True, False))
     return Layout(
-        order,
-        full,
-        tuple(1 if in_set else n for n, (in_set, _) in zip(full, kinds, strict=True)),
-        tuple(n if has else 1 for n, (_, has) in zip(full, kinds, strict=True)),
-        tuple(shape),
-        tuple(n if has else 1 for n, (_, has) in zip(shape, merged, strict=True)),
-        tuple(d for d, (in_set, _) in enumerate(merged) if in_set),
+        order=order,
+        kept=tuple(1 if in_set else n for n, (in_set, _) in zip(full, kinds, strict=True)),
+        full_affine=tuple(n if has else 1 for n, (_, has) in zip(full, kinds, strict=True)),
+        shape=tuple(shape),
+        affine=tuple(n if has else 1 for n, (_, has) in zip(shape, merged, strict=True)),
+        dims=tuple(d for d, (in_set, _) in enumerate(merged) if in_set),
     )
 
 
@@ -161,7 +147,3 @@ def side_by_side(geometry: Geometry, width: int) -> Geometry:
     elements, block = inner.size * lane.size, width // lane.size * lane.size
     blocks = Axis(math.ceil(elements / block), block, block * lane.affine)
     return geometry._replace(columns=True, inner=blocks, lane=lane._replace(size=elements), share=lane.size)
-
-
-def _kind(entry: tuple[tuple[bool, bool], int]) -> tuple[bool, bool]:
-    return entry[0]

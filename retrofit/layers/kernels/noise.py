@@ -30,6 +30,14 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)
 
 
+def advance(seed: Tensor, positions: int) -> Tensor:
+    """Return the seed whose element 0 is element `positions` of `seed`; positions count modulo 2^32."""
+    if positions == 0:
+        return seed
+    step = (positions + 2**31) % 2**32 - 2**31
+    return seed + torch.tensor([step, 0], dtype=torch.int32, device=seed.device)
+
+
 def normal(shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = None) -> Tensor:
     """Return standard normal float32 numbers of `shape`.
 
@@ -46,30 +54,22 @@ def normal(shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = N
         steps = torch.arange(shape[axis], dtype=torch.int32, device=seed.device) * step
         key = key + steps.view(-1, *(1,) * (len(shape) - axis - 1))
         stride = stride * shape[axis]
-    for round_, multiplier in enumerate(MULTIPLIERS):
-        key = (_mix(key, SHIFTS[round_]) + (seed[1] if round_ == 1 else 0)) * multiplier
+    for place, multiplier in enumerate(MULTIPLIERS):
+        key = (_mix(key, SHIFTS[place]) + (seed[1] if place == 1 else 0)) * multiplier
     key = _mix(key, SHIFTS[-1])
     v = (key & 0x7FFFFFFF).to(torch.float32) * 2.0**-31 + 2.0**-32
     w = -torch.log(v * (2 - v))
-    z = (1 - v) * polynomial(w, NUMERATOR) / polynomial(w, DENOMINATOR)
+    z = (1 - v) * _polynomial(w, NUMERATOR) / _polynomial(w, DENOMINATOR)
     return torch.where(key < 0, -z, z)
-
-
-def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """Evaluate a polynomial, highest power first."""
-    out = x * coefficients[0] + coefficients[1]
-    for c in coefficients[2:]:
-        out = out * x + c
-    return out
-
-
-def advance(seed: Tensor, positions: int) -> Tensor:
-    """Return the seed whose element 0 is element `positions` of `seed`; positions count modulo 2^32."""
-    if positions == 0:
-        return seed
-    step = (positions + 2**31) % 2**32 - 2**31
-    return seed + torch.tensor([step, 0], dtype=torch.int32, device=seed.device)
 
 
 def _mix(key: Tensor, shift: int) -> Tensor:
     return key ^ ((key >> shift) & ((1 << (32 - shift)) - 1))  # a logical shift
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Evaluate a polynomial, highest power first."""
+    out = x * coefficients[0] + coefficients[1]
+    for coefficient in coefficients[2:]:
+        out = out * x + coefficient
+    return out

@@ -3,7 +3,8 @@
 //
 // A set is `runs` stretches of memory, worked on while they are in cache: each pass below goes over one set. Either a
 // stretch is `length` elements of the one set and vector lanes are summed at the end, or (COLUMNS) neighbouring lanes
-// belong to neighbouring sets and never meet, or meet at last where a set has a few neighbouring lanes. Lanes are summed in float over at most 256 vectors, then in double.
+// belong to neighbouring sets and never meet, or meet at last where a set has a few neighbouring lanes. Lanes are summed
+// in float over at most 256 vectors, then in double.
 
 #include "vectors.h"
 
@@ -12,11 +13,12 @@ namespace {
 // Loops from set to set and through a set, and how far a step moves, in elements; see layout.py.
 struct Axis { int64_t size, stride, affine; };
 struct Geometry {
+    int64_t columns;
     Axis outer, inner, runs, lane;
     int64_t affine_size, share;
 };
 
-struct Options { float t, eps, factor; uint32_t seed0, seed1; int noise, threads, stage; };
+struct Options { float t, eps, factor; uint32_t seed0, seed1; int noise, threads, stage, half; };
 
 // Where ranks share the sets, a stage a call, and between them `parts`, a column a set: means over this rank's values
 // going out, over all ranks' coming back (cpp.py).
@@ -531,9 +533,9 @@ extern "C" {
 
 int width() { return W; }
 
-void forward(int half, int columns, const Geometry* g, const Options* o, void* out, const void* x, const float* weight,
-             const float* bias, float* stats, float* parts) {
-    dispatch(half, columns, [&](auto type, auto column) {
+void forward(const Geometry* g, const Options* o, void* out, const void* x, const float* weight, const float* bias,
+             float* stats, float* parts) {
+    dispatch(o->half, g->columns, [&](auto type, auto column) {
         typedef decltype(type) T;
         each_panel<column.value>(*g, o->threads, [&](auto panel, int, Scratch& scratch) {
             forward_sets<T>(panel, sets_of(*g, column.value), (T*)out, (const T*)x, weight, bias, stats, parts, *o, scratch);
@@ -542,9 +544,9 @@ void forward(int half, int columns, const Geometry* g, const Options* o, void* o
 }
 
 // `shares` holds, a thread, the gradients of weight and bias of the sets it worked on: zero at first.
-void backward(int half, int columns, const Geometry* g, const Options* o, void* grad_x, float* shares, const void* x,
-              const void* grad, const float* weight, const float* stats, float* parts) {
-    dispatch(half, columns, [&](auto type, auto column) {
+void backward(const Geometry* g, const Options* o, void* grad_x, float* shares, const void* x, const void* grad,
+              const float* weight, const float* stats, float* parts) {
+    dispatch(o->half, g->columns, [&](auto type, auto column) {
         typedef decltype(type) T;
         each_panel<column.value>(*g, o->threads, [&](auto panel, int thread, Scratch& scratch) {
             float* share = shares + thread * 2 * g->affine_size;
@@ -555,8 +557,8 @@ void backward(int half, int columns, const Geometry* g, const Options* o, void* 
 }
 
 // `constants` has five rows, a column a set: mean, 1 / std, lambda - 1, gamma, beta.
-void apply(int half, int columns, const Geometry* g, const Options* o, void* out, const void* x, const float* constants) {
-    dispatch(half, columns, [&](auto type, auto column) {
+void apply(const Geometry* g, const Options* o, void* out, const void* x, const float* constants) {
+    dispatch(o->half, g->columns, [&](auto type, auto column) {
         typedef decltype(type) T;
         each_panel<column.value>(*g, o->threads, [&](auto panel, int, Scratch&) {
             int none[decltype(panel)::MOST];

@@ -1,4 +1,4 @@
-"""Whether kernels are right on a device, asked before a network uses them there.
+"""Whether kernels are right on a device, tested before a network uses them there.
 
 They run on a few small tensors, in both memory formats, where a set has a program of its own and where programs share
 it, and are compared with the formulas on the same device. They run twice: the bits must repeat. What passed is
@@ -7,21 +7,21 @@ remembered in the cache folder, by device, versions and source.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import logging
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from retrofit.layers.kernels import cache_folder, eager
+from retrofit.layers.kernels.eager import KernelOptions
 
 _log = logging.getLogger(__name__)
-_EPS = 1e-5
 _MATHEMATICS = ("lambda_estimate", "yeo_johnson")
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a tensor's largest value
 
@@ -30,8 +30,7 @@ class WrongResultError(Exception):
     """A result that is wrong, or not the same twice."""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A tensor in a layout's view, the dimensions of its sets, and the shape of its affine parameters."""
 
     name: str
@@ -55,7 +54,10 @@ CASES = (  # with sets longer than a tile, and last tiles that are not full
 
 def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str | None:
     """Say what is wrong with `kernels` on a device for a dtype, or return None where nothing is."""
-    what = f"{kernels.__name__.rpartition('.')[2]} kernels for {str(dtype).removeprefix('torch.')} on {_name(device)}"
+    where = f"{device.type}, capability {torch.backends.cpu.get_cpu_capability()}"
+    if device.type == "cuda":
+        where = f"{torch.cuda.get_device_name(device)}, capability {torch.cuda.get_device_capability(device)}"
+    what = f"{kernels.__name__.rpartition('.')[2]} kernels for {str(dtype).removeprefix('torch.')} on {where}"
     record = _record(what)
     if record is not None and record.exists():
         return None
@@ -63,17 +65,18 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for case in CASES:
-                _compare(kernels, case, device, dtype)
+                compare(kernels, case, device, dtype)
     except Exception as error:  # whatever compiling or launching may raise
         message = (str(error).strip().splitlines() or ["no message"])[0][:300]
         kind = "" if isinstance(error, WrongResultError) else f"{type(error).__name__}: "
         return f"the {what} fail their self-test ({case.name}: {kind}{message})"
     if record is not None:
-        _remember(record, what)
+        with contextlib.suppress(OSError):
+            record.write_text(f"{what}\n")
     return None
 
 
-def _compare(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+def compare(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> None:
     """Raise a `WrongResultError` where results differ from the formulas', or from run to run."""
     expected, first, second = (_results(each, case, device, dtype) for each in (eager, kernels, kernels))
     for name, reference in expected.items():
@@ -97,29 +100,21 @@ def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
     grad = numbers(*case.shape).to(device, dtype)
     weight, bias = numbers(*case.affine).to(device), numbers(*case.affine).to(device)
     t, factor = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.8, case.noise))
-    seed = torch.tensor([11, -7], dtype=torch.int32, device="cpu") if case.noise else None
+    options = KernelOptions(case.dims, case.affine, t, eps=1e-5)
+    if case.noise:
+        options = options._replace(factor=factor, seed=torch.tensor([11, -7], dtype=torch.int32, device="cpu"))
 
     out, grad_x, applied = (torch.empty_like(x) for _ in range(3))
-    stats = kernels.forward(out, x, weight, bias, t, case.dims, _EPS, factor, seed, None)
-    by_affine = kernels.backward(grad_x, x, grad, weight, t, stats, case.dims, factor, seed, case.affine, None)
-    results = {
-        "the output": out,
-        "the gradient of x": grad_x,
-        "the gradient of gamma": by_affine[0],
-        "the gradient of beta": by_affine[1],
-    }
+    stats = kernels.forward(out, x, weight, bias, options)
+    grad_weight, grad_bias = kernels.backward(grad_x, x, grad, weight, stats, options)
+    results = {"the output": out, "the gradient of x": grad_x}
+    results |= {"the gradient of gamma": grad_weight, "the gradient of beta": grad_bias}
     if all(case.affine[d] == 1 for d in case.dims):
         mean, rstd, change = numbers(*case.affine) + 3, numbers(*case.affine).abs() + 0.1, numbers(*case.affine)
         constants = torch.stack([mean, rstd, change, weight.cpu(), bias.cpu()]).to(device)
         kernels.apply(applied, x, case.dims, constants)
         results["the output by given statistics"] = applied
     return results
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, capability {torch.cuda.get_device_capability(device)}"
-    return f"{device.type}, capability {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _record(what: str) -> Path | None:
@@ -130,23 +125,12 @@ def _record(what: str) -> Path | None:
         return None
     kernels = Path(__file__).parent
     sources = [*sorted(kernels.glob("*.py")), *(kernels.with_name(f"{name}.py") for name in _MATHEMATICS)]
-    versions = torch.__version__, _version("triton")
-    made_from = repr((what, versions, [file.read_text() for file in sources]))
+    made_from = repr((what, torch.__version__, _triton_version(), [file.read_text() for file in sources]))
     return folder / f"passed-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
 
 
-def _version(package: str) -> str:
+def _triton_version() -> str:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-def _remember(record: Path, what: str) -> None:
-    try:
-        with tempfile.TemporaryDirectory(prefix="passed-", dir=record.parent) as aside:
-            file = Path(aside) / record.name
-            file.write_text(f"{what}\n")
-            cache_folder.publish(file, record)
-    except OSError as error:
-        _log.info("that the %s passed cannot be remembered: %s", what, error)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from retrofit.layers.kernels import eager
+from retrofit.layers.kernels.eager import KernelOptions
 from retrofit.layers.kernels.formulas import FIELDS
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 from retrofit.layers.lambda_estimate import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
@@ -30,10 +31,12 @@ _PROGRAMS_PER_PROCESSOR = 4
 _ROUNDS = 4  # tiles that a program goes through at least before a set is shared
 
 _LOG_STRETCH, _MIN_CURVATURE, _TINY = tl.constexpr(LOG_STRETCH), tl.constexpr(MIN_CURVATURE), tl.constexpr(TINY)
-_PARTS = 11  # rows of the forward's partial sums
-# What is kept of each set, as `formulas.FIELDS` counts it, and the rows of the forward's parts.
-_MEAN, _VAR, _RSTD, _STEP, _BY_M1, _BY_M2, _BY_M3, _BY_M45, _BY_V, _SPREAD = map(tl.constexpr, range(FIELDS))
-_MEANS, _SQUARES, _M1, _M2, _M3, _M45, _V, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, range(_PARTS))
+# What is kept of each set, as `formulas.Kept` has it: `_GRADIENT` is the first of five. Rows of the forward's partial
+# sums: `_MOMENTS` is the first of five; rows of the backward's: five sums, and the gradients of gamma and beta.
+_MEAN, _VAR, _RSTD, _STEP, _GRADIENT, _SPREAD = map(tl.constexpr, (0, 1, 2, 3, 4, 9))
+_MEANS, _SQUARES, _MOMENTS, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, (0, 1, 2, 7, 8, 9, 10))
+_TO_WEIGHT, _TO_BIAS = tl.constexpr(5), tl.constexpr(6)
+_FORWARD_PARTS, _BACKWARD_PARTS = 11, 7
 
 
 @triton.jit
@@ -123,27 +126,31 @@ class _Sets(NamedTuple):
     there: Any
     start: Any
     stop: Any
+    run_stride: Any
+    length: Any
+    count: Any
 
 
 @triton.jit
-def _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS: tl.constexpr):
+def _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS: tl.constexpr):
     task = tl.program_id(0).to(tl.int64)
     o, i = task // inner, task % inner
-    lane = tl.arange(0, COLUMNS).to(tl.int64)
+    lane = tl.arange(0, COLUMNS).to(tl.int64)[None, :]
     base = o * outer_stride + i * inner_stride + lane
     column = task + lane if COLUMNS == 1 else o * length + i * inner_stride + lane
     there = lane == 0 if COLUMNS == 1 else i * inner_stride + lane < length
     start = tl.program_id(1) * share
-    return _Sets(i, lane, base, column, there, start, tl.minimum(start + share, elements))
+    return _Sets(i, lane, base, column, there, start, tl.minimum(start + share, elements), run_stride, length, sets)
 
 
 @triton.jit
-def _elements(e, at, run_stride, length, COLUMNS: tl.constexpr):
-    """Return the offsets of elements `e` of the sets, which of them there are, and their run and lane in it."""
-    run = (e // length if COLUMNS == 1 else e).to(tl.int64)[:, None]
-    lane = (e % length).to(tl.int64)[:, None] if COLUMNS == 1 else at.lane[None, :]
-    offset = run * run_stride + at.base[None, :] + (lane if COLUMNS == 1 else 0)
-    return offset, (e < at.stop)[:, None] & at.there[None, :], run, lane
+def _elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the offsets of a tile from element `e` of the sets, which of them there are, and their run and lane."""
+    e += tl.arange(0, ROWS)[:, None]
+    run = (e // at.length if COLUMNS == 1 else e).to(tl.int64)
+    lane = (e % at.length).to(tl.int64) if COLUMNS == 1 else at.lane
+    offset = run * at.run_stride + at.base + (lane if COLUMNS == 1 else 0)
+    return offset, (e < at.stop) & at.there, run, lane
 
 
 @triton.jit
@@ -152,152 +159,130 @@ def _values(P, offset, mask):
 
 
 @triton.jit
-def _statistic(Stats, FIELD: tl.constexpr, at, sets):
+def _statistic(Stats, FIELD: tl.constexpr, at):
     """Return one number of each set, to be broadcast over its elements."""
-    return _values(Stats + FIELD * sets, at.column, at.there)[None, :]
+    return _values(Stats + FIELD * at.count, at.column, at.there)
 
 
 @triton.jit
-def _keep(Stats, FIELD: tl.constexpr, at, sets, value):
+def _keep(Stats, FIELD: tl.constexpr, at, value):
     """Store one number of each set, by the first of the programs that share it."""
     first = at.there & (at.column * 0 + tl.program_id(1) == 0)
-    tl.store(Stats + FIELD * sets + at.column, value, mask=first)
+    tl.store(Stats + FIELD * at.count + at.column, value, mask=first)
 
 
 @triton.jit
-def _part(Parts, row, s, splits, sets, at):
+def _part(Parts, row, s, at):
     """Load what program `s` of those that share a set left in a row."""
-    return tl.load(Parts + (row * splits + s) * sets + at.column, mask=at.there, other=0.0)
+    return _values(Parts + (row * tl.num_programs(1) + s) * at.count, at.column, at.there)
 
 
 @triton.jit
-def _collect(Parts, row, splits, sets, at):
+def _leave(Parts, row, at, value):
+    tl.store(Parts + (row * tl.num_programs(1) + tl.program_id(1)) * at.count + at.column, value, mask=at.there)
+
+
+@triton.jit
+def _leave_five(Parts, ROW: tl.constexpr, at, values):
+    for k in tl.static_range(5):
+        _leave(Parts, ROW + k, at, values[k])
+
+
+@triton.jit
+def _collect(Parts, row, at):
     """Add up what the programs that share a set left of one sum, in their order."""
-    total = _part(Parts, row, 0, splits, sets, at)
-    for s in range(1, splits):
-        total += _part(Parts, row, s, splits, sets, at)
+    total = _part(Parts, row, 0, at)
+    for s in range(1, tl.num_programs(1)):
+        total += _part(Parts, row, s, at)
     return total
 
 
 @triton.jit
-def _leave(Parts, row, splits, sets, at, value):
-    tl.store(Parts + (row * splits + tl.program_id(1)) * sets + at.column, value, mask=at.there)
+def _collect_five(Parts, ROW: tl.constexpr, at):
+    first, second, third = _collect(Parts, ROW, at), _collect(Parts, ROW + 1, at), _collect(Parts, ROW + 2, at)
+    return first, second, third, _collect(Parts, ROW + 3, at), _collect(Parts, ROW + 4, at)
 
 
 @triton.jit
-def _own_mean(X, at, run_stride, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return mean and sum of squared deviations of a program's share, as `formulas.mean_and_variance` corrects them."""
-    rows = tl.arange(0, ROWS)
+def _total(tile):
+    """Sum a tile over the elements of each set."""
+    return tl.sum(tile, 0, keep_dims=True)
+
+
+@triton.jit
+def _own_mean(X, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return mean and sum of squared deviations of a program's share, as `formulas.forward` corrects them."""
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     total, offset_total, power = zero, zero, zero
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
+        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
         total += _values(X, offset, mask)
-    mean = tl.sum(total, 0) / (at.stop - at.start)
+    mean = _total(total) / (at.stop - at.start)
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
-        centred = tl.where(mask, _values(X, offset, mask) - mean[None, :], 0.0)
+        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        centred = tl.where(mask, _values(X, offset, mask) - mean, 0.0)
         offset_total += centred
         power += centred * centred
-    shift = tl.sum(offset_total, 0) / (at.stop - at.start)
-    squares = tl.sum(power, 0) - shift * shift * (at.stop - at.start)
+    shift = _total(offset_total) / (at.stop - at.start)
+    squares = _total(power) - shift * shift * (at.stop - at.start)
     return mean + tl.where(shift == shift, shift, 0.0), squares
 
 
 @triton.jit
-def _whole_mean(Parts, at, elements, share, splits, sets, COLUMNS: tl.constexpr):
+def _whole_mean(Parts, at, elements, share, COLUMNS: tl.constexpr):
     """Merge the programs' means and sums of squared deviations."""
-    mean = tl.zeros([COLUMNS], tl.float32)
-    for s in range(0, splits):
+    mean = tl.zeros([1, COLUMNS], tl.float32)
+    for s in range(0, tl.num_programs(1)):
         count = tl.minimum((s + 1) * share, elements) - s * share
-        mean += _part(Parts, _MEANS, s, splits, sets, at) * (count / elements)
-    squares = tl.zeros([COLUMNS], tl.float32)
-    for s in range(0, splits):
+        mean += _part(Parts, _MEANS, s, at) * (count / elements)
+    squares = tl.zeros([1, COLUMNS], tl.float32)
+    for s in range(0, tl.num_programs(1)):
         count = tl.minimum((s + 1) * share, elements) - s * share
-        apart = _part(Parts, _MEANS, s, splits, sets, at) - mean
-        squares += _part(Parts, _SQUARES, s, splits, sets, at) + apart * apart * count
+        apart = _part(Parts, _MEANS, s, at) - mean
+        squares += _part(Parts, _SQUARES, s, at) + apart * apart * count
     return mean, squares
 
 
-class _Moments(NamedTuple):
-    """Sums over a set of what `lambda_estimate.first_step` takes means of, and the set's extremes."""
-
-    m1: Any
-    m2: Any
-    m3: Any
-    m45: Any
-    v: Any
-    low: Any
-    high: Any
-
-
 @triton.jit
-def _own_moments(X, at, mean, rstd, run_stride, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows = tl.arange(0, ROWS)
+def _own_moments(X, at, mean, rstd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return sums over a program's share of what `lambda_estimate.first_step` takes means of, and its extremes."""
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
-    s1, s2, s3, s45, sv, low, high = zero, zero, zero, zero, zero, zero, zero
+    m1, m2, m3, m45, v, low, high = zero, zero, zero, zero, zero, zero, zero
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
-        h = tl.where(mask, (_values(X, offset, mask) - mean[None, :]) * rstd[None, :], 0.0)
+        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        h = tl.where(mask, (_values(X, offset, mask) - mean) * rstd, 0.0)
         a = tl.abs(h)
         log = _log1p(a)
         grown = log + a * log
         d = grown - a
-        s1 += tl.where(h < 0, -log, log)
-        s2 += h * d
-        s3 += d
-        s45 += a * (grown * log - 2 * d) + d * d
-        sv += h * h
+        m1 += tl.where(h < 0, -log, log)
+        m2 += h * d
+        m3 += d
+        m45 += a * (grown * log - 2 * d) + d * d
+        v += h * h
         low = tl.where(h < low, h, low)
         high = tl.where(h > high, h, high)
-    m1, m2, m3, m45, v = tl.sum(s1, 0), tl.sum(s2, 0), tl.sum(s3, 0), tl.sum(s45, 0), tl.sum(sv, 0)
-    return _Moments(m1, m2, m3, m45, v, tl.min(low, 0), tl.max(high, 0))
+    sums = _total(m1), _total(m2), _total(m3), _total(m45), _total(v)
+    return sums, tl.min(low, 0, keep_dims=True), tl.max(high, 0, keep_dims=True)
 
 
 @triton.jit
-def _leave_moments(Parts, splits, sets, at, moments):
-    _leave(Parts, _M1, splits, sets, at, moments.m1)
-    _leave(Parts, _M2, splits, sets, at, moments.m2)
-    _leave(Parts, _M3, splits, sets, at, moments.m3)
-    _leave(Parts, _M45, splits, sets, at, moments.m45)
-    _leave(Parts, _V, splits, sets, at, moments.v)
-    _leave(Parts, _LOW, splits, sets, at, moments.low)
-    _leave(Parts, _HIGH, splits, sets, at, moments.high)
+def _whole_extremes(Parts, at, COLUMNS: tl.constexpr):
+    low, high = tl.zeros([1, COLUMNS], tl.float32), tl.zeros([1, COLUMNS], tl.float32)
+    for s in range(0, tl.num_programs(1)):
+        low = tl.minimum(low, _part(Parts, _LOW, s, at))
+        high = tl.maximum(high, _part(Parts, _HIGH, s, at))
+    return low, high
 
 
 @triton.jit
-def _whole_moments(Parts, splits, sets, at, COLUMNS: tl.constexpr):
-    m1 = _collect(Parts, _M1, splits, sets, at)
-    m2 = _collect(Parts, _M2, splits, sets, at)
-    m3 = _collect(Parts, _M3, splits, sets, at)
-    m45 = _collect(Parts, _M45, splits, sets, at)
-    v = _collect(Parts, _V, splits, sets, at)
-    low, high = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
-    for s in range(0, splits):
-        low = tl.minimum(low, _part(Parts, _LOW, s, splits, sets, at))
-        high = tl.maximum(high, _part(Parts, _HIGH, s, splits, sets, at))
-    return _Moments(m1, m2, m3, m45, v, low, high)
+def _first_step(sums, low, high, elements):
+    """Return the step of `lambda_estimate.first_step` within `step_bounds`, and `NewtonStep.gradient`.
 
-
-class _Newton(NamedTuple):
-    """The fields of `lambda_estimate.NewtonStep`, and what they are made of: r = m2 / v and b = (m45 - m3^2) / v."""
-
-    step: Any
-    free: Any
-    curved: Any
-    slope: Any
-    curvature: Any
-    v: Any
-    m3: Any
-    ratio: Any
-    bend: Any
-
-
-@triton.jit
-def _first_step(moments, elements):
-    """`lambda_estimate.first_step` and `step_bounds`: L' = r - m1, L'' = b - 2 r^2, lambda - 1 = -L' / L''."""
-    m1, m2, m3, m45 = moments.m1 / elements, moments.m2 / elements, moments.m3 / elements, moments.m45 / elements
-    v = moments.v / elements
+    L' = r - m1, L'' = b - 2 r^2 and lambda - 1 = -L' / L'', with r = m2 / v and b = (m45 - m3^2) / v.
+    """
+    m1, m2, m3, m45 = sums[0] / elements, sums[1] / elements, sums[2] / elements, sums[3] / elements
+    v = sums[4] / elements
     v = tl.where(v < _TINY, _TINY, v)
     ratio = m2 / v
     slope = ratio - m1
@@ -305,38 +290,27 @@ def _first_step(moments, elements):
     raw = bend - 2 * ratio * ratio
     curvature = tl.where(raw < _MIN_CURVATURE, _MIN_CURVATURE, raw)
     step = -slope / curvature
-    least = -_LOG_STRETCH / _log1p(tl.where(-moments.low < _TINY, _TINY, -moments.low))
-    most = _LOG_STRETCH / _log1p(tl.where(moments.high < _TINY, _TINY, moments.high))
+    least = -_LOG_STRETCH / _log1p(tl.where(-low < _TINY, _TINY, -low))
+    most = _LOG_STRETCH / _log1p(tl.where(high < _TINY, _TINY, high))
     free = (step >= least) & (step <= most)
     step = tl.where(step < least, least, tl.where(step > most, most, step))
-    return _Newton(step, free, raw > _MIN_CURVATURE, slope, curvature, v, m3, ratio, bend)
+    by_slope = tl.where(free, -1 / curvature, 0.0)
+    by_bend = tl.where(free & (raw > _MIN_CURVATURE), slope / (curvature * curvature), 0.0)
+    by_v = (-by_slope * ratio - by_bend * bend + 4 * by_bend * ratio * ratio) / v
+    return step, (-by_slope, (by_slope - 4 * by_bend * ratio) / v, -2 * by_bend * m3 / v, by_bend / v, by_v)
 
 
 @triton.jit
-def _keep_gradient(Stats, at, sets, newton):
-    """Store `NewtonStep.gradient`: its `slope` and `curve` are d step / d L' and d step / d L'' here."""
-    slope = tl.where(newton.free, -1 / newton.curvature, 0.0)
-    curve = tl.where(newton.free & newton.curved, newton.slope / (newton.curvature * newton.curvature), 0.0)
-    ratio, v = newton.ratio, newton.v
-    _keep(Stats, _BY_M1, at, sets, -slope)
-    _keep(Stats, _BY_M2, at, sets, (slope - 4 * curve * ratio) / v)
-    _keep(Stats, _BY_M3, at, sets, -2 * curve * newton.m3 / v)
-    _keep(Stats, _BY_M45, at, sets, curve / v)
-    _keep(Stats, _BY_V, at, sets, (-slope * ratio - curve * newton.bend + 4 * curve * ratio * ratio) / v)
-
-
-@triton.jit
-def _own_sum(X, at, mean, rstd, change, centre, run_stride, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _own_sum(X, at, mean, rstd, change, centre, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum psi over a program's share, or its distance from `centre` where that is given."""
-    rows = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
-        y, _, _, _ = _psi((_values(X, offset, mask) - mean[None, :]) * rstd[None, :], change)
+        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
         if centre is not None:
-            y = tl.abs(y - centre[None, :])
+            y = tl.abs(y - centre)
         total += tl.where(mask, y, 0.0)
-    return tl.sum(total, 0)
+    return _total(total)
 
 
 @triton.jit
@@ -361,66 +335,66 @@ def _forward(
     sets,
     elements,
     share,
-    splits,
     eps,
     STAGE: tl.constexpr,
-    NOISE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is all at once."""
-    at = _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS)
-    rows = tl.arange(0, ROWS)
+    at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
     t = tl.load(T)
 
     if STAGE <= 0:
-        mean, squares = _own_mean(X, at, run_stride, length, ROWS, COLUMNS)
+        mean, squares = _own_mean(X, at, ROWS, COLUMNS)
         if STAGE == 0:
-            _leave(Parts, _MEANS, splits, sets, at, mean)
-            _leave(Parts, _SQUARES, splits, sets, at, squares)
+            _leave(Parts, _MEANS, at, mean)
+            _leave(Parts, _SQUARES, at, squares)
     if STAGE > 0:
-        mean, squares = _whole_mean(Parts, at, elements, share, splits, sets, COLUMNS)
+        mean, squares = _whole_mean(Parts, at, elements, share, COLUMNS)
     if STAGE != 0:
         var = squares / elements
         var = tl.where(var < 0, 0.0, var)
         rstd = 1 / tl.sqrt(var + eps)
 
     if STAGE == -1 or STAGE == 1:
-        moments = _own_moments(X, at, mean, rstd, run_stride, length, ROWS, COLUMNS)
+        moments, low, high = _own_moments(X, at, mean, rstd, ROWS, COLUMNS)
         if STAGE == 1:
-            _leave_moments(Parts, splits, sets, at, moments)
+            _leave_five(Parts, _MOMENTS, at, moments)
+            _leave(Parts, _LOW, at, low)
+            _leave(Parts, _HIGH, at, high)
     if STAGE > 1:
-        moments = _whole_moments(Parts, splits, sets, at, COLUMNS)
+        moments = _collect_five(Parts, _MOMENTS, at)
+        low, high = _whole_extremes(Parts, at, COLUMNS)
     if STAGE == -1 or STAGE > 1:
-        newton = _first_step(moments, elements)
-        change = (t * newton.step)[None, :]
+        step, gradient = _first_step(moments, low, high, elements)
+        change = t * step
 
-    spread = tl.zeros([COLUMNS], tl.float32)
-    if NOISE:
+    spread = tl.zeros([1, COLUMNS], tl.float32)
+    if Seed is not None:
         if STAGE == -1 or STAGE == 2:
-            centre = _own_sum(X, at, mean, rstd, change, None, run_stride, length, ROWS, COLUMNS)
+            centre = _own_sum(X, at, mean, rstd, change, None, ROWS, COLUMNS)
             if STAGE == 2:
-                _leave(Parts, _CENTRE, splits, sets, at, centre)
+                _leave(Parts, _CENTRE, at, centre)
         if STAGE > 2:
-            centre = _collect(Parts, _CENTRE, splits, sets, at)
+            centre = _collect(Parts, _CENTRE, at)
         if STAGE == -1 or STAGE > 2:
             centre = centre / elements
         if STAGE == -1 or STAGE == 3:
-            spread = _own_sum(X, at, mean, rstd, change, centre, run_stride, length, ROWS, COLUMNS)
+            spread = _own_sum(X, at, mean, rstd, change, centre, ROWS, COLUMNS)
             if STAGE == 3:
-                _leave(Parts, _DISTANCES, splits, sets, at, spread)
+                _leave(Parts, _DISTANCES, at, spread)
         if STAGE > 3:
-            spread = _collect(Parts, _DISTANCES, splits, sets, at)
+            spread = _collect(Parts, _DISTANCES, at)
         if STAGE == -1 or STAGE > 3:
             spread = spread / elements
 
     if STAGE == -1 or STAGE == 4:
-        if NOISE:
-            amount = (tl.load(Factor) * spread)[None, :]
+        if Seed is not None:
+            amount = tl.load(Factor) * spread
         for e in range(at.start, at.stop, ROWS):
-            offset, mask, run, lane = _elements(e + rows, at, run_stride, length, COLUMNS)
-            y, _, _, _ = _psi((_values(X, offset, mask) - mean[None, :]) * rstd[None, :], change)
-            if NOISE:
+            offset, mask, run, lane = _elements(e, at, ROWS, COLUMNS)
+            y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
+            if Seed is not None:
                 y += _normal(offset, Seed) * amount
             parameter = at.block * affine_inner + run * affine_run + lane * affine_lane
             if Weight is not None:
@@ -428,40 +402,13 @@ def _forward(
             if Bias is not None:
                 y += _values(Bias, parameter, mask)
             tl.store(Out + offset, y.to(Out.dtype.element_ty), mask=mask)
-        _keep(Stats, _MEAN, at, sets, mean)
-        _keep(Stats, _VAR, at, sets, var)
-        _keep(Stats, _RSTD, at, sets, rstd)
-        _keep(Stats, _STEP, at, sets, newton.step)
-        _keep_gradient(Stats, at, sets, newton)
-        _keep(Stats, _SPREAD, at, sets, spread)
-
-
-class _Sums(NamedTuple):
-    """What the backward reduces: the gradient of lambda, and `formulas.backward`'s direct and shift, plain and by h."""
-
-    to_lmbda: Any
-    direct: Any
-    direct_h: Any
-    shift: Any
-    shift_h: Any
-
-
-@triton.jit
-def _leave_sums(Parts, splits, sets, at, sums):
-    _leave(Parts, 0, splits, sets, at, sums.to_lmbda)
-    _leave(Parts, 1, splits, sets, at, sums.direct)
-    _leave(Parts, 2, splits, sets, at, sums.direct_h)
-    _leave(Parts, 3, splits, sets, at, sums.shift)
-    _leave(Parts, 4, splits, sets, at, sums.shift_h)
-
-
-@triton.jit
-def _whole_sums(Parts, splits, sets, at):
-    to_lmbda = _collect(Parts, 0, splits, sets, at)
-    direct = _collect(Parts, 1, splits, sets, at)
-    direct_h = _collect(Parts, 2, splits, sets, at)
-    shift = _collect(Parts, 3, splits, sets, at)
-    return _Sums(to_lmbda, direct, direct_h, shift, _collect(Parts, 4, splits, sets, at))
+        _keep(Stats, _MEAN, at, mean)
+        _keep(Stats, _VAR, at, var)
+        _keep(Stats, _RSTD, at, rstd)
+        _keep(Stats, _STEP, at, step)
+        for k in tl.static_range(5):
+            _keep(Stats, _GRADIENT + k, at, gradient[k])
+        _keep(Stats, _SPREAD, at, spread)
 
 
 @triton.jit
@@ -486,30 +433,31 @@ def _backward(
     sets,
     elements,
     share,
-    splits,
     STAGE: tl.constexpr,
-    NOISE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Stage 0 leaves the sums, those of grad * y and grad among them, 1 writes; -1 does both at once."""
-    at = _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS)
-    rows = tl.arange(0, ROWS)
+    """Stage 0 leaves the sums, those of grad * y and grad among them, 1 writes; -1 does both at once.
+
+    The five sums are those that `formulas.backward` takes means of: the gradient of lambda, and `direct` and `shift`,
+    plain and times h.
+    """
+    at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     t = tl.load(T)
-    mean = _statistic(Stats, _MEAN, at, sets)
-    rstd = _statistic(Stats, _RSTD, at, sets)
-    change = t * _statistic(Stats, _STEP, at, sets)
-    by_m1, by_m2 = _statistic(Stats, _BY_M1, at, sets), _statistic(Stats, _BY_M2, at, sets)
-    by_m3, by_m45 = _statistic(Stats, _BY_M3, at, sets), _statistic(Stats, _BY_M45, at, sets)
-    by = StepGradient(by_m1, by_m2, by_m3, by_m45, _statistic(Stats, _BY_V, at, sets))
+    mean = _statistic(Stats, _MEAN, at)
+    rstd = _statistic(Stats, _RSTD, at)
+    change = t * _statistic(Stats, _STEP, at)
+    by_m1, by_m2 = _statistic(Stats, _GRADIENT, at), _statistic(Stats, _GRADIENT + 1, at)
+    by_m3, by_m45 = _statistic(Stats, _GRADIENT + 2, at), _statistic(Stats, _GRADIENT + 3, at)
+    by = StepGradient(by_m1, by_m2, by_m3, by_m45, _statistic(Stats, _GRADIENT + 4, at))
 
     if STAGE <= 0:
-        if NOISE:
-            amount = tl.load(Factor) * _statistic(Stats, _SPREAD, at, sets)
+        if Seed is not None:
+            amount = tl.load(Factor) * _statistic(Stats, _SPREAD, at)
         to_lmbda, direct, direct_h, shift, shift_h, to_weight, to_bias = zero, zero, zero, zero, zero, zero, zero
         for e in range(at.start, at.stop, ROWS):
-            offset, mask, run, lane = _elements(e + rows, at, run_stride, length, COLUMNS)
+            offset, mask, run, lane = _elements(e, at, ROWS, COLUMNS)
             grad = _values(Grad, offset, mask)
             h = tl.where(mask, (_values(X, offset, mask) - mean) * rstd, 0.0)
             y, log, u, growth = _psi(h, change)
@@ -523,30 +471,30 @@ def _backward(
             direct_h += pulled * h
             shift += moved
             shift_h += moved * h
-            if NOISE:
+            if Seed is not None:
                 y += _normal(offset, Seed) * amount
             to_weight += grad * y
             to_bias += grad
-        sums = _Sums(tl.sum(to_lmbda, 0), tl.sum(direct, 0), tl.sum(direct_h, 0), tl.sum(shift, 0), tl.sum(shift_h, 0))
-        _leave(Parts, 5, splits, sets, at, tl.sum(to_weight, 0))
-        _leave(Parts, 6, splits, sets, at, tl.sum(to_bias, 0))
+        sums = _total(to_lmbda), _total(direct), _total(direct_h), _total(shift), _total(shift_h)
+        _leave(Parts, _TO_WEIGHT, at, _total(to_weight))
+        _leave(Parts, _TO_BIAS, at, _total(to_bias))
         if STAGE == 0:
-            _leave_sums(Parts, splits, sets, at, sums)
+            _leave_five(Parts, 0, at, sums)
     if STAGE == 1:
-        sums = _whole_sums(Parts, splits, sets, at)
+        sums = _collect_five(Parts, 0, at)
     if STAGE != 0:
-        pull = t * (sums.to_lmbda / elements)
-        centre = ((sums.direct + pull * sums.shift) / elements)[None, :]
-        tilt = ((sums.direct_h + pull * sums.shift_h) / elements)[None, :]
+        pull = t * (sums[0] / elements)
+        centre = (sums[1] + pull * sums[3]) / elements
+        tilt = (sums[2] + pull * sums[4]) / elements
         for e in range(at.start, at.stop, ROWS):
-            offset, mask, run, lane = _elements(e + rows, at, run_stride, length, COLUMNS)
+            offset, mask, run, lane = _elements(e, at, ROWS, COLUMNS)
             h = (_values(X, offset, mask) - mean) * rstd
             _, log, _, growth = _psi(h, change)
             g = _values(Grad, offset, mask)
             if Weight is not None:
                 g *= _values(Weight, at.block * affine_inner + run * affine_run + lane * affine_lane, mask)
             pulled, moved = _pulls(h, log, growth, g, by)
-            grad_x = rstd * (pulled + pull[None, :] * moved - centre - h * tilt)
+            grad_x = rstd * (pulled + pull * moved - centre - h * tilt)
             tl.store(GradX + offset, grad_x.to(GradX.dtype.element_ty), mask=mask)
 
 
@@ -594,12 +542,10 @@ def _affine_gradients(
     sets,
     elements,
     share,
-    splits,
     set_outer,
     set_inner,
     set_count,
     normalized,
-    NOISE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -608,22 +554,21 @@ def _affine_gradients(
     The normalized set of the element at an offset is (offset // set_outer) * set_count + offset // set_inner %
     set_count, of `normalized` many.
     """
-    at = _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS)
-    rows = tl.arange(0, ROWS)
+    at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
     to_weight, to_bias = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
+        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
         of = (offset // set_outer) * set_count + offset // set_inner % set_count
         grad = _values(Grad, offset, mask)
         mean, rstd = _values(Stats, of, mask), _values(Stats + _RSTD * normalized, of, mask)
         h = (_values(X, offset, mask) - mean) * rstd
         y, _, _, _ = _psi(h, tl.load(T) * _values(Stats + _STEP * normalized, of, mask))
-        if NOISE:
+        if Seed is not None:
             y += _normal(offset, Seed) * (tl.load(Factor) * _values(Stats + _SPREAD * normalized, of, mask))
         to_weight += grad * y
         to_bias += grad
-    _leave(Parts, 0, splits, sets, at, tl.sum(to_weight, 0))
-    _leave(Parts, 1, splits, sets, at, tl.sum(to_bias, 0))
+    _leave(Parts, 0, at, _total(to_weight))
+    _leave(Parts, 1, at, _total(to_bias))
 
 
 @triton.jit
@@ -639,17 +584,15 @@ def _apply(
     sets,
     elements,
     share,
-    splits,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    at = _sets(outer_stride, inner, inner_stride, length, elements, share, COLUMNS)
-    rows = tl.arange(0, ROWS)
-    mean, rstd = _statistic(Constants, 0, at, sets), _statistic(Constants, 1, at, sets)
-    change = _statistic(Constants, 2, at, sets)
-    gamma, beta = _statistic(Constants, 3, at, sets), _statistic(Constants, 4, at, sets)
+    at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
+    mean, rstd = _statistic(Constants, 0, at), _statistic(Constants, 1, at)
+    change = _statistic(Constants, 2, at)
+    gamma, beta = _statistic(Constants, 3, at), _statistic(Constants, 4, at)
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e + rows, at, run_stride, length, COLUMNS)
+        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
         y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
         tl.store(Out + offset, (y * gamma + beta).to(Out.dtype.element_ty), mask=mask)
 
@@ -665,17 +608,16 @@ class _Launch:
         self.columns = _COLUMNS if geometry.columns else 1
         self.rows = min(triton.next_power_of_2(elements), _TILE // self.columns)
         most = triton.cdiv(elements, _ROUNDS * self.rows)
-        splits = min(most, triton.cdiv(_programs(x.device), tasks))
-        share = triton.cdiv(elements, splits)
+        share = triton.cdiv(elements, min(most, triton.cdiv(_programs(x.device), tasks)))
         self.splits = triton.cdiv(elements, share)
         self.grid = (tasks, self.splits)
-        self.lie = (outer.stride, inner.size, inner.stride, runs.stride, lane.size)
+        self.strides = (outer.stride, inner.size, inner.stride, runs.stride, lane.size)
         self.affine = (inner.affine, runs.affine, lane.affine)
-        self.size = (geometry.sets, elements, share, self.splits)
+        self.sizes = (geometry.sets, elements, share)
 
     def parts(self, fields: int) -> Tensor:
         """Room for `fields` partial sums of each set."""
-        return torch.empty(fields, self.splits, self.size[0], dtype=torch.float32, device=self.device)
+        return torch.empty(fields, self.splits, self.sizes[0], dtype=torch.float32, device=self.device)
 
 
 def _programs(device: torch.device) -> int:
@@ -684,108 +626,72 @@ def _programs(device: torch.device) -> int:
     return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def forward(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    t: Tensor,
-    dims: tuple[int, ...],
-    eps: float,
-    factor: Tensor,
-    seed: Tensor | None,
-    group: ProcessGroup | None,
-) -> Tensor:
+def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions) -> Tensor:
     """See `eager.forward`."""
-    affine = next((tuple(p.shape) for p in (weight, bias) if p is not None), (1,) * x.ndim)
-    geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
-    if geometry is None or group is not None or x.dtype == torch.float64:
-        return eager.forward(out, x, weight, bias, t, dims, eps, factor, seed, group)
-    launch, noise = _Launch(x, geometry), seed is not None
-    kept = (1 if d in dims else n for d, n in enumerate(x.shape))
+    geometry = geometry_of(tuple(x.shape), options.dims, options.affine, _COLUMNS)
+    if geometry is None:
+        return eager.forward(out, x, weight, bias, options)
+    launch, (factor, seed) = _Launch(x, geometry), _noise(x, options)
+    kept = (1 if d in options.dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
-    seed, parts = _moved(seed, x), launch.parts(_PARTS)
-    pointers = out, x, _flat(weight), _flat(bias), stats, parts, t, _moved(factor, x), seed
-
-    def run(stage: int) -> None:
-        _forward[launch.grid](
-            *pointers, *launch.lie, *launch.affine, *launch.size, eps, stage, noise, launch.rows, launch.columns
-        )
-
-    stages = range(5) if noise else (0, 1, 4)
+    pointers = out, x, _flat(weight), _flat(bias), stats, launch.parts(_FORWARD_PARTS), options.t, factor, seed
+    numbers = *launch.strides, *launch.affine, *launch.sizes, options.eps
+    stages = range(5) if seed is not None else (0, 1, 4)
     for stage in stages if launch.splits > 1 else (_ALL,):
-        run(stage)
+        _forward[launch.grid](*pointers, *numbers, stage, launch.rows, launch.columns)
     return stats
 
 
 def backward(
-    grad_x: Tensor,
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    t: Tensor,
-    stats: Tensor,
-    dims: tuple[int, ...],
-    factor: Tensor,
-    seed: Tensor | None,
-    affine: tuple[int, ...],
-    group: ProcessGroup | None,
+    grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor | None, stats: Tensor, options: KernelOptions
 ) -> Tensor:
     """See `eager.backward`."""
+    affine, dims = options.affine, options.dims
     geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
-    if geometry is None or group is not None or x.dtype == torch.float64:
-        return eager.backward(grad_x, x, grad, weight, t, stats, dims, factor, seed, affine, group)
-    launch, noise = _Launch(x, geometry), seed is not None
-    seed, factor, parts = _moved(seed, x), _moved(factor, x), launch.parts(7)
-    pointers = grad_x, x, grad, _flat(weight), stats, parts, t, factor, seed
-
-    def run(stage: int) -> None:
-        _backward[launch.grid](
-            *pointers, *launch.lie, *launch.affine, *launch.size, stage, noise, launch.rows, launch.columns
-        )
-
+    if geometry is None:
+        return eager.backward(grad_x, x, grad, weight, stats, options)
+    launch, (factor, seed) = _Launch(x, geometry), _noise(x, options)
+    parts = launch.parts(_BACKWARD_PARTS)
+    pointers = grad_x, x, grad, _flat(weight), stats, parts, options.t, factor, seed
+    numbers: tuple[int, ...] = *launch.strides, *launch.affine, *launch.sizes
     for stage in (0, 1) if launch.splits > 1 else (_ALL,):
-        run(stage)
+        _backward[launch.grid](*pointers, *numbers, stage, launch.rows, launch.columns)
     if all(affine[d] == 1 for d in dims):  # one parameter a set, or several sets
-        sums = parts[5:].sum(1).view(2, *stats.shape[1:])
+        sums = parts[_TO_WEIGHT.value :].sum(1).view(2, *stats.shape[1:])
         return sums.sum_to_size(2, *affine)
 
-    runs = [
-        (axis, math.prod(n for _, n in run))
-        for axis, run in groupby(zip((n == 1 for n in affine), x.shape, strict=True), _first)
-    ]
-    over = geometry_of(
-        tuple(n for _, n in runs), tuple(d for d, (summed, _) in enumerate(runs) if summed), (1,) * len(runs), _COLUMNS
-    )
-    if over is None:
+    # Another pass over the sets of elements that share a parameter
+    runs = [(n == 1, size) for n, size in zip(affine, x.shape, strict=True)]
+    merged = [(summed, math.prod(n for _, n in run)) for summed, run in groupby(runs, key=itemgetter(0))]
+    shape, summed = tuple(n for _, n in merged), tuple(d for d, (over, _) in enumerate(merged) if over)
+    of_parameters = geometry_of(shape, summed, (1,) * len(shape), _COLUMNS)
+    if of_parameters is None:
         raise AssertionError(f"no layer has affine parameters of shape {affine} on sets over {dims}")
-    launch = _Launch(x, over)
+    launch = _Launch(x, of_parameters)
     shares = launch.parts(2)
     outer, inner = geometry.outer, geometry.lane if geometry.columns else geometry.inner
-    found = outer.stride or x.numel(), inner.stride or x.numel(), inner.size, geometry.sets
-    _affine_gradients[launch.grid](
-        shares, x, grad, stats, t, factor, seed, *launch.lie, *launch.size, *found, noise, launch.rows, launch.columns
-    )
+    sets = outer.stride or x.numel(), inner.stride or x.numel(), inner.size, geometry.sets
+    numbers = *launch.strides, *launch.sizes, *sets, launch.rows, launch.columns
+    _affine_gradients[launch.grid](shares, x, grad, stats, options.t, factor, seed, *numbers)
     return shares.sum(1).view(2, *affine)
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
     geometry = geometry_of(tuple(x.shape), dims, tuple(constants.shape[1:]), _COLUMNS)
-    if geometry is None or x.dtype == torch.float64:
+    if geometry is None:
         eager.apply(out, x, dims, constants)
         return
     launch = _Launch(x, geometry)
-    _apply[launch.grid](out, x, constants, *launch.lie, *launch.size, launch.rows, launch.columns)
+    _apply[launch.grid](out, x, constants, *launch.strides, *launch.sizes, launch.rows, launch.columns)
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach().contiguous()
 
 
-def _moved(tensor: Any, x: Tensor) -> Any:
-    return None if tensor is None else tensor.to(x.device)
-
-
-def _first(entry: tuple[bool, int]) -> bool:
-    return entry[0]
+def _noise(x: Tensor, options: KernelOptions) -> tuple[Tensor | None, Tensor | None]:
+    """Return factor and seed of the noise on the device of `x`, or None twice."""
+    if options.factor is None or options.seed is None:
+        return None, None
+    return options.factor.to(x.device), options.seed.to(x.device)

@@ -58,12 +58,12 @@ tensor = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.float32)
 
 def test_what_is_right_passes_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert kernels._choose("", SimpleNamespace(is_cuda=True, device=GPU, dtype=dtype)) is ours
+        assert kernels.choose(SimpleNamespace(is_cuda=True, device=GPU, dtype=dtype)) is ours
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # that it is tested
     caplog.clear()
     kernels._on_gpu.cache_clear(), kernels._fault.cache_clear()  # as in another process
     monkeypatch.setattr(ours, "forward", raised)
-    assert kernels._choose("", tensor) is ours
+    assert kernels.choose(tensor) is ours
     assert not caplog.records
 
 
@@ -73,17 +73,17 @@ def derivative(u, log, growth):
 
 
 @triton.jit
-def collect(Parts, row, splits, sets, at):
-    total = ours._part(Parts, row, 0, splits, sets, at)
-    for s in range(1, splits - 1):
-        total += ours._part(Parts, row, s, splits, sets, at)
+def collect(Parts, row, at):
+    total = ours._part(Parts, row, 0, at)
+    for s in range(1, tl.num_programs(1) - 1):
+        total += ours._part(Parts, row, s, at)
     return total
 
 
 @triton.jit
-def elements(e, at, run_stride, length, COLUMNS: tl.constexpr):
-    offset, mask, run, lane = intact(e, at, run_stride, length, COLUMNS)
-    return offset, mask & (e + 1 < at.stop)[:, None], run, lane
+def elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    offset, mask, run, lane = intact(e, at, ROWS, COLUMNS)
+    return offset, mask & (e + 1 + tl.arange(0, ROWS)[:, None] < at.stop), run, lane
 
 
 @triton.jit
@@ -114,15 +114,16 @@ def test_what_is_broken_is_named_and_not_used(
     name: str, broken: object, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ours, name, broken)
-    assert [kernels._choose("", tensor) for _ in range(3)] == [eager] * 3
+    assert [kernels.choose(tensor) for _ in range(3)] == [eager] * 3
     (warning,) = (record for record in caplog.records if record.getMessage().startswith("normality layers run"))
     assert warning.levelno == logging.WARNING
     expected = (
         f"several times slower, .*triton kernels for float32 on .* fail their self-test .*{message}.*; .*inductor"
     )
     assert re.search(expected, warning.getMessage())
+    monkeypatch.setenv(VARIABLE, "triton")
     with pytest.raises(RuntimeError, match=rf"RETROFIT_KERNELS=triton, but the triton kernels .*{message}"):
-        kernels._choose("triton", tensor)
+        kernels.choose(tensor)
 
 
 @pytest.mark.parametrize("lmbda", SINGULAR)

@@ -52,7 +52,7 @@ def test_what_passed_is_remembered_for_its_dtype_and_versions(monkeypatch: pytes
     for _ in range(3):
         assert [self_test.fault(stub, CPU, dtype) for dtype in DTYPES] == [None] * 3
     assert stub.calls == 2 * len(DTYPES)
-    monkeypatch.setattr(self_test, "_version", lambda package: "9.9")
+    monkeypatch.setattr(self_test, "_triton_version", lambda: "9.9")
     assert self_test.fault(stub, CPU, torch.float32) is None
     assert stub.calls == 2 * len(DTYPES) + 2
 
@@ -93,7 +93,7 @@ def test_the_users_random_numbers_and_grad_mode_stay_as_they_are() -> None:
 def test_nothing_meets_a_tensor_of_another_device() -> None:
     with pretended(torch.nn.Module()), torch.no_grad():
         for case in ALL_CASES:
-            self_test._compare(Recorder(), case, DEVICE, torch.bfloat16)
+            self_test.compare(Recorder(), case, DEVICE, torch.bfloat16)
 
 
 def test_programs_share_the_sets_of_the_cases_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_programs_share_the_sets_of_the_cases_that_say_so(monkeypatch: pytest.Mo
         assert geometry is not None
         launch = triton._Launch(torch.empty(case.shape, device="meta"), geometry)
         assert (launch.splits > 1) == ("share" in case.name)
-        assert launch.size[1] > launch.rows  # a whole tile, and another
+        assert launch.sizes[1] > launch.rows  # a whole tile, and another
         assert launch.rows * launch.columns == triton._TILE
 
 
@@ -145,13 +145,14 @@ def test_what_is_broken_is_replaced_and_it_is_said_once(
     monkeypatch.setattr(self_test, "fault", fault)
     kernels._fault.cache_clear(), kernels._on_gpu.cache_clear()
     x = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.bfloat16)
-    assert [kernels._choose("", x).__name__.rpartition(".")[2] for _ in range(3)] == [chosen] * 3
+    assert [kernels.choose(x).__name__.rpartition(".")[2] for _ in range(3)] == [chosen] * 3
     (record,) = caplog.records
     assert message in record.getMessage()
     assert record.levelno == (logging.INFO if chosen == "triton" else logging.WARNING)
     for name in {"triton", "inductor"} - set(working):
+        monkeypatch.setenv(kernels.VARIABLE, name)
         with pytest.raises(RuntimeError, match=f"RETROFIT_KERNELS={name}, but {name} is broken; unset it or choose"):
-            kernels._choose(name, x)
+            kernels.choose(x)
     kernels._fault.cache_clear(), kernels._on_gpu.cache_clear()
 
 

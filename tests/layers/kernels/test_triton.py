@@ -70,13 +70,12 @@ def test_kernels_fit_gpus_that_are_not_here(capability: int, columns: int, dtype
     """The largest kernels for every GPU, all of them for one."""
     from retrofit.layers.kernels import triton as kernels
 
-    variants = [(kernels._forward, {"STAGE": -1, "NOISE": True}), (kernels._backward, {"STAGE": -1, "NOISE": True})]
+    variants = [(kernels._forward, {"STAGE": -1}), (kernels._backward, {"STAGE": -1})]
     if capability == 90:
         quiet = dict.fromkeys(("Weight", "Bias", "Factor", "Seed"))
-        variants += [(kernels._forward, {"STAGE": stage, "NOISE": True}) for stage in range(5)]
-        variants += [(kernels._backward, {"STAGE": stage, "NOISE": True}) for stage in range(2)]
-        variants += [(kernels._forward, {"STAGE": -1, "NOISE": False, **quiet})]
-        variants += [(kernels._affine_gradients, {"NOISE": True}), (kernels._apply, {})]
+        variants += [(kernels._forward, {"STAGE": stage}) for stage in range(5)]
+        variants += [(kernels._backward, {"STAGE": stage}) for stage in range(2)]
+        variants += [(kernels._forward, {"STAGE": -1, **quiet}), (kernels._affine_gradients, {}), (kernels._apply, {})]
     for kernel, constants in variants:
         used = resources(built(kernel, capability, columns, dtype, **constants), tmp_path)
         assert all(used[name] <= most for name, most in MOST.items()), (kernel.__name__, constants, used)
