@@ -25,8 +25,7 @@ from torch import nn
 
 import retrofit
 from retrofit.diagnose import Diagnosis, DiagnosisOptions, diagnose
-from retrofit.diagnose.linearity import LinearityMeter
-from retrofit.diagnose.power import PowerMeter
+from retrofit.diagnose.meters import LinearityMeter, PowerMeter
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe
 from retrofit.images.dataset import SampledBatches, open_images

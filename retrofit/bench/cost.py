@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, Literal
@@ -12,8 +14,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from retrofit.bench.memory import peak_memory
 from retrofit.errors import RetrofitError
 from retrofit.utils.placement import autocast
 
@@ -96,7 +98,8 @@ def measure(
     Raises:
         RetrofitError: If a network gives no class scores, which training needs.
     """
-    found: list[Cost] = []
+    costs: list[Cost] = []
+    *_, reference = networks
     for number, mode in enumerate(modes):
         steps = {name: _step(name, network, size, mode, setting) for name, (network, size) in networks.items()}
         memory = {}
@@ -110,21 +113,13 @@ def measure(
                 times[name].append(_timed(step, setting.device))
             if progress is not None:
                 progress(number * setting.rounds + turn + 1, len(modes) * setting.rounds)
-        reference = list(networks)[-1]
         for name in networks:
-            ratios = [a / b for a, b in zip(times[name], times[reference], strict=True)]
-            alone = name == reference
-            found.append(
-                Cost(
-                    name,
-                    mode,
-                    Spread.of(times[name]),
-                    memory[name],
-                    None if alone else Spread.of(ratios),
-                    None if alone else memory[name] / max(memory[reference], 1),
-                )
-            )
-    return found
+            time_ratio = memory_ratio = None
+            if name != reference:
+                time_ratio = Spread.of([a / b for a, b in zip(times[name], times[reference], strict=True)])
+                memory_ratio = memory[name] / max(memory[reference], 1)
+            costs.append(Cost(name, mode, Spread.of(times[name]), memory[name], time_ratio, memory_ratio))
+    return costs
 
 
 def _step(
@@ -171,3 +166,41 @@ def _timed(step: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
+    """Return how many bytes of tensors were alive at once during `work`, beyond those before it.
+
+    On a GPU the caching allocator's own count; on a CPU every allocation and release as the profiler records them, so
+    that the figure does not depend on what the process did before or on when memory goes back to the system.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    events: Any = recorded.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    alive = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        alive += change.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the profiler's native code from writing its log to stderr."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -20,14 +20,7 @@ _WARM = 2  # turns that are not timed
 
 @dataclass(frozen=True)
 class FileCost:
-    """What one file costs.
-
-    Attributes:
-        file: Its name.
-        seconds: Time of one batch.
-        bytes: Its size.
-        time_ratio: Time over that of the last file in the same turn, the reference; None for the reference.
-    """
+    """What one file costs: time of a batch, size, and time over that of the reference in the same turn (else None)."""
 
     file: str
     seconds: Spread
@@ -72,11 +65,11 @@ def measure_files(
     return [
         FileCost(
             name,
-            Spread.of(found),
+            Spread.of(own),
             files[name].stat().st_size,
-            None if found is reference else Spread.of([a / b for a, b in zip(found, reference, strict=True)]),
+            None if own is reference else Spread.of([a / b for a, b in zip(own, reference, strict=True)]),
         )
-        for name, found in times.items()
+        for name, own in times.items()
     ]
 
 

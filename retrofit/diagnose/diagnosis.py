@@ -15,17 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.diagnose import gaussianity
-from retrofit.diagnose.linearity import LinearityMeter
-from retrofit.diagnose.power import Power, PowerMeter
+from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter
 from retrofit.diagnose.probe import Probe, probes, unmeasured
-from retrofit.diagnose.robustness import (
-    Attenuation,
-    InputNoise,
-    UnderAttack,
-    attenuation,
-    input_noise,
-    under_attack,
-)
+from retrofit.diagnose.robustness import Attenuation, InputNoise, UnderAttack, attenuation, input_noise, under_attack
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.attack import Attack
 from retrofit.graph.sites import find_sites
@@ -137,14 +129,12 @@ class Unlabelled(Sequence[Batch]):
     """Batches whose labels mean nothing for the network."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        """Take them as they are."""
         self._batches = batches
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a batch without its labels."""
         return self._batches[index][0], None
 
 
@@ -167,14 +157,12 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
     return batches if known else Unlabelled(batches)
 
 
-class _Placed(Sequence[Batch]):
-    """Batches that are moved to a device when they are asked for."""
+class _Placed(Unlabelled):
+    """Batches that are moved to a device when they are read."""
 
     def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
-        self._batches, self._device = batches, device
-
-    def __len__(self) -> int:
-        return len(self._batches)
+        super().__init__(batches)
+        self._device = device
 
     def __getitem__(self, index: Any) -> Any:
         pixels, labels = self._batches[index]
@@ -202,25 +190,27 @@ def diagnose(
             images.
     """
     options = options or DiagnosisOptions()
-    found = probes(model)
-    if not found:
+    every_probe = probes(model)
+    if not every_probe:
         raise RetrofitError(
             "the model has no normalization layer to diagnose; `retrofit inspect` lists what a model has"
         )
+    if not len(batches):
+        raise RetrofitError("there are no images to measure on; give some")
     batches = _Placed(batches, device_of(model))
+    first, _ = batches[0]
     with evaluating(model):
-        rowless = _rowless(model, found, batches)
-        if len(rowless) == len(found):
+        apart = without_image_rows(model, [probe.layer for probe in every_probe], first[:1])
+        rowless = [probe.name for probe in every_probe if probe.layer in apart]
+        if len(rowless) == len(every_probe):
             raise RetrofitError(
                 f"no normalization layer holds the images in its first dimension ({shortlist(rowless)}), where this "
                 "command follows them"
             )
-        found = [probe for probe in found if probe.name not in rowless]
         every = -(-len(batches) // options.batches)
-        observers = [_Observer(probe, options, every) for probe in found]
+        observers = [_Observer(probe, options, every) for probe in every_probe if probe.layer not in apart]
         _follow_activations(model, observers)
-        images = 0
-        clean: list[Tensor] = []
+        images, clean = 0, []
         with hooked(observer.attach() for observer in observers):
             for pixels, _ in _reported("layers", batches, progress):
                 scores = model(pixels)
@@ -229,40 +219,29 @@ def diagnose(
                         raise RetrofitError("the network gives scores that are not finite; check its weights")
                     clean.append(scores.argmax(1))
                 images += len(pixels)
-        if not images:
-            raise RetrofitError("there are no images to measure on; give some")
         called = [observer for observer in observers if observer.seen]
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
-        lambdas = lambda_values(model, batches[0][0])
+        lambdas = lambda_values(model, first)
         layers = [
             observer.result(lambdas.get(observer.probe.name)) for observer in _reported("statistics", called, progress)
         ]
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
-        followed = []
-        enough = range(min(len(batches), -(-_NOISE_IMAGES // len(batches[0][0]))))
-        pixels = torch.cat([batches[number][0] for number in enough])[:_NOISE_IMAGES]
+        few = min(len(batches), -(-_NOISE_IMAGES // len(first)))
+        pixels = torch.cat([batches[number][0] for number in range(few)])[:_NOISE_IMAGES]
+        noise = []
         for source in _reported("noise", sources, progress):
             generator = torch.Generator().manual_seed(options.seed)
-            arrived = attenuation(model, live, source, pixels, INJECTED, generator)
-            followed += [arrived] if arrived.errors else []
-        answers: list[InputNoise] = []
+            noise.append(attenuation(model, live, source, pixels, INJECTED, generator))
+        answers, attacked = [], None
         if clean:
             noisy = _reported("input noise", batches, progress)
             answers = input_noise(model, noisy, clean, NOISE_LEVELS, options.seed)
-        attacked = None
         if clean and options.attack is not None:
             attacked = under_attack(model, _reported("attack", batches, progress), clean, options.attack)
-    return Diagnosis(images, tuple(layers), tuple(followed), tuple(answers), (*unmeasured(model), *rowless), attacked)
-
-
-def _rowless(model: nn.Module, found: list[Probe], batches: Sequence[Batch]) -> list[str]:
-    """Return the names of the layers that cannot be followed image by image."""
-    if not len(batches):
-        return []
-    layers = without_image_rows(model, [probe.layer for probe in found], batches[0][0][:1])
-    return [probe.name for probe in found if probe.layer in layers]
+    left = tuple(followed for followed in noise if followed.errors)
+    return Diagnosis(images, tuple(layers), left, tuple(answers), (*unmeasured(model), *rowless), attacked)
 
 
 def _reported(what: str, items: Sequence[Item], progress: Progress | None) -> Iterator[Item]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -19,136 +18,99 @@ Networks = Mapping[str, Diagnosis]
 _WIDTH = 4.4  # inches
 _LAYER = "layer (number in the table)"
 _STYLE: dict[str, Any] = {
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 220,
-    "font.size": 8,
-    "axes.labelsize": 10,
-    "axes.titlesize": 9,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.edgecolor": "#d8dee4",
-    "grid.color": "#d8dee4",
-    "grid.linewidth": 0.6,
-    "text.color": "#1f2328",
-    "axes.labelcolor": "#1f2328",
-    "xtick.color": "#1f2328",
-    "ytick.color": "#1f2328",
+    **{"figure.constrained_layout.use": True, "savefig.dpi": 220, "axes.grid": True, "axes.axisbelow": True},
+    **{"font.size": 8, "axes.labelsize": 10, "axes.titlesize": 9, "grid.linewidth": 0.6},
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), "#d8dee4"),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#1f2328"),
 }
 _COLOURS = ("#2f81f7", "#e2701a")
 _SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
 _SHARE_NAMES = ("P1 data set", "P2 between images, mean", "P3 within images", "P4 between images, spread")
 
 
-@dataclass(frozen=True)
-class Plot:
+_GAUSSIANITY = (
+    "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is normal. Dotted: the "
+    "same layers before their power transform (Eftekhari & Papyan 2025, figure 6)."
+)
+_QQ = (
+    "The channel with the median R² at four depths. Points on the line are normal; bends at the ends are tails heavier "
+    "or lighter than normal ones (figure 5)."
+)
+_POWER = (
+    "Shares of each layer's power. P1 growing with depth is collapse: channels that are nearly constant over the data "
+    "set, on which the activation acts almost linearly (Labatie et al. 2021, figure 2)."
+)
+_CHANNELS = (
+    "Above: 1 where all channels have equal power, near 0 where a few have all of it. Below: the share of the variance "
+    "of the activation's output that a straight line explains; near 1 the nonlinearity is not used."
+)
+_NOISE = (
+    f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. The curve is "
+    "the relative error that is left at that layer and those called after it. Falling curves: the network attenuates "
+    "noise (appendix A.1 follows its mean square). A layer has no mark if the noise does not reach it, or if its "
+    "output does not vary."
+)
+_INDEPENDENCE = (
+    "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted mutual "
+    f"information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} values of a channel in a batch "
+    "are left out: their figures would be chance."
+)
+_LAMBDA = (
+    "Lambda over each layer's channels as used in evaluation: median, 25 to 75% (dark), 5 to 95% (light). At 1 the "
+    "transform is the identity; below 1 it pulls in a right tail, above 1 a left one."
+)
+_INPUT_NOISE = (
+    "Top-1 accuracy (agreement with the clean answer, where there are no labels) under Gaussian noise on the "
+    "normalized image (table 4)."
+)
+
+
+class Plot(NamedTuple):
     """A figure with what to read from it.
 
     Attributes:
         name: File name without ending.
         title: For people.
-        text: What it shows and how to read it.
         draw: Fills a figure.
         height: Of the figure, in inches; it is as wide as a telephone shows at a readable size.
+        text: What it shows and how to read it.
     """
 
     name: str
     title: str
+    draw: Callable[[Figure, Networks], None]
+    height: float
     text: str
-    draw: Callable[[Figure], None]
-    height: float = 3.0
 
-    def png(self) -> bytes:
+    def png(self, networks: Networks) -> bytes:
         """Return the figure as PNG."""
         stream = io.BytesIO()
         with rc_context(_STYLE):
             figure = Figure(figsize=(_WIDTH, self.height))
-            self.draw(figure)
+            self.draw(figure, networks)
             figure.savefig(stream, format="png", metadata={"Software": None})
         return stream.getvalue()
 
 
 def plots(networks: Networks) -> list[Plot]:
-    """Return the figures that these networks have something to show in.
-
-    Args:
-        networks: One or two diagnoses by the name to show.
-    """
-    found = [
-        Plot(
-            "gaussianity",
-            "Gaussianity by layer",
-            "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is normal. "
-            "Dotted: the same layers before their power transform (Eftekhari & Papyan 2025, figure 6).",
-            lambda figure: _gaussianity(figure, networks),
-        ),
-        Plot(
-            "qq",
-            "Q-Q plots",
-            "The channel with the median R² at four depths. Points on the line are normal; bends at the ends are tails "
-            "heavier or lighter than normal ones (figure 5).",
-            lambda figure: _qq(figure, networks),
-            height=4.2 * len(networks),
-        ),
-        Plot(
-            "power",
-            "Where the power lies",
-            "Shares of each layer's power. P1 growing with depth is collapse: channels that are nearly constant over "
-            "the data set, on which the activation acts almost linearly (Labatie et al. 2021, figure 2).",
-            lambda figure: _power(figure, networks),
-            height=0.8 + 2.4 * len(networks),
-        ),
-        Plot(
-            "channels",
-            "Channel balance, and linearity of the activation",
-            "Above: 1 where all channels have equal power, near 0 where a few have all of it. Below: the share of the "
-            "variance of the activation's output that a straight line explains; near 1 the nonlinearity is not used.",
-            lambda figure: _channels(figure, networks),
-            height=5.0,
-        ),
-        Plot(
-            "noise",
-            "Noise through the layers",
-            f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. The "
-            "curve is the relative error that is left at that layer and those called after it. Falling curves: the "
-            "network attenuates noise (appendix A.1 follows its mean square). A layer has no mark if the noise does "
-            "not reach it, or if its output does not vary.",
-            lambda figure: _noise(figure, networks),
-            height=3.6,
-        ),
+    """Return the figures in which these networks, one or two diagnoses by the name to show, have something to show."""
+    count = len(networks)
+    layers = [layer for diagnosis in networks.values() for layer in diagnosis.layers]
+    shown = [
+        Plot("gaussianity", "Gaussianity by layer", _gaussianity, 3.0, _GAUSSIANITY),
+        Plot("qq", "Q-Q plots", _qq, 4.2 * count, _QQ),
+        Plot("power", "Where the power lies", _power, 0.8 + 2.4 * count, _POWER),
+        Plot("channels", "Channel balance, and linearity of the activation", _channels, 5.0, _CHANNELS),
+        Plot("noise", "Noise through the layers", _noise, 3.6, _NOISE),
     ]
-    if any(layer.henze_zirkler is not None for diagnosis in networks.values() for layer in diagnosis.layers):
-        found.append(
-            Plot(
-                "independence",
-                "Joint normality and dependence of channel pairs",
-                "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted mutual "
-                f"information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} values of a channel in "
-                "a batch are left out: their figures would be chance.",
-                lambda figure: _independence(figure, networks),
-                height=5.0,
-            )
-        )
-    if any(layer.lmbda for diagnosis in networks.values() for layer in diagnosis.layers):
-        found.append(
-            Plot(
-                "lambda",
-                "The transform's parameter",
-                "Lambda over each layer's channels as used in evaluation: median, 25 to 75% (dark), 5 to 95% (light). "
-                "At 1 the transform is the identity; below 1 it pulls in a right tail, above 1 a left one.",
-                lambda figure: _lambda(figure, networks),
-            )
-        )
+    if any(layer.henze_zirkler is not None for layer in layers):
+        title = "Joint normality and dependence of channel pairs"
+        shown.append(Plot("independence", title, _independence, 5.0, _INDEPENDENCE))
+    if any(layer.lmbda for layer in layers):
+        shown.append(Plot("lambda", "The transform's parameter", _lambda, 3.0, _LAMBDA))
     if any(diagnosis.input_noise for diagnosis in networks.values()):
-        found.append(
-            Plot(
-                "input-noise",
-                "Noise on the images",
-                "Top-1 accuracy (agreement with the clean answer, where there are no labels) under Gaussian noise on "
-                "the normalized image (table 4).",
-                lambda figure: _input_noise(figure, networks),
-            )
-        )
-    return found
+        shown.append(Plot("input-noise", "Noise on the images", _input_noise, 3.0, _INPUT_NOISE))
+    return shown
 
 
 def _coloured(networks: Networks) -> Iterator[tuple[str, Diagnosis, str]]:
@@ -172,8 +134,7 @@ def _gaussianity(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     _lines(axes, networks, lambda layer: layer.r2)
     _lines(axes, networks, lambda layer: layer.r2_before, ", before the transform", linestyle=":")
-    axes.set_ylabel("mean R² of the Q-Q plots")
-    axes.set_ylim(top=1)
+    axes.set(ylabel="mean R² of the Q-Q plots", ylim=(None, 1))
     _legend(figure, axes)
 
 
@@ -191,8 +152,7 @@ def _qq(figure: Figure, networks: Networks) -> None:
             axes.plot(layer.plot.theoretical, layer.plot.ordered, ".", markersize=3, color=colour)
             number = diagnosis.layers.index(layer)
             axes.set_title(f"{number}: {_short(layer.name)}\nR² {layer.plot.r2:.3f}", fontsize=8)
-            axes.set_xlim(-3.5, 3.5)
-            axes.set_ylim(-5, 5)
+            axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
         row[0].set_ylabel(name, fontsize=8)
     figure.supxlabel("normal quantiles")
 
@@ -202,30 +162,26 @@ def _power(figure: Figure, networks: Networks) -> None:
     for axes, (name, diagnosis) in zip(column, networks.items(), strict=True):
         shares = [[getattr(layer.power, key) for layer in diagnosis.layers] for key in ("p1", "p2", "p3", "p4")]
         axes.stackplot(range(len(diagnosis.layers)), shares, colors=_SHARES, labels=_SHARE_NAMES)
-        axes.set_title(name)
         _by_layer(axes)
-        axes.set_ylim(0, 1)
         axes.margins(x=0)
-        axes.set_ylabel("share of power")
+        axes.set(title=name, ylim=(0, 1), ylabel="share of power")
     _legend(figure, column[0])
 
 
 def _channels(figure: Figure, networks: Networks) -> None:
     balance, linearity = figure.subplots(2, 1)
     _lines(balance, networks, lambda layer: layer.power.balance)
-    balance.set_title("channel balance")
-    balance.set_ylim(0, 1.02)
     _lines(linearity, networks, lambda layer: layer.linearity)
-    linearity.set_title("linearity of the activation")
-    linearity.set_ylim(0, 1.02)
+    balance.set(title="channel balance", ylim=(0, 1.02))
+    linearity.set(title="linearity of the activation", ylim=(0, 1.02))
     _legend(figure, balance)
 
 
 def _independence(figure: Figure, networks: Networks) -> None:
     joint, dependence = figure.subplots(2, 1)
     _lines(joint, networks, lambda layer: layer.henze_zirkler)
-    joint.set_title("Henze-Zirkler statistic")
     _lines(dependence, networks, lambda layer: layer.dependence)
+    joint.set_title("Henze-Zirkler statistic")
     dependence.set_title("adjusted mutual information")
     _legend(figure, joint)
 
@@ -239,8 +195,7 @@ def _noise(figure: Figure, networks: Networks) -> None:
             label = None if number else name
             axes.plot(*zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number, label=label)
     _by_layer(axes)
-    axes.set_ylabel("relative error")
-    axes.set_yscale("log")
+    axes.set(ylabel="relative error", yscale="log")
     _legend(figure, axes)
 
 
@@ -268,9 +223,8 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
             entry.agreement if entry.top1 is None or not labelled else entry.top1 for entry in diagnosis.input_noise
         ]
         axes.plot([entry.level for entry in diagnosis.input_noise], values, "o-", color=colour, label=name)
-    axes.set_xlabel("standard deviation of the noise")
-    axes.set_ylabel("top-1, %" if labelled else "same answer, %")
-    axes.set_ylim(0, 102)
+    what = "top-1, %" if labelled else "same answer, %"
+    axes.set(xlabel="standard deviation of the noise", ylabel=what, ylim=(0, 102))
     _legend(figure, axes)
 
 

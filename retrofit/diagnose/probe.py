@@ -18,31 +18,21 @@ from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm
 from retrofit.layers.base import strength_code
 from retrofit.surgery.families import NormLayer, find_norms
 
-_FUSED_CHILDREN = ("drop", "act")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 class Probe:
-    """One normalization layer.
-
-    Args:
-        name: Dotted name.
-        layer: The layer; its tensors are read when they are needed, so that a probe stays valid while they change.
-    """
+    """One normalization layer; its tensors are read when they are needed, so that it stays valid while they change."""
 
     def __init__(self, name: str, layer: nn.Module) -> None:
-        """Take the layer apart."""
-        self.name = name
-        self.layer = layer
-        self.kind = type(layer).__name__
-        bare: Any = copy.copy(layer)
-        bare._modules = {
-            key: nn.Identity() if key in _FUSED_CHILDREN else child for key, child in layer._modules.items()
+        self.name, self.layer, self.kind = name, layer, type(layer).__name__
+        self._bare: Any = copy.copy(layer)
+        self._bare._modules = {
+            key: nn.Identity() if key in ("drop", "act") else child for key, child in layer._modules.items()
         }
         for hooks in _HOOKS:
-            setattr(bare, hooks, OrderedDict())
-        bare.training = False
-        self._bare = bare
+            setattr(self._bare, hooks, OrderedDict())
+        self._bare.training = False
 
     @property
     def transforms(self) -> bool:
@@ -93,11 +83,11 @@ class Probe:
 
 def probes(model: nn.Module) -> list[Probe]:
     """Return a probe for every normalization layer that standardises, each module once, in the model's order."""
-    found: dict[nn.Module, Probe] = {}
+    names: dict[nn.Module, str] = {}
     for norm in find_norms(model):
-        if _measurable(norm) and norm.module not in found and not isinstance(norm.module, ProxyNorm):
-            found[norm.module] = Probe(norm.name, norm.module)
-    return list(found.values())
+        if _measurable(norm) and not isinstance(norm.module, ProxyNorm):
+            names.setdefault(norm.module, norm.name)
+    return [Probe(name, layer) for layer, name in names.items()]
 
 
 def unmeasured(model: nn.Module) -> list[str]:

@@ -51,12 +51,7 @@ class InputNoise:
 
 @dataclass(frozen=True)
 class UnderAttack:
-    """Answers under attack.
-
-    Attributes:
-        attack: Its kind and size.
-        top1: Percent right.
-    """
+    """Answers under attack: its kind and size, and the percentage of answers that stay right."""
 
     attack: str
     top1: float
@@ -67,11 +62,7 @@ def under_attack(
 ) -> UnderAttack | None:
     """Measure a classifier's answers under attack, which begins with those that are right; None without labels.
 
-    Args:
-        model: The network, in evaluation mode.
-        batches: Images (N, C, H, W) and their labels (N,).
-        answers: The classes (N,) that it names for each batch without attack.
-        attack: What changes the images.
+    `answers` are the classes (N,) that it names for each batch without attack.
     """
     images = right = 0
     for (pixels, labels), clean in zip(batches, answers, strict=True):
@@ -90,15 +81,8 @@ def attenuation(
 ) -> Attenuation:
     """Add Gaussian noise to one layer's output and follow it.
 
-    The batch goes through twice as one, its second half with noise; so nothing of the clean run is stored.
-
-    Args:
-        model: The network, in evaluation mode.
-        probes: Its layers.
-        source: The layer that gets the noise: `level` times the standard deviation of each of its channels.
-        pixels: Images (N, C, H, W).
-        level: Size of the noise.
-        generator: Draws it.
+    The batch goes through twice as one, its second half with noise; so nothing of the clean run is stored. The noise
+    of `source` is `level` times the standard deviation of each of its channels.
     """
     errors: dict[str, float] = {}
 
@@ -132,12 +116,7 @@ def input_noise(
 ) -> list[InputNoise]:
     """Measure a classifier's answers on images with Gaussian noise, the same noise for every network.
 
-    Args:
-        model: The network, in evaluation mode.
-        batches: Images (N, C, H, W) and their labels (N,), or None for the labels.
-        answers: The classes (N,) that it names for each batch without noise.
-        levels: Standard deviations.
-        seed: Draws the noise.
+    `answers` are the classes (N,) that it names for each batch without noise, `levels` standard deviations.
     """
     images, right, same = 0, [0] * len(levels), [0] * len(levels)
     labelled = True

@@ -131,29 +131,20 @@ def test_answers_under_attack() -> None:
         assert found.under_attack is not None
         tops.append(found.under_attack.top1)
         assert any(f"top-1 {tops[-1]:.1f}% under pgd within" in sentence for sentence in sentences({"net": found}))
-        assert diagnose(model, Unlabelled(right), options).under_attack is None
     assert tops[0] > tops[1]
+    unlabelled = diagnose(model, Unlabelled(right), options)
+    assert unlabelled.under_attack is None
+    assert all(entry.top1 is None for entry in unlabelled.input_noise)
 
 
-def test_without_labels_there_is_no_accuracy() -> None:
-    found = diagnose(network("bnn"), Unlabelled(batches()), SMALL)
-    assert all(entry.top1 is None for entry in found.input_noise)
-
-
-@pytest.mark.parametrize("to", [pytest.param("bnn", marks=pytest.mark.slow), "ln-pn"])
-def test_a_network_on_another_device_is_measured_there(to: str) -> None:
-    expected = diagnose(network(to), batches(), SMALL)
-    with pretended(network(to)) as model:
+def test_a_network_on_another_device_is_measured_there() -> None:
+    expected = diagnose(network("ln-pn"), batches(), SMALL)
+    with pretended(network("ln-pn")) as model:
         found = diagnose(model, batches(), SMALL)
     for ours, theirs in zip(found.layers, expected.layers, strict=True):
         assert ours.r2 == pytest.approx(theirs.r2, abs=1e-4)
         assert ours.linearity == pytest.approx(theirs.linearity, abs=1e-4)
     assert [entry.top1 for entry in found.input_noise] == [entry.top1 for entry in expected.input_noise]
-
-
-def test_the_same_seed_finds_the_same() -> None:
-    model = network("bnn")
-    assert diagnose(model, batches(), SMALL).to_dict() == diagnose(model, batches(), SMALL).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -197,16 +188,6 @@ def test_a_probe_leaves_out_the_affine_and_the_activation(name: str) -> None:
         torch.testing.assert_close(normalized, plain, atol=1e-4, rtol=1e-4)
     expected = normalized * layer.weight.view(1, 6, 1) + layer.bias.view(1, 6, 1)
     torch.testing.assert_close(probe.by_channel(probe.output(x)), expected)
-
-
-def test_a_probe_sees_the_input_of_the_transform() -> None:
-    layer = retrofit.layers.BatchNormalNorm2d(3).eval()
-    layer.running_lambda.fill_(0.5)
-    x = torch.randn(4, 3, 5, 5)
-    before = Probe("", layer).standardised(x)
-    torch.testing.assert_close(before, x.flatten(2) / (1 + 1e-5) ** 0.5)
-    after = retrofit.layers.yeo_johnson(before, torch.tensor(0.5))
-    torch.testing.assert_close(Probe("", layer).normalized(x), after)
 
 
 def test_a_probe_sees_whitened_values() -> None:
@@ -255,7 +236,7 @@ def test_the_heading_says_which_network_and_at_which_strength(one: Any, tmp_path
 
 def test_a_curve_of_noise_runs_through_the_layers_it_reaches(one: Any) -> None:
     figure = Figure()
-    next(plot for plot in plots({"a": one}) if plot.name == "noise").draw(figure)
+    next(plot for plot in plots({"a": one}) if plot.name == "noise").draw(figure, {"a": one})
     places = {layer.name: number for number, layer in enumerate(one.layers)}
     curves = [list(zip(*line.get_data(), strict=True)) for line in figure.axes[0].lines]
     reached = [zip(noise.layers, noise.errors, strict=True) for noise in one.noise]
@@ -293,31 +274,10 @@ def test_a_failed_report_leaves_nothing(one: Any, tmp_path: Path, monkeypatch: p
     def fail(*_: Any) -> str:
         raise OSError("disk full")
 
-    monkeypatch.setattr("retrofit.diagnose.report_folder.page", fail)
+    monkeypatch.setattr("retrofit.diagnose.report_folder.html_page", fail)
     with pytest.raises(OSError, match="disk full"):
         write_report({"a": one}, {}, tmp_path / "report")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("calls", [0, 1])
-@pytest.mark.slow
-def test_an_interrupted_report_leaves_the_one_before(
-    calls: int, one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_report({"a": one}, {}, tmp_path / "report")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()}
-    real, left = Path.rename, iter([False] * calls + [True] + [False] * 9)
-
-    def rename(source: Path, target: Path) -> Path:
-        if next(left):
-            raise KeyboardInterrupt
-        return real(source, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(KeyboardInterrupt):
-        write_report({"b": one}, {}, tmp_path / "report")
-    assert [path.name for path in tmp_path.iterdir()] == ["report"]
-    assert {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()} == before
 
 
 class TokensFirst(nn.Module):

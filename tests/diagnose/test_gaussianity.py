@@ -9,14 +9,6 @@ from scipy import stats
 from retrofit.diagnose import gaussianity
 
 
-def test_normal_quantiles_lie_on_the_line() -> None:
-    exact = stats.norm.ppf((np.arange(2000) + 0.5) / 2000) * 3 + 7
-    plot = gaussianity.qq(exact)
-    assert plot is not None
-    assert plot.r2 == pytest.approx(1, abs=1e-4)
-    assert len(plot.theoretical) == len(plot.ordered) <= 64
-
-
 @pytest.mark.parametrize("count", [2, 3, 1000])
 def test_quantiles_are_scipys(count: int) -> None:
     np.testing.assert_allclose(gaussianity._normal_quantiles(count), stats.probplot(np.zeros(count), fit=False)[0])
@@ -27,6 +19,7 @@ def test_r2_by_distribution(law: str, low: float, high: float) -> None:
     plot = gaussianity.qq(getattr(stats, law).rvs(size=2000, random_state=0))
     assert plot is not None
     assert low <= plot.r2 <= high
+    assert len(plot.theoretical) == len(plot.ordered) <= 64
 
 
 @pytest.mark.parametrize("values", [np.zeros(50), np.full(50, 1e6), np.array([0.0, np.inf] * 5)])
@@ -35,20 +28,10 @@ def test_what_has_no_line(values: gaussianity.FloatArray) -> None:
         assert gaussianity.qq(values) is None
 
 
-def test_henze_zirkler_tells_normal_pairs_from_others() -> None:
-    rng = np.random.default_rng(0)
-    normal = rng.multivariate_normal([1, 2], [[1, 0.6], [0.6, 2]], 400)
-    uniform = rng.uniform(size=(400, 2))
-    folded = np.stack([normal[:, 0], np.abs(normal[:, 1])], 1)
-    reject = stats.lognorm(s=1).ppf(0.5)  # the statistic is of order 1 where the pair is normal
-    assert gaussianity.henze_zirkler(normal) < reject
-    assert gaussianity.henze_zirkler(uniform) > reject
-    assert gaussianity.henze_zirkler(folded) > reject
-
-
-@pytest.mark.parametrize("count", [3, 20, 400])
-@pytest.mark.parametrize("correlation", [0.0, 0.6, -0.999, 1.0])
-@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e5])
+@pytest.mark.parametrize(
+    ("count", "correlation", "scale"),
+    [(3, 0.6, 1.0), (20, 0.0, 1e-4), (400, -0.999, 1e5), (400, 0.6, 1.0), (20, 1.0, 1.0)],
+)
 def test_henze_zirkler_is_pingouins(count: int, correlation: float, scale: float) -> None:
     x, noise = np.random.default_rng(count).normal(size=(2, count))
     pair = np.stack([x, correlation * x + (1 - correlation**2) ** 0.5 * noise], 1) * scale + 3 * scale

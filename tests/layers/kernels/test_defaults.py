@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -13,32 +14,14 @@ from retrofit import layers
 from retrofit.layers.kernels import VARIABLE
 from tests.layers.cases import CASES
 
-
-def _whitened(x: Tensor, **options: object) -> nn.Module:
-    return layers.DecorrelatedBatchNormalNorm2d(x.shape[1], group_size=3, **options)
-
-
+SHAPE = (4, 6, 5, 3)
 LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
-    **{
-        name: (lambda x, case=CASES[name], **options: case.ours(**options), CASES[name].shape)
-        for name in ("batch2d", "layer", "layer channels first", "group", "instance tracked")
-    },
-    "batch, cumulative": (
-        lambda x, **options: layers.BatchNormalNorm2d(x.shape[1], momentum=None, **options),
-        (4, 6, 5, 3),
-    ),
-    "decorrelated": (_whitened, (4, 6, 5, 3)),
-    "migrated": (lambda x, **options: layers.MigratedGroupNorm(2, x.shape[1], **options), (4, 6, 5, 3)),
-    "proxy": (
-        lambda x, **options: layers.ProxyNorm(
-            nn.SiLU(), x.shape[1], norm=nn.GroupNorm(2, x.shape[1], **options), **options
-        ),
-        (4, 6, 5, 3),
-    ),
-    "weight standardized": (
-        lambda x, **options: layers.WeightStandardizedConv2d(x.shape[1], 4, 3, **options),
-        (4, 6, 5, 3),
-    ),
+    **{name: (CASES[name].ours, CASES[name].shape) for name in ("batch2d", "layer", "group", "instance tracked")},
+    "batch, cumulative": (partial(layers.BatchNormalNorm2d, 6, momentum=None), SHAPE),
+    "decorrelated": (partial(layers.DecorrelatedBatchNormalNorm2d, 6, group_size=3), SHAPE),
+    "migrated": (partial(layers.MigratedGroupNorm, 2, 6), SHAPE),
+    "proxy": (lambda **where: layers.ProxyNorm(nn.SiLU(), 6, norm=nn.GroupNorm(2, 6, **where), **where), SHAPE),
+    "weight standardized": (partial(layers.WeightStandardizedConv2d, 6, 4, 3), SHAPE),
 }
 
 
@@ -59,7 +42,7 @@ def run(name: str) -> dict[str, Tensor]:
     build, shape = LAYERS[name]
     x = (0.7 * torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float32, device="cpu")).exp()
     torch.manual_seed(5)
-    layer = build(x, dtype=torch.float32, device="cpu")
+    layer = build(dtype=torch.float32, device="cpu")
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu"), alpha=0.3)
