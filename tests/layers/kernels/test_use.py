@@ -64,19 +64,6 @@ def test_checkpointing_draws_the_same_noise() -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_model_compiles_and_exports() -> None:
-    model, x = network(0.0), torch.randn(4, 3, 8, 8)
-    reference = copy.deepcopy(model)
-    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for a, b in zip(gradients(model, x, whole), gradients(reference, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    model.eval()
-    exported = torch.export.export(model, (x,)).module()
-    torch.testing.assert_close(exported(x), model(x), rtol=1e-4, atol=1e-5)
-    torch.compiler.reset()
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the compiler's own
 @pytest.mark.parametrize("to", ["bnn", "gn-pn", "ln-pn"])
 def test_a_converted_network_trains_compiled_as_it_does_eagerly(to: str) -> None:
@@ -88,7 +75,7 @@ def test_a_converted_network_trains_compiled_as_it_does_eagerly(to: str) -> None
     model, x = model.train(), torch.randn(4, 3, 64, 64)
     reference = copy.deepcopy(model)
     try:
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for _ in range(2):
             for a, b in zip(gradients(model, x, compiled), gradients(reference, x), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()) + 1e-6)
@@ -96,11 +83,3 @@ def test_a_converted_network_trains_compiled_as_it_does_eagerly(to: str) -> None
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
     finally:
         torch.compiler.reset()
-
-
-def test_autocast() -> None:
-    model, x = network(), torch.randn(4, 3, 8, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = model(x)
-    out.float().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
