@@ -91,7 +91,7 @@ def evaluate(
     Args:
         model: Gives class scores of shape (N, classes); moved to the device and put in eval mode.
         data: What `retrofit.images.dataset.open_images` found.
-        preprocess: The model's input size, mean, standard deviation, interpolation and crop.
+        preprocess: The model's.
         batch_size: Images in a batch.
         workers: Processes that decode; 0 decodes in this one.
         device: Where to run.
@@ -110,13 +110,8 @@ def evaluate(
     model = model.to(device).to(memory_format=layout).eval()
     loader = create_loader(
         data.images,
-        input_size=preprocess.input_size,
+        **preprocess.to_dict(),
         batch_size=batch_size,
-        interpolation=preprocess.interpolation,
-        mean=preprocess.mean,
-        std=preprocess.std,
-        crop_pct=preprocess.crop_pct,
-        crop_mode=preprocess.crop_mode,
         num_workers=workers,
         pin_memory=device.type == "cuda",
         device=device,
@@ -124,47 +119,48 @@ def evaluate(
         worker_seeding=heed_no_signals,
     )
     total = len(data.images) if hasattr(data.images, "__len__") else None
-    images = correct1 = correct5 = outputs = not_finite = done = attacked1 = 0
+    images = correct1 = correct5 = outputs = finite_images = done = attacked1 = 0
     loss = 0.0
     skipped: list[str] = []
     with torch.inference_mode(attack is None), torch.no_grad(), autocast(device, amp):
         for pixels, targets in loader:
-            unread = targets < 0
-            if unread.any():
-                skipped += [data.images.unreadable(target) for target in targets[unread].tolist()]
-            labels = targets[~unread]
+            readable = targets >= 0
+            skipped += [data.images.unreadable(target) for target in targets[~readable].tolist()]
+            labels = targets[readable]
             if len(labels):
-                readable = pixels[~unread].contiguous(memory_format=layout)
-                scores = _scores(model(readable), data.outputs)
+                inputs = pixels[readable].contiguous(memory_format=layout)
+                scores = _scores(model(inputs), data.outputs)
                 outputs = scores.shape[1]
-                images += len(labels)
                 finite = scores.isfinite().all(dim=1)
-                not_finite += int((~finite).sum())
-                right = scores.topk(min(5, scores.shape[1]), dim=1).indices.eq(labels[:, None]) & finite[:, None]
-                correct1 += int(right[:, 0].sum())
-                correct5 += int(right.sum())
+                right = scores.topk(min(5, outputs), dim=1).indices.eq(labels[:, None]) & finite[:, None]
                 hit = right[:, 0]
-                if attack is not None and hit.any():
-                    changed = attack(model, readable[hit], labels[hit])
-                    attacked1 += int((model(changed).argmax(1) == labels[hit]).sum())
+                images += len(labels)
+                finite_images += int(finite.sum())
+                correct1 += int(hit.sum())
+                correct5 += int(right.sum())
                 loss += float(functional.cross_entropy(scores[finite], labels[finite], reduction="sum"))
+                if attack is not None and hit.any():
+                    changed = attack(model, inputs[hit], labels[hit])
+                    attacked1 += int((model(changed).argmax(1) == labels[hit]).sum())
             done += len(targets)
             if progress is not None:
                 progress(done, total)
     if not images:
         raise RetrofitError(f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files")
-    finite_images = images - not_finite
-    mean_loss = loss / finite_images if finite_images else math.nan
-    attacked = None if attack is None else attacked1
-    return Accuracy(images, correct1, correct5, outputs, tuple(skipped), not_finite, mean_loss, attacked)
+    return Accuracy(
+        images,
+        correct1,
+        correct5,
+        outputs,
+        tuple(skipped),
+        not_finite=images - finite_images,
+        loss=loss / finite_images if finite_images else math.nan,
+        attacked1=None if attack is None else attacked1,
+    )
 
 
 def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
-    """Return the class with the highest score for each image, in eval mode.
-
-    Args:
-        model: The network; every module's training flag is put back.
-        batches: Images, (N, C, H, W) each, preprocessed for the model.
+    """Return the class with the highest score for each image of batches (N, C, H, W), in eval mode.
 
     Raises:
         RetrofitError: If the model gives no class scores.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from retrofit.record import Preprocess
 
 Kind = Literal["fgsm", "pgd"]
+_STEPS: dict[Kind, int] = {"fgsm": 1, "pgd": 10}
 
 
 @dataclass(frozen=True)
@@ -36,32 +37,20 @@ class Attack:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    @property
-    def steps(self) -> int:
-        """How many steps it takes."""
-        return 1 if self.kind == "fgsm" else 10
-
     def __call__(self, model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
-        """Return the changed images.
-
-        Args:
-            model: Gives class scores (N, classes), in evaluation mode.
-            pixels: Normalized images (N, C, H, W).
-            labels: Their classes (N,).
-        """
+        """Return normalized images (N, C, H, W) of classes (N,), changed to mislead a model in evaluation mode."""
         mean, std = (torch.tensor(one, device=pixels.device).view(-1, 1, 1) for one in (self.mean, self.std))
         reach = self.eps / std
         low = torch.maximum(pixels - reach, -mean / std)
         high = torch.minimum(pixels + reach, (1 - mean) / std)
-        found = pixels
-        for _ in range(self.steps):
+        stride = reach if self.kind == "fgsm" else reach / 4
+        for _ in range(_STEPS[self.kind]):
             with torch.enable_grad():
-                found = found.detach().requires_grad_()
-                loss = functional.cross_entropy(model(found).float(), labels, reduction="sum")
-                (gradient,) = torch.autograd.grad(loss, found)
-            found = found + gradient.sign() * (reach if self.steps == 1 else reach / 4)
-            found = torch.minimum(torch.maximum(found, low), high).detach()
-        return found
+                pixels = pixels.detach().requires_grad_()
+                loss = functional.cross_entropy(model(pixels).float(), labels, reduction="sum")
+                (gradient,) = torch.autograd.grad(loss, pixels)
+            pixels = torch.minimum(torch.maximum(pixels + gradient.sign() * stride, low), high).detach()
+        return pixels
 
     def __str__(self) -> str:
         """Its kind and size."""
@@ -69,16 +58,11 @@ class Attack:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON keys `kind`, `eps` and `steps`."""
-        return {"kind": self.kind, "eps": self.eps, "steps": self.steps}
+        return {"kind": self.kind, "eps": self.eps, "steps": _STEPS[self.kind]}
 
 
 def attack_on(preprocess: Preprocess, kind: Kind | None, eps: float | None = None) -> Attack | None:
-    """Return an attack on images that are prepared in some way; None for none.
-
-    Args:
-        preprocess: What normalizes the images.
-        kind: "fgsm", "pgd", or None.
-        eps: Largest change of a pixel of an image from 0 to 1; 4/255 if None.
+    """Return an attack on images that `preprocess` normalizes, of 4/255 unless told otherwise; None for none.
 
     Raises:
         UsageError: If there is a size and no kind, or the size is out of range.

@@ -42,8 +42,7 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
 
     Args:
         model: The network.
-        device: Where it will run; where it is if None. On a CPU only converted layers synchronize: torch's
-            SyncBatchNorm needs a GPU.
+        device: Where it will run, if elsewhere. On a CPU only converted layers synchronize: torch's need a GPU.
 
     Returns:
         How many layers synchronize.

@@ -27,14 +27,8 @@ def fit_network(
 ) -> tuple[Network, tuple[str, ...]]:
     """Give a network the recipe's image size and the data's outputs and labels.
 
-    Args:
-        network: The network to train.
-        images: The run's images.
-        recipe: Its settings.
-        note: Called with a sentence for each change.
-
     Returns:
-        The network, and the names of the tensors that are new.
+        The network, and the names of the tensors that are new; `note` is called with a sentence for each change.
 
     Raises:
         RetrofitError: If the network holds NaN or infinity or does not take the images; if its classifier would have to
@@ -84,11 +78,7 @@ def with_images(network: Network, img_size: int | None, crop_pct: float | None) 
 
 
 def check_images(network: Network, built_for: tuple[int, int, int]) -> None:
-    """Run the network once, as in training, on an empty image of the size that its preprocessing says.
-
-    Args:
-        network: The network, on the CPU.
-        built_for: (C, H, W).
+    """Run a network, built for images of (C, H, W), once, as in training, on one of the size that its record says.
 
     Raises:
         RetrofitError: If it does not take such an image, or gives no class scores for it.
@@ -128,10 +118,6 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     The library builds it again with that many outputs and the conversion is repeated, so that its artifact can be
     loaded. The new classifier starts at zero: a random one would first send noise into the trained layers, and the
     features of a network trained at another scale can make its first loss several times that of guessing.
-
-    Args:
-        network: A network of a library or an artifact.
-        classes: Outputs.
 
     Returns:
         The network, its outputs without names, and the names of the tensors that are new.

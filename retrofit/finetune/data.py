@@ -19,30 +19,17 @@ _HELD_OUT = 0.1  # where the data has no part to validate on and the recipe name
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a run.
-
-    Attributes:
-        train: Images to train on.
-        val: Images to validate on; None if there are none.
-        outputs: How many outputs the network needs; None where the data does not tell.
-        names: What they are called, as far as known.
-        notes: Sentences for the user.
-    """
+    """The images of a run."""
 
     train: ImageData
-    val: ImageData | None
-    outputs: int | None
-    names: tuple[str, ...] | None
-    notes: tuple[str, ...] = ()
+    val: ImageData | None  # to validate on
+    outputs: int | None  # that the network needs; None where the data does not tell
+    names: tuple[str, ...] | None  # of the outputs, as far as known
+    notes: tuple[str, ...] = ()  # sentences for the user
 
 
 def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Images:
-    """Open the images that a recipe names, and set some aside for validation.
-
-    Args:
-        recipe: The run's settings.
-        labels: Names of the network's outputs, if known.
-        channels: Of the network's input.
+    """Open the images that a recipe names, for a network of such output labels and input channels.
 
     Raises:
         RetrofitError: If there are no such images, too few to hold some out, or those to validate on have classes of

@@ -67,13 +67,9 @@ def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
 
 
 class ChanceWatch:
-    """Says once that a run learns nothing, and why; not before warm-up is over.
+    """Says once that a run of so many steps learns nothing, and why; not before warm-up is over.
 
-    Args:
-        recipe: Its settings.
-        steps: Of the whole run.
-        classes: How many there are to guess from; None if unknown.
-        untrained: Whether it began with random weights, which take their time.
+    `classes` is how many there are to guess from; an `untrained` network, of random weights, takes its time.
     """
 
     def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
@@ -83,13 +79,9 @@ class ChanceWatch:
     def warning(
         self, row: dict[str, Any], images: int, model: nn.Module, few: Callable[[], Tensor | None]
     ) -> str | None:
-        """Return what to tell the user after an epoch.
+        """Return what to tell the user after an epoch, with its metrics and how many images were validated on.
 
-        Args:
-            row: The epoch's metrics.
-            images: How many were validated on.
-            model: The network.
-            few: Reads some images, (N, C, H, W), that show whether it answers the same to all; None if it cannot.
+        `few` reads some images, (N, C, H, W), that show whether the network answers the same to all.
         """
         epoch, top1, loss, last = row["epoch"], row["val_top1"], row["val_loss"], row["epoch"] >= self._recipe.epochs
         early = epoch < max(2, self._recipe.warmup + 1) and not last

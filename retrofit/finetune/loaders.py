@@ -67,12 +67,12 @@ class Part(Dataset[Any]):
         """Return `count` images, as `read` does, spread over all of them and so over the classes."""
         return self.read(place * len(self) // count for place in range(count))
 
-    def batches(self, count: int, batch_size: int, seed: int, device: torch.device) -> Iterator[Tensor]:
+    def batches(self, count: int, batch_size: int, seed: int) -> Iterator[Tensor]:
         """Give a random choice of `count` images, that of `seed`, in batches of every class."""
         chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count]
         for places in chosen.tensor_split(math.ceil(len(chosen) / batch_size)):
             if (images := self.read(places.tolist())) is not None:
-                yield images.to(device)
+                yield images
 
 
 def _untransformed(image: Any) -> Any:
@@ -90,7 +90,7 @@ class Augmented(Part):
     def __getitems__(self, keys: list[Key]) -> list[Any]:
         """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were.
 
-        Their states are saved once a batch: numpy's takes as long as a tenth of a small image's decoding and training.
+        Once a batch: saving numpy's takes as long as a tenth of a small image's decoding and training.
         """
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
@@ -115,7 +115,7 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
         UsageError: If timm does not know one of the recipe's values.
     """
     try:
-        transform: Callable[[Any], Any] = create_transform(
+        return create_transform(
             preprocess.input_size,
             is_training=True,
             no_aug=recipe.no_aug,
@@ -135,25 +135,13 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
             f"timm cannot build the augmentation ({error or type(error).__name__}); check `aa`, "
             "`train_interpolation` and `scale`"
         ) from error
-    return transform
 
 
 class Order(Sampler[list[Key]]):
     """The batches of an epoch for one process, from any of them on.
 
     Consecutive batches of the processes make up one batch of all: several processes with a share each see what one
-    process with the whole batch sees.
-
-    Args:
-        count: Images in all.
-        batch_size: Images of a batch, a process.
-        rank: This process.
-        world: Processes in all.
-        seed: Of the order.
-
-    Attributes:
-        epoch: Which epoch's order to follow.
-        start: The first batch to give.
+    process with the whole batch sees. Set `epoch` to that whose order to follow, `start` to the first batch to give.
     """
 
     def __init__(self, count: int, batch_size: int, rank: int, world: int, seed: int) -> None:
@@ -161,7 +149,7 @@ class Order(Sampler[list[Key]]):
         self.epoch = self.start = 0
 
     def __len__(self) -> int:
-        """Batches in a whole epoch; what is left over at its end is left out."""
+        """Return the number of batches in a whole epoch; what is left over at its end is left out."""
         return self.count // (self.batch_size * self.world)
 
     def __iter__(self) -> Iterator[list[Key]]:

@@ -18,12 +18,7 @@ from retrofit.surgery import set_strength
 
 
 class Objective:
-    """The loss of a run.
-
-    Args:
-        recipe: Its settings.
-        classes: Outputs of the network; None if unknown.
-        teacher: The network that teaches, in evaluation; None without one.
+    """The loss of a run, for a network with so many outputs, and a teacher in evaluation.
 
     Raises:
         UsageError: If mixup is asked for and the number of outputs is unknown.
@@ -44,10 +39,7 @@ class Objective:
 
     def mix(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Mix a batch, (N, C, H, W) and (N,), with itself, if the recipe says so; the targets become (N, classes)."""
-        if self._mixup is None:
-            return images, targets
-        mixed: tuple[Tensor, Tensor] = self._mixup(images, targets)
-        return mixed
+        return (images, targets) if self._mixup is None else self._mixup(images, targets)
 
     def loss(self, scores: Tensor, images: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of `scores`, (N, classes), on what `mix` gave."""
@@ -85,9 +77,6 @@ def check_untrained(network: Network) -> None:
     """Refuse a network that was trained since its conversion: at strength 0 it is no longer its source.
 
     Training raises the strength, and `finetune` writes its steps down beside the weights.
-
-    Raises:
-        RetrofitError: If that is so.
     """
     if network.weights.get("steps") or any(strengths(network.model)):
         raise RetrofitError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
-from timm.scheduler import create_scheduler_v2
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -105,17 +105,6 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 def build_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> Any:
     """Build the recipe's schedule of the learning rate; `step_update(steps done)` moves it. None: a constant rate."""
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        recipe.sched,
-        num_epochs=recipe.epochs,
-        decay_epochs=recipe.decay_epochs,
-        decay_milestones=recipe.decay_milestones,
-        decay_rate=recipe.decay_rate,
-        min_lr=recipe.min_lr,
-        warmup_lr=min(recipe.warmup_lr, recipe.lr),
-        warmup_epochs=recipe.warmup,
-        step_on_epochs=False,
-        updates_per_epoch=steps_per_epoch,
-    )
-    return scheduler
+    resolved = {"warmup_epochs": recipe.warmup, "warmup_lr": min(recipe.warmup_lr, recipe.lr), "step_on_epochs": False}
+    kwargs = {**scheduler_kwargs(recipe), **resolved}  # timm's reader of its own settings, whose names a recipe has
+    return create_scheduler_v2(optimizer, **kwargs, updates_per_epoch=steps_per_epoch)[0]

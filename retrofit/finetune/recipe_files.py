@@ -14,9 +14,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.text import one_line, printable, shortlist
 
 _PACKAGE = Path(__file__).parents[1]
-_MOST_BYTES = 2**16  # a recipe is a page of text
-_MOST_NODES = 1000  # names, values and lists
-_DEEPEST = 3  # the mapping, lists as values, and what they hold
+_MOST_BYTES = 2**14  # a recipe is a page of text
 
 
 def _recipes_folder() -> Path:
@@ -58,7 +56,7 @@ def recipe_settings(name: str | Path) -> dict[str, Any]:
     else:
         text = recipe_text(str(name))
     try:
-        values = yaml.load(text, _FlatLoader)
+        values = yaml.load(text, _SettingsLoader)
     except Exception as error:  # numbers and dates raise ValueError, and more
         raise UsageError(
             f"{what} is not YAML that can be read ({one_line(error)}); write one `name: value` a line"
@@ -69,8 +67,8 @@ def recipe_settings(name: str | Path) -> dict[str, Any]:
 
 
 def _small_text(path: Path, what: str) -> str:
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise RetrofitError(f"{what} is not a regular file; give the path of a YAML file")
+    if not os.path.isfile(path):  # opening a pipe would wait for ever
+        raise RetrofitError(f"cannot read the {what}, which is not a regular file; check the path")
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:
             raise RetrofitError(f"{what} has {size:,} bytes, more than {_MOST_BYTES:,}; check the path")
@@ -79,28 +77,15 @@ def _small_text(path: Path, what: str) -> str:
         raise RetrofitError(f"cannot read the {what} ({one_line(error)}); check the path") from error
 
 
-class _FlatLoader(yaml.SafeLoader):
-    """Builds one mapping of plain values and lists; a few lines with references would stand for gigabytes."""
+class _SettingsLoader(yaml.SafeLoader):
+    """Refuses a name that stands twice, and merged mappings, of which a few lines can stand for gigabytes."""
 
-    nodes = depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.nodes += 1
-        self.depth += 1
-        if self.nodes > _MOST_NODES:
-            raise yaml.YAMLError(f"it holds more than {_MOST_NODES:,} names and values")
-        if self.peek_event().anchor is not None:
-            raise yaml.YAMLError("it holds references, & or *")
-        if self.depth > _DEEPEST:
-            raise yaml.YAMLError("its values are nested")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+    def flatten_mapping(self, node: Any) -> None:
+        """Merge nothing: the name `<<` is then one that yaml cannot construct."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         mapping = super().construct_mapping(node, deep)
         if len(mapping) < len(node.value):
             counts = Counter(str(key.value) for key, _ in node.value)
-            twice = [name for name, count in counts.items() if count > 1]
-            raise yaml.YAMLError(f"it sets {shortlist(twice or ['a name'])} twice")
+            raise yaml.YAMLError(f"it sets {shortlist([name for name in counts if counts[name] > 1])} twice")
         return mapping

@@ -91,16 +91,17 @@ class Run:
 
         labeller = None if recipe.labelled else teacher
         self.val = validation_share(images.val, network.preprocess, labeller, accelerator)
-        self.shown, self.learned = Part((self.val or images.train).images), Part(images.train.images)
-        self.shown.transform = self.learned.transform = create_transform(**network.preprocess.to_dict())
-        self.data = {"images": len(images.train.images), "classes": images.names and list(images.names)}
-        self.batches = Batches(
-            images.train.images,
-            training_transform(recipe, network.preprocess),
-            recipe,
-            accelerator.process_index,
-            accelerator.num_processes,
-        )
+        self.plain_images = Part(images.train.images)  # those to train on, as in validation
+        self.plain_images.transform = create_transform(**network.preprocess.to_dict())
+        rank, world = accelerator.process_index, accelerator.num_processes
+        augmentation = training_transform(recipe, network.preprocess)
+        self.batches = Batches(images.train.images, augmentation, recipe, rank, world)
+        self.kept = {  # what a resumed run must have as it was
+            **recipe.decisive(),
+            "images": len(images.train.images),
+            "classes": images.names and list(images.names),
+            "processes": world,
+        }
         self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
         if not self.epoch_steps:
             raise RetrofitError(
@@ -168,22 +169,10 @@ class Run:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        processes = len(state["generators"])
-        if processes != self.accelerator.num_processes:
+        if changed := [name for name, value in self.kept.items() if value != state["kept"][name]]:
             raise RetrofitError(
-                f"the run had {processes} processes, this is {self.accelerator.num_processes}; resume it with as many"
-            )
-        if state["data"] != self.data:  # outputs and the order of images go by these
-            what = "images" if state["data"]["classes"] == self.data["classes"] else "classes"
-            raise RetrofitError(
-                f"the {what} to train on are not those that the run in {self.folder} began with; put them back, or "
-                "start a new run"
-            )
-        settings = self.recipe.decisive()
-        if changed := [name for name in settings if settings[name] != state["recipe"][name]]:
-            raise RetrofitError(
-                f"{shortlist(changed)} of the recipe differ from those that the run in {self.folder} began with; pass "
-                f"the recipe that is in it, {RECIPE}"
+                f"{shortlist(changed)} differ from those that the run in {self.folder} began with; resume it with the "
+                f"same images, as many processes, and the recipe in it, {RECIPE}"
             )
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
@@ -196,8 +185,8 @@ class Run:
         generators = gather_object([random_state()])
         if self.accelerator.is_main_process:
             state = {name: part.state_dict() for name, part in self.stateful.items()}
-            state |= {"generators": generators, "position": asdict(self.position), "data": self.data}
-            state |= {"recipe": self.recipe.decisive(), "new_tensors": list(self.new_tensors), "origin": self.origin}
+            state |= {"generators": generators, "position": asdict(self.position), "kept": self.kept}
+            state |= {"new_tensors": list(self.new_tensors), "origin": self.origin}
             save_state(self.folder, state)
 
     def train_epoch(self, stop: Callable[[], bool]) -> bool:
@@ -261,7 +250,7 @@ class Run:
 
     def _recentre(self) -> None:
         """Before the way back, let constants say what the network estimates by now; the same on all processes."""
-        images = self.learned.spread(_RECENTRED)
+        images = self.plain_images.spread(_RECENTRED)
         if images is not None:
             for model in self.networks:
                 recentre(images.split(_SHOWN), model, self.device)
@@ -320,7 +309,7 @@ class Run:
         loss_sum, images = summed([position.loss_sum, position.images], self.accelerator)
         if recipe.precise_bn is not None:
             for model in self.networks:
-                update_bn(self.learned.batches(recipe.precise_bn, _PRECISE_BATCH, recipe.seed, self.device), model)
+                update_bn(self.plain_images.batches(recipe.precise_bn, _PRECISE_BATCH, recipe.seed), model, self.device)
         accuracy = None
         if self.val is not None:
             accuracy = validate(self.validated, self.val, self.network.preprocess, recipe, self.accelerator)
@@ -358,7 +347,7 @@ class Run:
 
     def _few_images(self) -> Tensor | None:
         """Return a few images to show the network; None if they cannot be read."""
-        images = self.shown.spread(_SHOWN)
+        images = self.plain_images.spread(_SHOWN)
         return None if images is None else images.to(self.device)
 
     def end(self) -> Result:
@@ -388,9 +377,7 @@ class Run:
                 model,
                 path,
                 source=network.source,
-                labels=network.labels,
                 weights=weights or trained,
-                preprocess=network.preprocess,
                 force=True,
                 proved=weights is None,  # by the artifact that the run began with
             )

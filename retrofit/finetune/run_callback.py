@@ -9,27 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """Where a run is.
+    """Where a run is."""
 
-    Attributes:
-        epoch: From 1.
-        epochs: Of the whole run.
-        step: Optimizer steps done.
-        steps: Of the whole run.
-        loss: Mean loss of the epoch so far.
-        lr: Learning rate.
-        strength: The converted layers' t; None without any.
-        images_per_second: Images trained on, all processes together.
-    """
-
-    epoch: int
+    epoch: int  # from 1
     epochs: int
-    step: int
+    step: int  # optimizer steps done
     steps: int
-    loss: float
+    loss: float  # mean of the epoch so far
     lr: float
-    strength: float | None
-    images_per_second: float
+    strength: float | None  # None without converted layers
+    images_per_second: float  # all processes together
 
 
 class RunCallback:
@@ -50,21 +39,13 @@ class RunCallback:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        step: Optimizer steps done.
-        steps: Of the whole run.
-        rows: A line of metrics for each whole epoch.
-        best: The best validation accuracy in percent; None without validation.
-        unreadable: Names of the images that could not be read.
-    """
-
-    step: int
-    steps: int
-    rows: list[dict[str, Any]]
-    best: float | None
-    unreadable: list[str]
+    step: int  # optimizer steps done
+    steps: int  # of the whole run
+    rows: list[dict[str, Any]]  # metrics of each whole epoch
+    best: float | None  # validation accuracy in percent; None without validation
+    unreadable: list[str]  # images, by name
 
     @property
     def finished(self) -> bool:

@@ -27,27 +27,16 @@ _LOCK = ".lock"
 
 @dataclass
 class Position:
-    """Where a run stands, beside its tensors.
+    """Where a run stands, beside its tensors."""
 
-    Attributes:
-        step: Optimizer steps done.
-        loss_sum: Sum of the losses of the epoch's images so far.
-        images: How many these are.
-        seconds: That they took.
-        best: The best validation accuracy in percent.
-        best_progress: How far on the way to the target the best is, from 0 to 1.
-        rows: A line of metrics for each whole epoch.
-        unreadable: Names of the images that could not be read.
-    """
-
-    step: int = 0
-    loss_sum: float = 0.0
-    images: int = 0
-    seconds: float = 0.0
-    best: float | None = None
-    best_progress: float = 0.0
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
+    step: int = 0  # optimizer steps done
+    loss_sum: float = 0.0  # of the epoch's images so far
+    images: int = 0  # of the epoch so far
+    seconds: float = 0.0  # that these took
+    best: float | None = None  # validation accuracy in percent
+    best_progress: float = 0.0  # how far on the way to the target the best is, from 0 to 1
+    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics of each whole epoch
+    unreadable: list[str] = field(default_factory=list)  # images, by name
 
     def is_best(self, top1: float | None, progress: float) -> bool:
         """Note whether an epoch is the best: the furthest on the way to the target, whatever the way costs."""
@@ -63,10 +52,6 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
 
     A new run takes a folder that is empty or not there, or that holds a run which was killed before its first state.
     If the body fails before it has saved a state, what it made is removed.
-
-    Args:
-        folder: The run's.
-        resume: Whether to go on with the run in it.
 
     Raises:
         RetrofitError: If another process owns it, or it cannot be made; for a new run, if something lies in it.
@@ -156,7 +141,7 @@ def random_state() -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "numpy": (kind, np.asarray(keys).tolist(), *rest),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -167,8 +152,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Let the generators go on from where `random_state` found them."""
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

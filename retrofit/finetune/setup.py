@@ -54,14 +54,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
 
 
 def adjust_layers(model: nn.Module, recipe: Recipe, batches: int, note: Callable[[str], None]) -> None:
-    """Set the layers' momentum and kind of noise as a recipe says, and say which of its settings do nothing.
-
-    Args:
-        model: The network.
-        recipe: Its settings.
-        batches: Of the whole run.
-        note: Called with a sentence for the user.
-    """
+    """Set the layers' momentum and kind of noise as a recipe says, and note which of its settings do nothing."""
     for module in model.modules():
         if recipe.bn_momentum is not None and isinstance(module, _NormBase):
             module.momentum = recipe.bn_momentum

@@ -18,23 +18,14 @@ _FAULTS: tuple[Literal["loss", "gradient"] | None, ...] = (None, "loss", "gradie
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the device found in a step.
+    """What the device says of a step."""
 
-    Attributes:
-        step: What was passed to `send`.
-        images: The step's last batch.
-        loss_sum: Sum of the losses of all images since `start`.
-        fault: What was not finite; None: nothing.
-        names: The parameters that have a gradient.
-        norms: The norm of each one's gradient, (len(names),).
-    """
-
-    step: Any
-    images: Tensor
-    loss_sum: float
-    fault: Literal["loss", "gradient"] | None
-    names: list[str]
-    norms: Tensor
+    step: Any  # as passed to `send`
+    images: Tensor  # the step's last batch
+    loss_sum: float  # of all images since `start`
+    fault: Literal["loss", "gradient"] | None  # what was not finite
+    names: list[str]  # of the parameters that have a gradient
+    norms: Tensor  # of their gradients, (len(names),)
 
     @property
     def what(self) -> str:
@@ -56,13 +47,7 @@ class StepGate:
     A fused optimizer takes a flag and leaves the step out; for others the gradient is zeroed. With float16, whose
     loss is scaled, the scaler leaves out steps whose gradient overflows; only a row of them is a fault. The host reads
     a step's verdict one step later, when the device is likely to be done with it; on a CPU, where nothing is queued,
-    at once.
-
-    Args:
-        accelerator: The run's.
-        model: The network.
-        optimizer: torch's, over its parameters.
-        clip: Largest norm of the gradient; None or 0 for any.
+    at once. `clip` is the largest norm of a gradient; None or 0 for any.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from timm.data import create_transform
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError
@@ -74,5 +74,4 @@ def validate(
 def summed(figures: list[float], accelerator: Accelerator) -> list[float]:
     """Return the sums of figures over all processes."""
     device = accelerator.device if accelerator.device.type == "cuda" else "cpu"
-    sums: Tensor = accelerator.reduce(torch.tensor(figures, dtype=torch.float64, device=device))
-    return sums.tolist()
+    return accelerator.reduce(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()

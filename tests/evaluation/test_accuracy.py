@@ -29,7 +29,7 @@ def measure(data_dir: Path, model: nn.Module | None = None, **options: Any) -> A
     return evaluate(model or Colours(), data, PLAIN, **{"workers": 0, "batch_size": 5, **options})
 
 
-@pytest.mark.parametrize(("batch_size", "workers"), [(1, 0), (5, 0), (64, 0), (5, 1)])
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 0), (5, 1)])
 def test_counts_of_a_folder(folder: Path, batch_size: int, workers: int) -> None:
     result = measure(folder, batch_size=batch_size, workers=workers)
     assert (result.images, result.correct1, result.correct5) == (12, 10, 12)
@@ -44,20 +44,11 @@ def test_counts_of_a_folder(folder: Path, batch_size: int, workers: int) -> None
     assert result.loss == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_a_tar_counts_as_its_folder(folder: Path, tmp_path: Path) -> None:
-    assert measure(write_tar(folder, tmp_path / "p.tar")) == measure(folder)
-
-
 def test_a_split_is_a_subfolder(tmp_path: Path) -> None:
     write_folder(tmp_path / "data" / "val", wrong=0)
     write_folder(tmp_path / "data" / "train", wrong=2)
     assert measure(tmp_path / "data").correct1 == 12
     assert measure(tmp_path / "data", split="train").correct1 == 10
-
-
-def test_fewer_than_five_outputs(folder: Path) -> None:
-    result = measure(folder, Colours(3))
-    assert (result.correct1, result.correct5) == (10, 12)
 
 
 @pytest.mark.parametrize("way", ["class_map", "labels"])
@@ -69,11 +60,6 @@ def test_classes_find_their_outputs(folder: Path, tmp_path: Path, way: str) -> N
     assert measure(folder, model, **given).correct1 == 10
     assert open_images(folder, **given).outputs == 5
     assert measure(folder, model).correct1 != 10
-
-
-def test_labels_of_other_classes_are_no_map(folder: Path) -> None:
-    data = open_images(folder, labels=["ant", "bee", "dog"])
-    assert (data.matched, data.outputs, data.classes) == ("order", 3, 3)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -95,15 +81,13 @@ def test_no_readable_image_is_an_error(folder: Path) -> None:
 
 
 def test_grey_images(folder: Path) -> None:
-    data = open_images(folder, channels=1)
-    grey = Preprocess((1, 16, 16), (0.0,), (1.0,), "nearest", 1.0)
-
     class Bright(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             assert x.shape[1:] == (1, 16, 16)
-            return torch.stack([x.mean((1, 2, 3)), x.sum((1, 2, 3)) * 0, x.sum((1, 2, 3)) * 0], dim=1)
+            return x.mean((1, 2, 3))[:, None] * torch.tensor([1.0, 0.0, 0.0])
 
-    assert evaluate(Bright(), data, grey, workers=0).images == 12
+    grey = Preprocess((1, 16, 16), (0.0,), (1.0,), "nearest", 1.0)
+    assert evaluate(Bright(), open_images(folder, channels=1), grey, workers=0).images == 12
 
 
 class Answers(nn.Module):
@@ -135,7 +119,7 @@ def test_models_that_do_not_fit(folder: Path, answer: Any, message: str) -> None
         measure(folder, Answers(answer))
 
 
-def test_progress_and_eval_mode(folder: Path) -> None:
+def test_progress_and_eval_mode_with_fewer_than_five_outputs(folder: Path) -> None:
     seen = []
     model = Answers(lambda x: torch.zeros(len(x), 3)).train()
     measure(folder, model, progress=lambda done, total: seen.append((done, total)))

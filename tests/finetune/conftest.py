@@ -1,4 +1,4 @@
-"""Tiny networks and pictures, and a clean slate for accelerate, which keeps its state in class attributes."""
+"""Tiny networks and pictures, whole runs on them, and a clean slate for accelerate."""
 
 from __future__ import annotations
 
@@ -7,23 +7,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState
 
 import retrofit
 from retrofit.finetune import run_report
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_callback import Result, RunCallback
+from retrofit.finetune.run_callback import Result, RunCallback, Step
 from retrofit.networks.models import Network, open_model
 from tests.half_resnet import HALF
 from tests.pictures import write_folder
 
 Train = Callable[..., Result]
+SMALL: dict[str, Any] = {"batch_size": 4, "epochs": 2, "workers": 0, "lr": 1e-3, "val_split": 0.25}
+PAINT = run_report._save
+"""Paints a picture and saves it, which takes as long as the training of a small run."""
+
+
+class Listener(RunCallback):
+    """Keeps what a run says, and ends it at a step, as a power cut would."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.steps: list[Step] = []
+        self.notes: list[str] = []
+        self.fail_at = fail_at
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, step: Step) -> None:
+        self.steps.append(step)
+        if step.step == self.fail_at:
+            raise RuntimeError("the power went")
 
 
 @pytest.fixture(autouse=True)
 def clean_slate() -> Iterator[None]:
-    """Take nothing of accelerate's state from another test, and leave nothing to the next."""
+    """Take nothing of accelerate's state, which is in class attributes, from another test, and leave nothing behind."""
     _reset()
     yield
     _reset()
@@ -34,13 +55,9 @@ def _reset() -> None:
     GradientState._reset_state()
 
 
-PAINT = run_report._save
-"""Paints a picture and saves it, which takes as long as the training of a small run."""
-
-
 @pytest.fixture(autouse=True)
 def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw a run's pictures, but do not paint them: `test_the_folder_of_a_run` does."""
+    """Draw a run's pictures, but do not paint them: `test_a_run_and_its_folder` does."""
     monkeypatch.setattr(run_report, "_save", lambda figure, path: None)
 
 
@@ -51,7 +68,8 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def small_network(to: str | None = "bnn", name: str = "test_resnet", size: int = 16) -> Network:
-    """A converted network of random weights for small pictures."""
+    """A converted network for small pictures, of the same random weights each time."""
+    torch.manual_seed(1)
     kwargs = HALF if name == "test_resnet" else {}
     network = open_model(name, num_classes=3, img_size=size, model_kwargs=kwargs)
     if to is not None:
@@ -59,25 +77,13 @@ def small_network(to: str | None = "bnn", name: str = "test_resnet", size: int =
     return network
 
 
-SMALL: dict[str, Any] = {"batch_size": 4, "epochs": 2, "workers": 0, "lr": 1e-3, "val_split": 0.25}
-
-
 @pytest.fixture
 def train(pictures: Path, tmp_path: Path) -> Train:
     """Run `finetune` on the pictures: train(folder name, network, **settings)."""
 
-    def run(
-        name: str,
-        network: Network | None = None,
-        *,
-        resume: bool = False,
-        callback: RunCallback | None = None,
-        stop: Callable[[], bool] = lambda: False,
-        **settings: Any,
-    ) -> Result:
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
+    def run(name: str, network: Network | None = None, *, resume: bool = False, **settings: Any) -> Result:
+        options = {key: settings.pop(key) for key in ("callback", "stop") if key in settings}
         recipe = Recipe(**{"data_dir": str(pictures), **SMALL, **settings})
-        return finetune(network or small_network(), recipe, folder, resume=resume, callback=callback, stop=stop)
+        return finetune(network or small_network(), recipe, tmp_path / name, resume=resume, **options)
 
     return run

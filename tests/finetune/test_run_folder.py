@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune.loop import resume_network
 from retrofit.finetune.run_state import owned
-from tests.finetune.conftest import Train
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -45,7 +43,7 @@ def held(lock: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path: Path, resume: bool) -> None:
     folder = tmp_path / "run"
-    fill(folder, "recipe.yaml", "state/start.safetensors", "state/.last.pt.0a1b2c3d.tmp")
+    fill(folder, "recipe.yaml", "state/start.safetensors", "state/.last.pt.0a1b2c3d.tmp/lock")
     before = contents(folder)
     with held(folder / ".lock") as process:
         with pytest.raises(RetrofitError, match=r"another process trains in .*run; give another `folder`, or resume"):
@@ -54,24 +52,20 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path: Path, 
         process.kill()
         process.wait()
         with owned(folder, resume):  # a kill releases it
-            assert "state/.last.pt.0a1b2c3d.tmp" not in contents(folder)
+            assert "state/.last.pt.0a1b2c3d.tmp/lock" not in contents(folder)
     assert not (folder / ".lock").exists()
 
 
-KILLED = [
-    (".lock",),
-    (".lock", "state/"),
-    ("state/", "recipe.yaml", ".recipe.yaml.0a1b2c3d.tmp"),
-    (
-        "recipe.yaml",
-        "state/.start.safetensors.0a1b2c3d.tmp/start.safetensors",
-        "state/.start.safetensors.0a1b2c3d.tmp/lock",
-    ),
-    ("recipe.yaml", "state/start.safetensors", "state/.last.pt.0a1b2c3d.tmp"),
-]
-
-
-@pytest.mark.parametrize("left", KILLED, ids=len)
+@pytest.mark.parametrize(
+    "left",
+    [
+        (".lock",),
+        (".lock", "state/"),
+        ("state/", "recipe.yaml", ".recipe.yaml.0a1b2c3d.tmp/lock"),
+        ("recipe.yaml", "state/start.safetensors", "state/.last.pt.0a1b2c3d.tmp/lock"),
+    ],
+    ids=len,
+)
 def test_a_run_killed_before_its_first_state_leaves_an_unused_folder(tmp_path: Path, left: tuple[str, ...]) -> None:
     fill(tmp_path / "run", *left)
     with owned(tmp_path / "run", resume=False):
@@ -98,15 +92,12 @@ def test_what_no_killed_run_leaves_is_kept(tmp_path: Path, there: tuple[str, ...
     assert contents(tmp_path / "run").keys() == set(there)
 
 
-@pytest.mark.parametrize("name", ["state/.last.pt.0a1b2c3d.tmp", ".curves.png.0a1b2c3d.tmp"])
-def test_resuming_removes_the_temporary_files_of_the_dead_alone(train: Train, tmp_path: Path, name: str) -> None:
-    train("run", stop=lambda: True)
-    folder = tmp_path / "run"
-    fill(folder, f"{name}/half", ".best.safetensors.11111111.tmp/half", ".best.safetensors.notes.tmp")
-    (folder / name / "lock").touch()
-    with held(folder / ".best.safetensors.11111111.tmp" / "lock"):
-        train("run", resume_network(folder), resume=True)
-        left = {path.name for path in folder.rglob("*.tmp")}
+def test_resuming_removes_the_temporary_files_of_the_dead_alone(tmp_path: Path) -> None:
+    dead = ("state/.last.pt.0a1b2c3d.tmp", ".curves.png.0a1b2c3d.tmp")
+    fill(tmp_path, *(f"{name}/{file}" for name in dead for file in ("half", "lock")))
+    fill(tmp_path, "state/last.pt", ".best.safetensors.11111111.tmp/half", ".best.safetensors.notes.tmp")
+    with held(tmp_path / ".best.safetensors.11111111.tmp" / "lock"), owned(tmp_path, resume=True):
+        left = {path.name for path in tmp_path.rglob("*.tmp")}
     assert left == {".best.safetensors.11111111.tmp", ".best.safetensors.notes.tmp"}
 
 
