@@ -27,7 +27,7 @@ from evidence_train import machine
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.export.onnx.precision import Precision
+from retrofit.export.request import Precision
 from retrofit.utils.onnx_runtimes import open_onnx
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "int8")

@@ -14,8 +14,8 @@ from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
     from retrofit.export import ExportReport
-    from retrofit.export.onnx.precision import Precision
     from retrofit.export.report import FoldedLayer
+    from retrofit.export.request import Precision
 
 
 _IMAGES = 256  # to fit on, and to check on: half each

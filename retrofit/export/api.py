@@ -6,13 +6,13 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import onnx
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 import retrofit
@@ -23,12 +23,11 @@ from retrofit.export.approximation.fit import Fit
 from retrofit.export.capture import Program, capture
 from retrofit.export.fold_constants import fold as fold_program
 from retrofit.export.nodes import Transform, calls_of, layer_of
-from retrofit.export.onnx.model import check_opset, node_counts, to_onnx
-from retrofit.export.onnx.precision import HalfRun, Precision, to_float16, to_int8
-from retrofit.export.onnx.write import Check, written
-from retrofit.export.power_forms import POWER
+from retrofit.export.onnx.precision import HalfRun, to_float16, to_int8
+from retrofit.export.onnx.write import Check, check_opset, node_counts, to_onnx, written
+from retrofit.export.power_forms import POWER, Polynomial
 from retrofit.export.report import SCHEMA, ComparisonError, ExportReport, FoldedLayer, check_report, report_beside
-from retrofit.export.request import Job, Wanted, wanted_fold
+from retrofit.export.request import Examples, Fold, FoldOptions, Precision
 from retrofit.inputs import Call, Inputs
 from retrofit.layers.lambdas import lambda_values
 from retrofit.record import record_of
@@ -37,8 +36,7 @@ from retrofit.utils.evaluating import evaluating
 from retrofit.utils.files import ensure_writable
 from retrofit.utils.onnx_runtimes import Runtime
 
-NARROW = {"float16": 0.02, "int8": 0.3}  # what passes
-Fold = Literal["exact", "poly"]
+NARROW = {"float16": 0.02, "int8": 0.3}  # tolerances
 _REPORT_IT = "please report it, or raise `tolerance` if you can accept that"
 
 
@@ -85,13 +83,14 @@ def fold(
         RetrofitError: If the network does not take such inputs, no degree meets the tolerance, or the folded network is
             not the same function.
     """
-    job = Job.of(model, inputs, input_size, batch, dynamic_size, calibrate)
-    folded = _checked_fold(job, wanted_fold(job, fold, runtime, degree, tolerance, freeze_lambda, "float32"))
-    if folded.program.note:
-        warnings.warn(f"nothing is fused: {folded.program.note}", stacklevel=2)
-    if folded.comparison.not_checked:
-        warnings.warn(str(folded.comparison), stacklevel=2)
-    module: nn.Module = folded.program.module
+    examples = Examples.of(model, inputs, input_size, batch, dynamic_size, calibrate)
+    options = FoldOptions.of(fold, runtime, degree, tolerance, freeze_lambda, len(examples.images))
+    program, _, _, comparison = _checked_fold(examples, options)
+    if program.note:
+        warnings.warn(f"nothing is fused: {_with_advice(program.note, examples)}", stacklevel=2)
+    if comparison.not_checked:
+        warnings.warn(str(comparison), stacklevel=2)
+    module: nn.Module = program.module
     return module
 
 
@@ -129,14 +128,14 @@ def export_onnx(
         inputs: Example inputs as the network takes them, in place of random images: one tensor, a tuple of positional
             arguments, or a dict of keyword arguments, by which several inputs of the file are named.
         batch: The number of samples, fixed, for networks that cannot be captured with any number.
-        runtime: What an approximation is for: "onnxruntime" (None is the same), polynomials, or "openvino", continuous
-            piecewise-linear functions and polynomials, for runtimes that fuse elementwise operations. In INT8 both are
-            polynomials: for "onnxruntime" quantized up to degree 3, for "openvino" left in float32.
-        degree: Of all polynomials, or the number of lines, 2 to 8; if None, each layer gets one by what its error does
-            to the output, as low as the tolerance allows.
+        runtime: What an approximation is for: "onnxruntime" (None is the same), polynomials, or "openvino", which fuses
+            elementwise operations, continuous piecewise-linear functions and polynomials. In INT8 both are polynomials:
+            for "onnxruntime" quantized up to degree 3, for "openvino" left in float32.
+        degree: Of all polynomials, or the number of lines, 2 to 8; if None, as low for each layer as the tolerance
+            allows, by what its error does to the output.
         tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, 0.05 for
-            approximate exports, 0.02 in float16 and 0.3 in INT8. With those two it judges the file; folding is
-            judged by its own, and an approximation by the larger of its own and this.
+            approximate exports, 0.02 in float16 and 0.3 in INT8, where it judges the file alone, and an approximation
+            if it is larger than its own.
         calibrate: Batches of preprocessed images to check on, with labels or without, as a loader gives them. Where
             something is approximated, every second image is fitted on and the others are checked on.
         freeze_lambda: Give layers that estimate lambda from their input (layer, group and instance normality
@@ -158,137 +157,140 @@ def export_onnx(
         RetrofitError: If the network cannot be exported, the check fails, or the file cannot be written.
     """
     check_opset(opset)
-    job = Job.of(model, inputs, input_size, batch, dynamic_size, calibrate)
+    examples = Examples.of(model, inputs, input_size, batch, dynamic_size, calibrate)
     if precision not in get_args(Precision):
         raise UsageError(f"there is no precision {precision!r}; use {', '.join(get_args(Precision))}")
-    if precision == "int8" and len(job.images) < 2:
+    if precision == "int8" and len(examples.images) < 2:
         raise UsageError(
             "INT8 takes its ranges from images and is judged on others; give `calibrate` images, 2 or more"
         )
-    wanted = wanted_fold(job, fold, runtime, degree, tolerance, freeze_lambda, precision)
+    options = FoldOptions.of(fold, runtime, degree, tolerance, freeze_lambda, len(examples.images), precision)
     file = ensure_writable(path, force)
     if report is not None:
         check_report(report, file, force)
-    folded = _checked_fold(job, wanted)
-    program = folded.program
+    program, layers, reference, _ = _checked_fold(examples, options)
     if program.note:
-        advice = "leave out `dynamic_size`" if dynamic_size else "some networks need a fixed `batch=1`"
-        raise RetrofitError(program.note if batch is not None else f"{program.note}; {advice}")
-    record, sample = record_of(model), [int(n) for n in job.sample]
+        raise RetrofitError(_with_advice(program.note, examples))
+    record, sample = record_of(model), [int(size) for size in examples.sample]
+    name = type(examples.network).__name__ if record.source is None else str(record.source)
     preprocess = {} if record.preprocess is None else {**record.preprocess.to_dict(), "input_size": sample}
-    target, strength = record.plans[-1].to if record.plans else None, _strength(model)
     labels = record.labels if _has_labels(program, record.labels) else None
-    facts = {
-        "schema": SCHEMA,
-        "retrofit": retrofit.__version__,
-        "model": type(job.network).__name__ if record.source is None else str(record.source),
-        **{"target": target, "strength": strength},
-        **{"fold": fold, "precision": precision, "input_size": sample, "labels": labels},
-        **preprocess,
-    }
-    proto, exported = to_onnx(program, opset, {key: _text(value) for key, value in facts.items() if value is not None})
-    checks: list[Check] = [(folded.reference, _REPORT_IT)]
+    target = record.plans[-1].to if record.plans else None
+    strength = None
+    with suppress(RetrofitError):  # several, or none
+        strength = strength_of(model)
+    shared: Any = {"target": target, "strength": strength, "fold": fold, "precision": precision}
+    facts = {"schema": SCHEMA, "retrofit": retrofit.__version__, "model": name, **shared}
+    facts |= {"input_size": sample, "labels": labels, **preprocess}
+    known = {key: value for key, value in facts.items() if value is not None}
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
+    if precision == "int8" and runtime != "openvino":  # which computes a polynomial in float32 in one pass
+        for part in program.module.modules():
+            if isinstance(part, Polynomial):
+                part.to_convolutions()
+    proto, exported = to_onnx(program, opset, metadata)
+    checks: list[Check] = [(reference, _REPORT_IT)]
     if precision != "float32":
-        proto, checks = _narrowed(job, proto, exported, precision, runtime, tolerance)
-    elif wanted.approximates:
-        checks.insert(0, (Reference(program.module, job.calls), _REPORT_IT))
+        proto, checks = _narrowed(examples, proto, exported, precision, tolerance)
+    elif options.approximates:
+        checks.insert(0, (Reference(program.module, examples.calls), _REPORT_IT))
+    judged_on = calls = "given inputs" if examples.are_given else "random inputs"
+    if precision == "float32" and not options.approximates:
+        judged_on = f"{calls} and images" if examples.images else calls
+    elif len(examples.images) > 1:
+        judged_on = "images"
     with report_beside(report, force) as keep, written(proto, file, force, checks) as (parity, length):
-        found = ExportReport(
-            model=None if record.source is None else record.source.name,
-            target=target,
-            strength=strength,
-            weights=record.weights,
-            fold=fold,
-            precision=precision,
-            opset=opset,
-            output=str(path),
-            bytes=length,
-            parity=parity,
-            judged_on=job.judged_on(mixed=precision == "float32" and not wanted.approximates),
-            nodes=node_counts(proto),
-            preprocess=preprocess or None,
-            labels=None if labels is None else len(labels),
-            layers=tuple(folded.layers),
-        )
-        keep(found)
-    return found
+        result = ExportReport(
+            **shared, model=None if record.source is None else record.source.name, weights=record.weights,
+            opset=opset, output=str(path), bytes=length, parity=parity, judged_on=judged_on, nodes=node_counts(proto),
+            preprocess=preprocess or None, labels=None if labels is None else len(labels), layers=tuple(layers),
+        )  # fmt: skip
+        keep(result)
+    return result
 
 
-@dataclass(frozen=True)
-class _Folded:
-    """A folded network, what became of its layers, and what the given network answered."""
-
-    program: Program
-    layers: list[FoldedLayer]
-    reference: Reference
-    comparison: Comparison
-
-
-def _checked_fold(job: Job, wanted: Wanted) -> _Folded:
-    """Capture a network, fold it, and compare the two."""
-    reference = Reference(job.network, wanted.check, tolerance=wanted.tolerance)
+def _checked_fold(examples: Examples, options: FoldOptions) -> tuple[Program, list[FoldedLayer], Reference, Comparison]:
+    """Capture a network, fold it, and compare the two; also return what became of its layers and what it answered."""
+    judged = examples.judged if options.approximates else examples.calls + examples.batches(examples.images)
+    reference = Reference(examples.network, judged, tolerance=options.tolerance)
     if "NaN" in reference.not_checked:
         raise RetrofitError(reference.not_checked)
-    lambdas = _mean_lambdas(job.network, wanted.fit) if wanted.freeze_lambda else {}
-    call = job.calls[0 if job.are_given else -1]
-    program = capture(job.network, call, batch=job.batch, dynamic_size=job.dynamic_size, lambdas=lambdas)
-    layers: list[FoldedLayer]
+    lambdas = _mean_lambdas(examples.network, examples.fitted) if options.freeze_lambda else {}
+    call = examples.calls[0 if examples.are_given else -1]
+    program = capture(examples.network, call, batch=examples.batch, dynamic_size=examples.dynamic_size, lambdas=lambdas)
     fits: dict[Node, Fit] = {}
-    if not program.note:
-        if wanted.approximation is not None:
-            powers = [Transform.of(program.module, node) for node in calls_of(program.module.graph, POWER)]
-            fits = choose(program.module, [one for one in powers if one.lmbda.numel() > 1], wanted.approximation)
-        errors = {layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()}
-        fold_program(program, fits)
-        layers = [FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()]
-    elif wanted.approximation is not None:
+    if program.note and options.runtime is not None:
         raise RetrofitError(f"{program.note}; use `fold='exact'`")
-    else:
-        layers = [FoldedLayer(name, form) for name, form in program.layers.items()]
-    found = reference.compare(program.module)
-    if found.differs:
+    if not program.note:
+        for other in reference.calls[:3]:
+            _check_batch(program, other, examples.calls[0].batch)
+        if options.runtime is not None:
+            powers = [Transform.of(program.module, node) for node in calls_of(program.module.graph, POWER)]
+            powers = [one for one in powers if one.lmbda.numel() > 1]
+            fitted, runtime = examples.fitted, options.runtime
+            fits = choose(program.module, powers, runtime, options.degree, options.tolerance, fitted, examples.judged)
+        fold_program(program, fits)
+    errors = {layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()}
+    layers = [FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()]
+    comparison = reference.compare(program.module)
+    if comparison.differs:
         what, advice = "the folded network differs from the given one", _REPORT_IT
-        if wanted.freeze_lambda:
+        if options.freeze_lambda:
             what = "the network with constant lambdas differs from the given one"
             advice = "raise `tolerance` if you can accept that, or leave out `freeze_lambda`"
-        elif wanted.approximation is not None and wanted.approximation.degree is not None:
+        elif options.degree is not None:
             what = "the approximation differs from the given network"
             advice = "raise `degree` or leave it out, or raise `tolerance` if you can accept that"
-        raise ComparisonError(found, what, advice)
-    return _Folded(program, layers, reference, found)
+        raise ComparisonError(comparison, what, advice)
+    return program, layers, reference, comparison
+
+
+def _check_batch(program: Program, call: Call, advised: int) -> None:
+    """Check that a captured network takes the number of samples of a call that the network itself took."""
+    try:
+        if call.batch != program.call.batch:
+            with torch.no_grad():
+                call.on(program.module)
+    except Exception as error:  # torch.export's guards, or the network's own code
+        raise RetrofitError(
+            f"captured with {program.call.batch} samples, the network does not take {call.batch}; fix their number, as "
+            f"`batch={advised}`"
+        ) from error
+
+
+def _with_advice(note: str, examples: Examples) -> str:
+    """Say what may help where a network cannot be captured."""
+    if examples.batch is not None:
+        return note
+    return f"{note}; {'leave out `dynamic_size`' if examples.dynamic_size else 'some networks need a fixed `batch=1`'}"
 
 
 def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
     """Return the mean lambda, strength included, of each layer that estimates it, over images."""
-    found: dict[str, list[Tensor]] = {}
     with evaluating(network):
-        for call in calls:
-            for name, values in lambda_values(network, call.args[0]).items():
-                found.setdefault(name, []).append(values.double())
-    layers: dict[str, Any] = {name: network.get_submodule(name) for name in found}
-    means = {name: float(torch.cat(values).mean()) for name, values in found.items()}
-    return {
-        name: 1 + float(layer.effective_alpha) * (means[name] - 1)
-        for name, layer in layers.items()
-        if layer.channel_map() is None
-    }
+        batches = [lambda_values(network, call.args[0]) for call in calls]
+    means = {}
+    for name in batches[0]:
+        layer: Any = network.get_submodule(name)
+        if layer.channel_map() is None:
+            mean = float(torch.cat([values[name].double() for values in batches]).mean())
+            means[name] = 1 + float(layer.effective_alpha) * (mean - 1)
+    return means
 
 
 def _narrowed(
-    job: Job,
+    examples: Examples,
     proto: onnx.ModelProto,
     exported: torch.export.ExportedProgram,
     precision: Precision,
-    runtime: Runtime | None,
     tolerance: float | None,
 ) -> tuple[onnx.ModelProto, list[Check]]:
     """Return a model in less than 32 bits, and what it has to answer."""
-    judged = job.batches(job.images[1::2]) if len(job.images) > 1 else job.calls
-    reference = Reference(job.network, judged, tolerance=tolerance or NARROW[precision])
+    reference = Reference(examples.network, examples.judged, tolerance=tolerance or NARROW[precision])
     if precision == "int8":
-        fitted = [call.args[0] for call in job.batches(job.images[::2])]
+        fitted = [call.args[0] for call in examples.fitted]
         advice = "bake the network first, give other images, or raise `tolerance` if you can accept that"
-        return to_int8(proto, fitted, runtime or "onnxruntime"), [(reference, advice)]
+        return to_int8(proto, fitted), [(reference, advice)]
     advice = "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"
     half = reference.compare(HalfRun(exported))
     if half.share == math.inf:
@@ -305,14 +307,3 @@ def _has_labels(program: Program, labels: Sequence[str] | None) -> bool:
     with torch.no_grad():
         outputs = list(tensors_of(program.call.on(program.module)))
     return len(outputs) != 1 or outputs[0].ndim != 2 or outputs[0].shape[1] == len(labels)
-
-
-def _strength(model: nn.Module) -> float | None:
-    try:
-        return strength_of(model)
-    except RetrofitError:
-        return None
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

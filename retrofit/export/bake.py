@@ -13,7 +13,6 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +23,11 @@ from torch import Tensor, nn
 from retrofit.compare import tensors_of
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.capture import placed, select_rows
-from retrofit.export.strength_0 import per_channel, regress, representable, settle
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.layers import ProxyNorm, StrengthMixin
+from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
+from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.batches import images_of
-from retrofit.utils.evaluating import evaluating, kept_values, put_back
 from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import placement_of
 from retrofit.utils.text import one_line, plural
@@ -44,14 +42,10 @@ _WORST = 0.01  # share of the images that count as the worst
 
 @dataclass(frozen=True)
 class BakedLayer:
-    """What became of one layer.
+    """What became of one layer: whether it is at strength 0 now, and why not.
 
-    Attributes:
-        name: Its name.
-        error: Root mean square of what constants leave of its output, as a share of the output's standard deviation;
-            None for a layer that was not looked at.
-        baked: Whether it is at strength 0 now.
-        reason: Why not; empty if it is.
+    The error is the root mean square of what constants leave of its output, as a share of the output's standard
+    deviation; None for a layer that was not looked at.
     """
 
     name: str
@@ -62,40 +56,27 @@ class BakedLayer:
 
 @dataclass(frozen=True)
 class Stage:
-    """One choice of layers, and what it does on images that were not fitted on.
+    """A choice of layers, those whose error is not above a threshold, judged on images that were not fitted on.
 
-    Attributes:
-        threshold: Largest error of a layer that is baked.
-        layers: How many are.
-        error: Root mean square of the change of the network's output, as a share of its standard deviation.
-        worst: The same of the worst 1% of the images, the worst one at least.
-        top1_agreement: Share of the images with the same highest output; None for outputs that are no scores.
+    The error is the root mean square of the change of the network's output, as a share of its standard deviation.
     """
 
     threshold: float
     layers: int
     error: float
-    worst: float
-    top1_agreement: float | None
+    worst: float  # the same of the worst 1% of the images, the worst one at least
+    top1_agreement: float | None  # share of the images with the same highest output; None if it is no scores
 
 
 @dataclass(frozen=True)
 class BakeReport:
-    """What was baked, and what it changes.
+    """What was baked, and what it changes."""
 
-    Attributes:
-        layers: Every layer with a strength, in the order of the network.
-        stages: The choices that were tried, in the order of their thresholds.
-        chosen: The one that was taken.
-        tolerance: Largest error of the output that passes.
-        images: How many were fitted on, and how many judged on.
-    """
-
-    layers: tuple[BakedLayer, ...]
-    stages: tuple[Stage, ...]
+    layers: tuple[BakedLayer, ...]  # every one with a strength, in the order of the network
+    stages: tuple[Stage, ...]  # the choices of layers that were tried, in the order of their thresholds
     chosen: Stage
     tolerance: float
-    images: tuple[int, int]
+    images: tuple[int, int]  # how many were fitted on, and judged on
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -134,154 +115,115 @@ def bake(
     """
     if not tolerance > 0:
         raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; leave it out for the usual one")
-    call = _call(model, images, inputs)
+    if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in model.parameters()):
+        raise RetrofitError("constants are fitted in float32; bake `model.float()`, and halve it again if you have to")
+    if (images is None) == (inputs is None):
+        raise UsageError("`bake` takes `images` or `inputs`; give one of them")
+    if images is not None:
+        batches = list(images_of(images, "images"))
+        call = Call((torch.cat(batches) if batches else torch.empty(0),))
+    else:
+        call = example_calls(model, inputs)[0]
     if call.batch < 4:
         raise RetrofitError(
             f"{plural(call.batch, 'image')} cannot be fitted and judged on; give 4 or more, 64 if you can"
         )
     trial = _Trial(model, call)
     choices = [trial.run(math.inf)]
-    if choices[0].stage.error > tolerance:
-        errors = [max(error, 1e-6) for error in choices[0].errors.values()]
+    if choices[0][0].error > tolerance:
+        errors = [max(error, 1e-6) for error in choices[0][1].values()]
         low, high = 0.9 * min(errors), 1.1 * max(errors)
         for _ in range(_TRIALS):
             middle = math.sqrt(low * high)
             choices.append(trial.run(middle))
-            low, high = (middle, high) if choices[-1].stage.error <= tolerance else (low, middle)
-    within = [choice for choice in choices if choice.stage.error <= tolerance and choice.stage.layers]
-    tried = sorted((choice.stage for choice in choices), key=lambda stage: stage.threshold)
+            low, high = (middle, high) if choices[-1][0].error <= tolerance else (low, middle)
+    stages = sorted((stage for stage, _, _ in choices), key=lambda stage: stage.threshold)
+    within = [choice for choice in choices if choice[0].error <= tolerance and choice[0].layers]
     if not within:
-        raise RetrofitError(_nothing_baked(tried, tolerance))
-    chosen = max(within, key=lambda choice: choice.stage.layers)
-    layers = {name: model.get_submodule(name) for name in chosen.fits}
-    before = kept_values(tensor for one in layers.values() for tensor in (*one.parameters(), *one.buffers()))
-    for name, layer in layers.items():
-        settle(layer, *chosen.fits[name])
-    stage = trial.judge(model, chosen.stage)
-    if stage.error > 1.001 * tolerance:
-        put_back(before)
+        least = min((stage for stage in stages if stage.layers), key=lambda stage: stage.error)
         raise RetrofitError(
-            f"the baked network's output changes by {stage.error:.2g} of its standard deviation, in the trial by "
-            f"{chosen.stage.error:.2g}; the model is left as it was: in half precision bake a float32 copy "
-            "(`model.float()`), else please report it"
+            f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g} of its standard "
+            f"deviation, more than {tolerance:g}; raise `tolerance`, or train there and back "
+            "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched there-and-back`)"
         )
-    reasons = {name: "" if name in chosen.fits else trial.reasons.get(name, "costs too much") for name in trial.names}
-    rows = (BakedLayer(name, chosen.errors.get(name), name in chosen.fits, reason) for name, reason in reasons.items())
-    return model, BakeReport(tuple(rows), tuple(tried), stage, tolerance, trial.images)
-
-
-def _call(model: nn.Module, images: Iterable[Any] | None, inputs: Inputs | None) -> Call:
-    """Return one call with all samples."""
-    if (images is None) == (inputs is None):
-        raise UsageError("`bake` takes `images` or `inputs`; give one of them")
-    if inputs is not None:
-        return example_calls(model, inputs)[0]
-    batches = list(images_of(images, "images"))  # type: ignore[arg-type]
-    return Call((torch.cat(batches) if batches else torch.empty(0),))
-
-
-def _nothing_baked(tried: Sequence[Stage], tolerance: float) -> str:
-    least = min((stage for stage in tried if stage.layers), key=lambda stage: stage.error, default=None)
-    if least is None:
-        return "no layer can be baked"
-    return (
-        f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g} of its standard deviation, "
-        f"more than {tolerance:g}; raise `tolerance`, or train there and back "
-        "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched there-and-back`)"
-    )
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What one choice of layers does: judged, the errors of each layer, and weight and bias of those that are baked."""
-
-    stage: Stage
-    errors: dict[str, float]
-    fits: dict[str, tuple[Tensor, Tensor]]
+    chosen, left, constants = max(within, key=lambda choice: choice[0].layers)
+    for name, (weight, bias) in constants.items():
+        settle(model.get_submodule(name), weight, bias)
+    reasons = {name: "" if name in constants else trial.reasons.get(name, "costs too much") for name in trial.names}
+    rows = tuple(BakedLayer(name, left.get(name), name in constants, reason) for name, reason in reasons.items())
+    return model, BakeReport(rows, tuple(stages), chosen, tolerance, trial.images)
 
 
 class _Trial:
-    """A copy of a network on which choices of layers are tried.
-
-    Attributes:
-        names: Its layers with a strength.
-        reasons: Why some of them cannot be baked.
-        images: How many are fitted on, and judged on.
-    """
+    """A copy of a network on which choices of layers are tried; `reasons` say which cannot be baked, and why."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
-        """Find what can be baked, and let the network answer as it is."""
         net = self._net = copy.deepcopy(model).eval()
-        if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in net.parameters()):
-            net.float()
-        found = {name: layer for name, layer in net.named_modules() if isinstance(layer, StrengthMixin)}
-        if not found:
+        layers: dict[str, Any] = {name: one for name, one in net.named_modules() if isinstance(one, StrengthMixin)}
+        if not layers:
             raise RetrofitError("the model holds no converted layer that has a strength; convert it first")
-        self.names = list(found)
+        self.names = list(layers)
         device, dtype = placement_of(net)
         call = placed(call, device, dtype)
         every = torch.arange(call.batch, device=device)
         self._fit, self._check = select_rows(call, every[::2].repeat(2)), select_rows(call, every[1::2])
         self.images = len(every[::2]), len(every[1::2])
-        rows = [_rows(net, found, select_rows(call, every[:n])) for n in (1, 2)]
-        self.reasons = _reasons(net, found, rows)
-        self._layers: dict[str, Any] = {name: one for name, one in found.items() if name not in self.reasons}
+        self.reasons = _reasons(net, layers, call, every)
+        self._layers = {name: layer for name, layer in layers.items() if name not in self.reasons}
         if not self._layers:
             name, why = next(iter(self.reasons.items()))
             raise RetrofitError(f"no layer can be baked: {name or 'the model'} {why}")
-        self._plain = {name: _plain(layer) for name, layer in self._layers.items()}
-        for layer in self._layers.values():
-            _activate_by_hook(layer)
+        self._bare: dict[str, Any] = {}  # normalizations at strength 0, without weight, bias and activation
+        for name, layer in self._layers.items():
+            if behind := layer.fused_modules():
+                layer.drop = layer.act = nn.Identity()
+            bare = self._bare[name] = copy.deepcopy(layer)
+            bare.set_strength(0.0)
+            bare.weight.fill_(1.0)
+            bare.bias.zero_()
+            if behind:  # as a hook, so that others may come before it
+                layer.register_forward_hook(partial(_activate, nn.Sequential(*behind)))
         self._expected = _answers(net, self._check)
 
-    def run(self, threshold: float) -> _Choice:
-        """Bake the layers that constants serve well enough."""
+    def run(self, threshold: float) -> tuple[Stage, dict[str, float], dict[str, tuple[Tensor, Tensor]]]:
+        """Bake the layers that constants serve well enough; return the error of each, and the constants."""
         errors: dict[str, float] = {}
-        fits: dict[str, tuple[Tensor, Tensor]] = {}
+        constants: dict[str, tuple[Tensor, Tensor]] = {}
+        fitting = True
 
-        def fit(name: str, plain: Any, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            """Fit the second half of the batch, that of the layers baked so far, to the first."""
-            base, wanted = plain(args[0][len(out) // 2 :]), out[: len(out) // 2]
-            dims, shape = per_channel(plain, base)
-            weight, bias, errors[name] = regress(base, wanted, dims)
-            if errors[name] > threshold:
+        def output(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            """Return a layer's output, of the samples from `start` on by constants if it is baked.
+
+            The second half of the batch that is fitted on holds the first half's images as the layers baked so far give
+            them.
+            """
+            if not fitting and name not in constants:
                 return out
-            fits[name] = weight, bias = representable(self._layers[name], weight, bias)
-            return torch.cat([wanted, base * weight.view(shape) + bias.view(shape)])
+            start = len(out) // 2 if fitting else 0
+            base = self._bare[name](args[0][start:])
+            dims, shape = per_channel(self._bare[name], base)
+            if fitting:
+                weight, bias, errors[name] = regress(base, out[:start], dims)
+                if errors[name] > threshold:
+                    return out
+                constants[name] = representable(self._layers[name], weight, bias)
+            weight, bias = constants[name]
+            return torch.cat([out[:start], base * weight.view(shape) + bias.view(shape)])
 
-        def baked(name: str, plain: Any, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            if name not in fits:
-                return out
-            _, shape = per_channel(plain, out)
-            weight, bias = fits[name]
-            return plain(*args) * weight.view(shape) + bias.view(shape)
-
-        with self._hooked(fit):
-            _run(self._net, self._fit)
-        with self._hooked(baked):
+        with hooked(
+            layer.register_forward_hook(partial(output, name), prepend=True) for name, layer in self._layers.items()
+        ):
+            self._net(*self._fit.args, **self._fit.kwargs)
+            fitting = False
             answers = _answers(self._net, self._check)
-        return _Choice(self._judge(threshold, answers, len(fits)), errors, fits)
+        return self._stage(threshold, answers, len(constants)), errors, constants
 
-    def _hooked(self, hook: Any) -> AbstractContextManager[None]:
-        """Let every layer answer by a hook for a while, before its activation."""
-        return hooked(
-            layer.register_forward_hook(partial(hook, name, self._plain[name]), prepend=True)
-            for name, layer in self._layers.items()
-        )
-
-    def judge(self, model: nn.Module, stage: Stage) -> Stage:
-        """Compare the network itself, after the baking of a choice, with what it was."""
-        with evaluating(model):
-            answers = _answers(model, placed(self._check, *placement_of(model)))
-        return self._judge(stage.threshold, answers, stage.layers)
-
-    def _judge(self, threshold: float, answers: Sequence[Tensor], layers: int) -> Stage:
-        """Compare answers with those of the network as it is."""
+    def _stage(self, threshold: float, answers: Sequence[Tensor], layers: int) -> Stage:
         per_image = []
-        for ours, theirs in zip(self._expected, answers, strict=True):
-            spread = float((ours - ours.mean(0)).square().mean())
+        for expected, found in zip(self._expected, answers, strict=True):
+            spread = float((expected - expected.mean(0)).square().mean())
             if spread > 0:
-                per_image.append((ours - theirs).square().flatten(1).mean(1) / spread)
+                per_image.append((expected - found).square().flatten(1).mean(1) / spread)
         if not per_image:
             raise RetrofitError(
                 "the network answers all images alike, which shows nothing; check its weights and the images"
@@ -293,22 +235,21 @@ class _Trial:
         return Stage(threshold, layers, float(squares.mean().sqrt()), float(worst.mean().sqrt()), same)
 
 
-def _rows(net: nn.Module, layers: dict[str, Any], call: Call) -> dict[str, list[int]]:
-    """Return the first dimension of each output of each layer."""
+def _activate(activation: nn.Module, _layer: nn.Module, _args: Any, out: Tensor) -> Any:
+    return activation(out)
+
+
+def _reasons(net: nn.Module, layers: dict[str, Any], call: Call, every: Tensor) -> dict[str, str]:
+    """Say of each layer that cannot be baked why."""
     rows: dict[str, list[int]] = {name: [] for name in layers}
 
-    def look(name: str, _layer: nn.Module, _args: Any, out: Tensor) -> None:
+    def note(name: str, _layer: nn.Module, _args: Any, out: Tensor) -> None:
         rows[name].append(len(out))
 
-    with hooked(layer.register_forward_hook(partial(look, name)) for name, layer in layers.items()):
-        _answers(net, call)  # refuses images of another shape
-    return rows
-
-
-def _reasons(net: nn.Module, layers: dict[str, Any], rows: Sequence[dict[str, list[int]]]) -> dict[str, str]:
-    """Say of each layer that cannot be baked why; `rows` are those of one sample and of two."""
+    with hooked(layer.register_forward_hook(partial(note, name)) for name, layer in layers.items()):
+        for samples in (1, 2):
+            _answers(net, select_rows(call, every[:samples]))  # refuses images of another shape
     reasons = {}
-    one, two = rows
     owners = Counter(id(tensor) for module in net.modules() for tensor in module.parameters(recurse=False))
     for name, layer in layers.items():
         if isinstance(layer, ProxyNorm | WeightStandardization):
@@ -319,34 +260,11 @@ def _reasons(net: nn.Module, layers: dict[str, Any], rows: Sequence[dict[str, li
             reasons[name] = "has no weight and bias of its own"
         elif owners[id(layer.weight)] > 1 or owners[id(layer.bias)] > 1:
             reasons[name] = "shares its parameters with another layer"
-        elif len(one[name]) != 1:
-            reasons[name] = f"is called {len(one[name])} times"
-        elif two[name] != [2 * one[name][0]]:
+        elif len(rows[name]) != 2:
+            reasons[name] = f"is called {len(rows[name]) // 2} times"
+        elif rows[name][1] != 2 * rows[name][0]:
             reasons[name] = "does not hold the images in its first dimension"
     return reasons
-
-
-def _plain(layer: Any) -> nn.Module:
-    """Return a layer's normalization at strength 0 alone, weight and bias apart."""
-    plain = copy.deepcopy(layer)
-    plain.set_strength(0.0)
-    plain.weight.fill_(1.0)
-    plain.bias.zero_()
-    if layer.fused_modules():
-        plain.drop = plain.act = nn.Identity()
-    return plain.eval()
-
-
-def _activate_by_hook(layer: Any) -> None:
-    """Let the activation of a fused layer be a hook, so that others may come before it."""
-    behind = layer.fused_modules()
-    if behind:
-        layer.drop = layer.act = nn.Identity()
-        layer.register_forward_hook(lambda _layer, _args, out: nn.Sequential(*behind)(out))
-
-
-def _run(net: nn.Module, call: Call) -> Any:
-    return net(*call.args, **call.kwargs)
 
 
 def _answers(net: nn.Module, call: Call) -> list[Tensor]:
@@ -355,9 +273,9 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
     Raises:
         RetrofitError: If it does not take such images, or answers otherwise.
     """
-    rows = torch.arange(call.batch, device=placement_of(net)[0]).split(_BATCH)
+    calls = [select_rows(call, few) for few in torch.arange(call.batch, device="cpu").split(_BATCH)]
     try:
-        batches = [[leaf.float() for leaf in tensors_of(_run(net, select_rows(call, few)))] for few in rows]
+        batches = [[leaf.float() for leaf in tensors_of(net(*one.args, **one.kwargs))] for one in calls]
         together = [torch.cat(leaves) for leaves in zip(*batches, strict=True)]
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise RetrofitError(
@@ -367,3 +285,53 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
     if not together or any(len(leaf) != call.batch for leaf in together):
         raise RetrofitError("baking compares outputs of one row an image, the network gives others; bake a part of it")
     return together
+
+
+def representable(layer: Any, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight and bias nearest to those given that a layer can have at strength 0: see `settle`."""
+    if not isinstance(layer, MigratedGroupNorm):
+        return weight, bias
+    able = weight * layer.weight > 1e-3 * layer.weight.square()  # a channel of no weight is its bias, either way
+    return torch.where(able, weight, layer.weight), torch.where(able, bias, layer.bias)
+
+
+def settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
+    """Set a layer to strength 0, where it is `weight` times its normalization there, plus `bias`.
+
+    A migrated norm holds that in its running statistics: a proxy activation behind it goes by its weight and bias.
+    """
+    layer.set_strength(0.0)
+    if not isinstance(layer, MigratedGroupNorm):
+        layer.weight.copy_(weight.view_as(layer.weight))
+        layer.bias.copy_(bias.view_as(layer.bias))
+        return
+    gamma, beta, weight, bias = (values.double() for values in (layer.weight, layer.bias, weight, bias))
+    off = gamma == 0
+    rstd = torch.rsqrt(layer.running_var.double() + layer.eps) * torch.where(off, 1.0, weight / gamma)
+    shift = torch.where(off, 0.0, (bias - beta) / (gamma * rstd))
+    layer.running_mean.copy_(layer.running_mean.double() - shift)
+    layer.running_var.copy_(rstd.square().reciprocal())
+    layer.eps.zero_()
+
+
+def per_channel(layer: nn.Module, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dimensions that a channel spans, and the shape in which its constants broadcast."""
+    if isinstance(layer, LayerNormalNorm) and not isinstance(layer, LayerNormalNorm2d):
+        own = x.shape[x.ndim - len(layer.normalized_shape) :]
+        return tuple(range(x.ndim - len(own))), tuple(own)
+    return (0, *range(2, x.ndim)), (-1, *(1,) * (x.ndim - 2))
+
+
+def regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
+    """Fit target = weight * base + bias by least squares; return them and the root mean square of what is left.
+
+    The last is a share of the standard deviation of the target, over all channels together.
+    """
+    mean_base, mean = base.mean(dims, keepdim=True), target.mean(dims, keepdim=True)
+    centred, target = base - mean_base, target - mean
+    power = centred.square().mean(dims, keepdim=True)
+    weight = (centred * target).mean(dims, keepdim=True) / power.clamp_min(1e-12)
+    left = (target - weight * centred).square().mean()
+    bias = mean - weight * mean_base
+    share = float((left / target.square().mean().clamp_min(1e-30)).sqrt())
+    return weight.flatten(), bias.flatten(), share

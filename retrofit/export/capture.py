@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
+from io import StringIO
 from typing import Any
 
 import torch
@@ -19,8 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from retrofit.errors import RetrofitError
-from retrofit.export.power_forms import FrozenTransform
-from retrofit.export.silence import cause_of, silence
+from retrofit.export.power_forms import POWER, FrozenTransform
 from retrofit.inputs import Call, is_detector
 from retrofit.layers import ProxyNorm
 from retrofit.layers.converted_layer import ConvertedLayer
@@ -30,6 +32,7 @@ from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
 from retrofit.utils.evaluating import copied
 from retrofit.utils.placement import device_of
+from retrofit.utils.text import with_class
 
 _KINDS = {
     FrozenTransform: "frozen",
@@ -42,24 +45,14 @@ _KINDS = {
 
 @dataclass
 class Program:
-    """What a network computes in evaluation, in float32 and without gradients.
+    """What a network computes in evaluation, in float32 and without gradients."""
 
-    Attributes:
-        module: The captured module, of ATen operations; where the network could not be captured, a copy of it whose
-            layers compute by their forms.
-        call: What it was captured with.
-        shapes: What torch.export is told of the dimensions of `call` that may vary.
-        batch_norms: The names of the BatchNorms that are no layers of ours.
-        layers: What each normalization layer that is called has become, by name: see `FoldedLayer`.
-        note: Why the network was not captured; empty if it was.
-    """
-
-    module: Any
+    module: Any  # of ATen operations; if it could not be captured, a copy whose layers compute by their forms
     call: Call
-    shapes: Any
-    batch_norms: frozenset[str]
-    layers: dict[str, str] = field(default_factory=dict)
-    note: str = ""
+    shapes: Any  # the dimensions of `call` that may vary, as torch.export takes them
+    batch_norms: frozenset[str]  # those that are no layers of ours
+    layers: dict[str, str] = field(default_factory=dict)  # what each that is called has become: see `FoldedLayer`
+    note: str = ""  # why the network was not captured
 
     def exported(self) -> torch.export.ExportedProgram:
         """Capture the module again, as it is now, without the checks of its input."""
@@ -77,17 +70,10 @@ def capture(
     dynamic_size: bool = False,
     lambdas: Mapping[str, float] | None = None,
 ) -> Program:
-    """Capture a network with an example call.
+    """Capture a network with an example call; it is not changed.
 
-    Args:
-        model: Any network, converted or not; it is not changed.
-        call: The example.
-        batch: The number of samples, fixed; None lets it vary.
-        dynamic_size: Whether what lies behind the channels of each input may vary too.
-        lambdas: lambda, strength included, that layers take instead of their estimates, by name.
-
-    Returns:
-        The program; one with a note where torch.export cannot capture the network.
+    The number of samples may vary unless `batch` fixes it; with `dynamic_size` what lies behind the channels may too.
+    `lambdas`, by layer and strength included, take the place of estimates.
     """
     net = copied(model).float().eval().requires_grad_(False)
     call = placed(with_rows(call, batch or max(2, call.batch)), device_of(net), torch.float32)
@@ -99,17 +85,21 @@ def capture(
         if "forward" in vars(layer):  # somebody's own
             program.layers[name] = "kept"
         else:
-            kind = _kind(layer, forms[layer])
-            vars(layer)["forward"] = partial(_noting, forms[layer], program.layers, name, kind)
+            vars(layer)["forward"] = partial(_by_form, forms[layer], program.layers, name, _kind(layer, forms[layer]))
     if is_detector(model):
         program.note = "detectors sort and suppress boxes, which torch.export cannot capture"
         return program
+    powers = [part for form in forms.values() for part in form.modules() if isinstance(part, TwoBranch)]
+    for part in powers:
+        vars(part)["forward"] = partial(POWER, **dict(zip(("lmbda", "gamma", "beta"), part.constants, strict=True)))
     try:
-        with _powers_as_nodes(forms.values()):
-            exported = _exported(net, call, program.shapes).run_decompositions({})
+        exported = _exported(net, call, program.shapes).run_decompositions({})
     except RetrofitError as error:
         program.note = str(error)
         return program
+    finally:
+        for part in powers:
+            del vars(part)["forward"]
     program.module = exported.module()
     for name in ("train", "eval"):  # they refuse, but the mode of a captured module does not matter
         vars(program.module).pop(name, None)
@@ -122,8 +112,8 @@ def capture(
     return program
 
 
-def _noting(form: nn.Module, layers: dict[str, str], name: str, kind: str, x: Tensor) -> Tensor:
-    """Compute what a layer computes by its form, as the layer's own forward."""
+def _by_form(form: nn.Module, layers: dict[str, str], name: str, kind: str, x: Tensor) -> Tensor:
+    """A layer's forward by its form, which notes that the layer is called."""
     if kind:
         layers[name] = kind
     out: Tensor = form.forward(x)
@@ -131,7 +121,7 @@ def _noting(form: nn.Module, layers: dict[str, str], name: str, kind: str, x: Te
 
 
 def _form(layer: ConvertedLayer, lmbda: float | None) -> nn.Module:
-    """Return what computes in the place of a layer: with a constant lambda, if one is given."""
+    """Return the inference form of a layer: with a constant lambda, if one is given."""
     form = layer.inference_form()
     if lmbda is not None:
         for part in form.modules():
@@ -147,57 +137,30 @@ def _kind(layer: ConvertedLayer, form: nn.Module) -> str:
     if isinstance(layer, ProxyNorm | WeightStandardization | PlainAffine):
         return ""
     kinds = {type(part) for part in form.modules()}
-    for part, kind in _KINDS.items():
-        if part in kinds:
-            return kind
-    return "normalization" if layer.affine_map() is None else "affine"
+    default = "normalization" if layer.affine_map() is None else "affine"
+    return next((kind for part, kind in _KINDS.items() if part in kinds), default)
 
 
-@contextmanager
-def _powers_as_nodes(forms: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the power transforms of some forms be single operations for a while."""
-    powers = [part for form in forms for part in form.modules() if isinstance(part, TwoBranch)]
-    for part in powers:
-        vars(part)["forward"] = partial(_as_node, part.constants)
-    try:
-        yield
-    finally:
-        for part in powers:
-            del vars(part)["forward"]
-
-
-def _as_node(constants: tuple[Tensor, Tensor, Tensor], h: Tensor) -> Tensor:
-    out: Tensor = torch.ops.retrofit.power(h, *constants)
-    return out
+def _mapped(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
+    """Return a call with a function of each of its tensors."""
+    args, kwargs = tree_map_only(Tensor, function, (call.args, dict(call.kwargs)))
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def select_rows(call: Call, rows: Tensor) -> Call:
     """Return a call with some of its samples: rows of each tensor that has as many as the first."""
     batch = call.batch
-
-    def selected(x: Tensor) -> Tensor:
-        return x[rows.to(x.device)] if x.ndim and len(x) == batch else x
-
-    return replace(call, args=tree_map_only(Tensor, selected, call.args), kwargs=_mapped(selected, call.kwargs))
+    return _mapped(call, lambda x: x[rows.to(x.device)] if x.ndim and len(x) == batch else x)
 
 
 def with_rows(call: Call, rows: int) -> Call:
     """Return a call with another number of samples, those of `call` in turn."""
-    return call if rows == call.batch else select_rows(call, torch.arange(rows) % call.batch)
+    return call if rows == call.batch else select_rows(call, torch.arange(rows, device="cpu") % call.batch)
 
 
 def placed(call: Call, device: torch.device, dtype: torch.dtype) -> Call:
     """Return a call whose tensors lie on a device, its floating-point numbers in a precision."""
-
-    def moved(x: Tensor) -> Tensor:
-        return x.detach().to(device, dtype if x.is_floating_point() else x.dtype)
-
-    return replace(call, args=tree_map_only(Tensor, moved, call.args), kwargs=_mapped(moved, call.kwargs))
-
-
-def _mapped(function: Callable[[Tensor], Tensor], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    mapped: dict[str, Any] = tree_map_only(Tensor, function, dict(kwargs))
-    return mapped
+    return _mapped(call, lambda x: x.detach().to(device, dtype if x.is_floating_point() else x.dtype))
 
 
 def _shapes(call: Call, varies: bool, dynamic_size: bool) -> Any:
@@ -214,11 +177,7 @@ def _shapes(call: Call, varies: bool, dynamic_size: bool) -> Any:
 
 
 def _exported(net: nn.Module, call: Call, shapes: Any) -> torch.export.ExportedProgram:
-    """Run torch.export.
-
-    Raises:
-        RetrofitError: If it cannot capture the network.
-    """
+    """Run torch.export; a RetrofitError says why it cannot capture the network."""
     args, kwargs = shapes
     try:
         with silence(), torch.no_grad():
@@ -226,3 +185,23 @@ def _exported(net: nn.Module, call: Call, shapes: Any) -> torch.export.ExportedP
             return torch.export.export(net, call.args, dict(call.kwargs), dynamic_shapes=dict(signature), strict=False)
     except Exception as error:  # torch.export raises anything that the network's code does
         raise RetrofitError(f"torch.export cannot capture the network ({cause_of(error)})") from error
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Keep an exporter's warnings, log lines and prints from the user: a network that it fails on, it prints whole."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one line what an error, which exporters wrap in others, comes from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return with_class(error).rstrip(".")

@@ -6,6 +6,7 @@ its input or what takes its output; a whitening into the convolution before it. 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Mapping
@@ -19,9 +20,10 @@ from torch.fx.node import map_arg
 
 from retrofit.export.approximation.fit import Fit
 from retrofit.export.capture import Program
-from retrofit.export.linear import LINEAR, Linear
 from retrofit.export.nodes import (
     ATEN,
+    LINEAR,
+    Linear,
     Transform,
     arguments,
     attribute_of,
@@ -33,6 +35,7 @@ from retrofit.export.nodes import (
     users_of,
 )
 from retrofit.export.power_forms import POWER, one_branch
+from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.forms import ChannelAffine, ConstantNorm, TwoBranch
 
 _NORM = ATEN._native_batch_norm_legit_no_training.default
@@ -48,14 +51,9 @@ _PADS = (
 
 @dataclass(frozen=True)
 class Affine:
-    """scale * x + shift along a dimension.
+    """scale * x + shift, (C,) in float64, along a dimension: 1, or the last.
 
-    Attributes:
-        scale: (C,) in float64.
-        shift: (C,) in float64.
-        dim: The dimension of the channels: 1, or the last.
-        layers: The layers that it is, or is a part of.
-        is_norm: Whether it was a batch normalization, so that one may stand for it.
+    `layers` are the layers that it is a part of; if `is_norm`, it may be written as a batch normalization.
     """
 
     scale: Tensor
@@ -72,26 +70,28 @@ class Affine:
 
 
 def affine(x: Node) -> Node:
-    """Stand for an `Affine` in a graph that is being folded."""
-    raise NotImplementedError
+    """Stand for an `Affine` in a graph that is being folded; it is never called."""
+    return x
 
 
 @torch.no_grad()
 def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
-    """Fold the constants of a captured program, in place.
+    """Fold the constants of a captured program, in place; its `layers` say afterwards what became of each.
 
-    Args:
-        program: The program; its `layers` say afterwards what became of each.
-        fits: Approximations that take the place of power transforms, by node.
+    `fits` take the place of power transforms, by node.
     """
     folding = _Folding(program)
-    folding.find_affine_maps()
-    for node in calls_of(folding.graph, POWER):
-        folding.replace_power(Transform.of(folding.module, node), fits.get(node))
-    folding.fold_affine_maps()
-    folding.merge_square_convolutions()
+    for node in list(folding.graph.nodes):
+        if node.target is POWER:
+            folding.replace_power(Transform.of(folding.module, node), fits.get(node))
+        elif node.target in LINEAR:
+            folding.merge_whitening(node)
+        else:
+            folding.fold_affine(node)
+    for node in reversed(calls_of(folding.graph, affine)):
+        folding.fold_into_consumer(node)
     folding.lower_affine_maps()
-    folding.graph.eliminate_dead_code(_has_effect)
+    folding.graph.eliminate_dead_code(lambda node: node.op not in ("get_attr", "call_function") or node.is_impure())
     _drop_unused_attributes(folding.module)
     folding.module.recompile()
 
@@ -105,42 +105,36 @@ class _Folding:
         self.graph = self.module.graph
         self.maps: dict[Node, Affine] = {}
         self.values: dict[Node, Any] = {}
-        self.made = 0
+        self.folded: set[str] = set()
+        self.added = 0
         self.constants = _constants(self.graph)
         attributes = self.graph.find_nodes(op="get_attr")
         self.readers = Counter(_memory(attribute_of(self.module, node)) for node in attributes for _ in node.users)
 
     # Affine maps
 
-    def find_affine_maps(self) -> None:
-        """Replace each operation that is an affine map per channel by an `affine` node."""
-        for node in list(self.graph.nodes):
-            found = self._batch_norm(node) or self._arithmetic(node)
-            if found is not None:
-                name = layer_of(node)
-                if name in self.batch_norms:
-                    self.layers.setdefault(name, "affine")
-                unpacked = node.args[0] if node.target is operator.getitem else None
-                self._replace(node, self._affine(node, *found))
-                if unpacked is not None and not unpacked.users:
-                    self.graph.erase_node(unpacked)
+    def fold_affine(self, node: Node) -> None:
+        """Merge an operation that is an affine map per channel into the layer before it, or into a map before it."""
+        norm: Any = node.args[0] if node.target is operator.getitem else None
+        is_norm = norm is not None and norm.target is _NORM and node.args[1] == 0
+        found = self._batch_norm(norm) if is_norm else self._arithmetic(node)
+        if found is None:
+            return
+        if layer_of(node) in self.batch_norms:
+            self.layers.setdefault(layer_of(node), "affine")
+        self._replace(node, self._mapped(norm if is_norm else node, *found))
+        if is_norm and not norm.users:
+            self.graph.erase_node(norm)
 
-    def _batch_norm(self, node: Node) -> tuple[Node, Affine] | None:
-        """Return the input and the map of evaluation's batch normalization, whose output `node` is."""
-        norm: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
-        if norm is None or norm.target is not _NORM:
-            return None
+    def _batch_norm(self, norm: Node) -> tuple[Node, Affine] | None:
+        """Return the input and the map of evaluation's batch normalization."""
         values = arguments(norm)
-        names = ("weight", "bias", "running_mean", "running_var")
-        constants = [self._constant(values[name]) for name in names]
-        if any(found is None and values[name] is not None for name, found in zip(names, constants, strict=True)):
+        given = [values[name] for name in ("running_mean", "running_var", "weight", "bias")]
+        constants: list[Any] = [self._constant(value) for value in given]
+        if any(constant is None and value is not None for constant, value in zip(constants, given, strict=True)):
             return None
-        weight, bias, mean, var = (None if value is None else value.double() for value in constants)
-        assert mean is not None
-        assert var is not None
-        scale = torch.rsqrt(var + values["eps"])
-        scale = scale if weight is None else scale * weight
-        shift = -mean * scale if bias is None else bias - mean * scale
+        mean, var, weight, bias = constants
+        scale, shift = ChannelMap.of(mean, var, values["eps"], weight, bias).affine()
         return values["input"], Affine(scale, shift, 1, frozenset([layer_of(norm)]), is_norm=True)
 
     def _arithmetic(self, node: Node) -> tuple[Node, Affine] | None:
@@ -151,35 +145,28 @@ class _Folding:
         x, value = node.args[place], self._constant(node.args[1 - place])
         if value is None or not isinstance(x, Node) or self._constant(x) is not None:
             return None
-        channels = per_channel(value, x, node)
-        if channels is None:
+        if (channels := per_channel(value, x, node)) is None:
             return None
         dim, vector = channels
         scale = torch.ones_like(vector) if node.target in _SUMS else vector ** _PRODUCTS[node.target]
         shift = vector * _SUMS[node.target] if node.target in _SUMS else torch.zeros_like(vector)
         return (x, Affine(scale, shift, dim, frozenset([layer_of(node)]))) if scale.isfinite().all() else None
 
-    def fold_affine_maps(self) -> None:
-        """Merge affine maps with each other, and with the layers before and after them."""
-        for node in calls_of(self.graph, affine):
-            x: Any = node.args[0]
-            before = self.maps.get(x)
-            if before is not None and users_of(x) == [node] and before.dim == self.maps[node].dim:
-                self.maps[node] = before.then(self.maps[node])
-                self._replace(x, x.args[0])
-            self._fold_into_feeder(node)
-        for node in reversed(calls_of(self.graph, affine)):
-            self._fold_into_consumer(node)
+    def _mapped(self, user: Node, x: Any, one: Affine) -> Any:
+        """Return the node of a map of `x`, which `user` computes: the layer or map before it, if that can take it."""
+        self.folded |= one.layers  # until it is lowered
+        before, feeder, alone = self.maps.get(x), self._linear(x), users_of(x) == [user]
+        if alone and before is not None and before.dim == one.dim:
+            self.maps[x] = before.then(one)
+            return x
+        if alone and feeder is not None and _fits(x, one, feeder.weight.shape[:2]):
+            self._set(x, feeder.then(one.scale, one.shift))
+            return x
+        node = self._insert(user, "call_function", affine, x)
+        self.maps[node] = one
+        return node
 
-    def _fold_into_feeder(self, node: Node) -> None:
-        x: Any = node.args[0]
-        one, feeder = self.maps[node], self._linear(x)
-        if feeder is None or users_of(x) != [node] or not _fits(x, one, feeder.outputs):
-            return
-        self._set(x, feeder.then(one.scale, one.shift))
-        self._replace(node, x)
-
-    def _fold_into_consumer(self, node: Node) -> None:
+    def fold_into_consumer(self, node: Node) -> None:
         """Fold a map into the layer that alone takes its output, if need be through padding.
 
         A shift is wrong at a border of zeros: there only the scale is folded.
@@ -191,7 +178,7 @@ class _Folding:
                 return
             last, zeros = users[0], zeros or border == "zeros"
         consumer = self._linear(users[0]) if len(users) == 1 and users[0].args[0] is last else None
-        if consumer is None or not _fits(users[0], one, consumer.inputs):
+        if consumer is None or not _fits(users[0], one, consumer.weight.shape[:3:2]):
             return
         rest = torch.zeros_like(one.shift)
         if (zeros or consumer.pads_zeros) and bool(one.shift.any()):
@@ -199,57 +186,44 @@ class _Folding:
                 return
             rest = one.shift / one.scale
         self._set(users[0], consumer.after(one.scale, one.shift if not rest.any() else 0 * rest))
-        self.maps[node] = Affine(torch.ones_like(rest), rest, one.dim, one.layers if bool(rest.any()) else frozenset())
+        self.maps[node] = Affine(torch.ones_like(rest), rest, one.dim, one.layers)
 
     def lower_affine_maps(self) -> None:
         """Put operations in the place of the maps that are left, and note which layers are folded."""
-        named = {name for one in self.maps.values() for name in one.layers}
         for node in calls_of(self.graph, affine):
             one = self.maps[node]
             if bool((one.scale == 1).all() and (one.shift == 0).all()):
                 self._replace(node, node.args[0])
                 continue
-            named -= one.layers
+            self.folded -= one.layers
             if one.is_norm and one.dim == 1:
                 form: nn.Module = ConstantNorm(torch.zeros_like(one.shift), one.scale, one.shift)
             else:
                 form = ChannelAffine(one.scale, one.shift, last=one.dim != 1)
-            self._replace(node, self._call(node, node.args[0], form))
-        for name in named:
-            if self.layers.get(name) == "affine":
-                self.layers[name] = "folded"
+            self._replace(node, self._form(node, node.args[0], form))
+        self.layers.update({name: "folded" for name in self.folded if self.layers.get(name) == "affine"})
 
-    # Whitening
+    # Whitening and power transforms
 
-    def merge_square_convolutions(self) -> None:
-        """Merge convolutions of size 1, of as many channels a group as they take, into the layer before them."""
-        for node in calls_of(self.graph, *LINEAR):
-            x: Any = node.args[0]
-            matrix, feeder = self._matrix(node), self._linear(x)
-            if matrix is None or feeder is None or users_of(x) != [node] or _channel_dim(x) != _channel_dim(node):
-                continue
-            if feeder.outputs != matrix.outputs or not feeder.from_same(matrix.outputs // matrix.groups):
-                continue
-            self._set(x, feeder.then_groups(matrix))
+    def merge_whitening(self, node: Node) -> None:
+        """Merge a convolution of size 1, of as many channels a group as it takes, into the layer before it."""
+        x: Any = node.args[0]
+        matrix, feeder = self._linear(node), self._linear(x)
+        if matrix is None or feeder is None or users_of(x) != [node] or _channel_dim(x) != _channel_dim(node):
+            return
+        _, out, inner, *size = matrix.weight.shape
+        moves = set(arguments(node).get("stride", [1])) != {1} or matrix.pads_zeros or matrix.transposed
+        merged = None if moves or out != inner or math.prod(size) != 1 else feeder.then_groups(matrix)
+        if merged is not None:
+            self._set(x, merged)
             if self.layers.get(layer_of(node)) == "group convolution":
                 self.layers[layer_of(node)] = "folded"
             self._replace(node, x)
 
-    def _matrix(self, node: Node) -> Linear | None:
-        """Return a layer that multiplies each group of channels by a square matrix; None for others."""
-        layer, values = self._linear(node), arguments(node)
-        if layer is None or layer.transposed or layer.inputs != layer.outputs or layer.weight[0, 0].numel() != 1:
-            return None
-        moves = set(values.get("stride", [1])) != {1} or layer.pads_zeros
-        return None if moves else layer
-
-    # Power transforms
-
     def replace_power(self, found: Transform, fit: Fit | None) -> None:
         """Put a form in the place of a power transform: the fit, or the transform itself."""
         node, name = found.node, layer_of(found.node)
-        scale, shift, after = found.sign, torch.zeros_like(found.sign), torch.ones_like(found.sign)
-        drops_relu = False
+        scale, shift, after, drops_relu = found.sign, 0 * found.sign, torch.ones_like(found.sign), False
         if fit is not None:
             label, scale, shift, forms = fit.form, scale * fit.scale, fit.shift, fit.parts()
             drops_relu = fit.has_activation and found.relu is not None
@@ -257,16 +231,15 @@ class _Folding:
             label, drops_relu, (scale, shift, forms, after) = "one branch", True, branch
         else:
             label, forms = "two branches", [TwoBranch(found.lmbda, found.gamma, found.beta)]
-        x = self._affine(
-            node, node.args[0], Affine(scale, shift, 1, frozenset([name] if label == "affine" else ()), True)
-        )
+        folds_away = frozenset([name] if label == "affine" else ())
+        x = self._mapped(node, node.args[0], Affine(scale, shift, 1, folds_away, True))
         for form in forms:
-            x = self._call(node, x, form)
-        x = self._affine(node, x, Affine(after, torch.zeros_like(after)))
+            x = self._form(node, x, form)
+        if forms:
+            x = self._mapped(node, x, Affine(after, torch.zeros_like(after)))
         if self.layers.get(name) != "frozen":
             self.layers[name] = label
-        if drops_relu:
-            assert found.relu is not None
+        if drops_relu and found.relu is not None:
             self._replace(found.relu, x)
             self.graph.erase_node(node)
         else:
@@ -298,49 +271,41 @@ class _Folding:
             return None
         if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
             return None  # a single sample without its batch
-        return Linear.of(node, weight, bias)
+        return Linear.of_call(node, weight, bias)
 
     def _set(self, node: Node, layer: Linear) -> None:
         """Give a convolution or linear layer other constants."""
         values = arguments(node)
-        for name, value in (("weight", layer.weight), ("bias", layer.bias)):
+        for name, value in (("weight", layer.torch_weight()), ("bias", layer.bias)):
             if value is not None:
                 values[name] = self._stored(node, values[name], value.float())
         node.args, node.kwargs = tuple(values.values()), {}
 
     def _stored(self, before: Node, held: Any, value: Tensor) -> Node:
         """Return a node of a constant: under the name of what it replaces, if nothing else uses that."""
-        given = held is not None and held.op == "get_attr" and len(held.users) == 1
-        if given and self.readers[_memory(self._constant(held))] == 1:
+        is_own = held is not None and held.op == "get_attr" and len(held.users) == 1
+        if is_own and self.readers[_memory(self._constant(held))] == 1:
             owner, _, name = str(held.target).rpartition(".")
-            tables = self.module.get_submodule(owner)
-            if name in tables._parameters:
-                tables._parameters[name] = nn.Parameter(value, requires_grad=False)
-            else:
-                tables._buffers[name] = value
-            node = held
+            module, node = self.module.get_submodule(owner), held
+            setattr(module, name, nn.Parameter(value, requires_grad=False) if name in module._parameters else value)
         else:
-            self.made += 1
-            self.module.register_buffer(f"_folded_{self.made}", value)
+            self.added += 1
+            self.module.register_buffer(f"_folded_{self.added}", value)
             with self.graph.inserting_before(before):
-                node = self.graph.get_attr(f"_folded_{self.made}")
+                node = self.graph.get_attr(f"_folded_{self.added}")
             self.constants.add(node)
         self.values[node] = value
         self.readers[_memory(value)] = 1
         return node
 
-    def _affine(self, before: Node, x: Any, one: Affine) -> Node:
-        with self.graph.inserting_before(before):
-            node = self.graph.call_function(affine, (x,))
-        node.meta["val"] = before.meta["val"]
-        self.maps[node] = one
-        return node
+    def _form(self, before: Node, x: Any, form: nn.Module) -> Node:
+        self.added += 1
+        self.module.add_module(f"_form_{self.added}", form.eval())
+        return self._insert(before, "call_module", f"_form_{self.added}", x)
 
-    def _call(self, before: Node, x: Any, form: nn.Module) -> Node:
-        self.made += 1
-        self.module.add_module(f"_form_{self.made}", form.eval())
+    def _insert(self, before: Node, op: str, target: Any, x: Any) -> Node:
         with self.graph.inserting_before(before):
-            node = self.graph.call_module(f"_form_{self.made}", (x,))
+            node = self.graph.create_node(op, target, (x,))
         node.meta["val"] = before.meta["val"]
         return node
 
@@ -351,18 +316,14 @@ class _Folding:
 
 def _constants(graph: fx.Graph) -> set[Node]:
     """Return the nodes whose values no input reaches, nothing writes to, and no random number is in."""
-    found: set[Node] = set()
+    constants: set[Node] = set()
     written = [node.args[0] for node in calls_of(graph, ATEN.copy_.default)]
     for node in graph.nodes:
-        if node.op == "get_attr":
-            constant = node not in written
-        else:
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            constant = node.op == "call_function" and not random and not node.is_impure()
-            constant = constant and found.issuperset(node.all_input_nodes)
-        if constant:
-            found.add(node)
-    return found
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        pure = node.op == "get_attr" or (node.op == "call_function" and not random and not node.is_impure())
+        if pure and node not in written and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+    return constants
 
 
 def _channel_dim(node: Node) -> int:
@@ -370,8 +331,8 @@ def _channel_dim(node: Node) -> int:
     return len(shape_of(node)) - 1 if node.target is ATEN.linear.default else 1
 
 
-def _fits(node: Node, one: Affine, channels: int) -> bool:
-    return _channel_dim(node) == one.dim and channels == len(one.scale)
+def _fits(node: Node, one: Affine, channels: torch.Size) -> bool:
+    return _channel_dim(node) == one.dim and channels.numel() == len(one.scale)
 
 
 def _memory(value: Any) -> int:
@@ -379,16 +340,11 @@ def _memory(value: Any) -> int:
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else id(value)
 
 
-def _has_effect(node: Node) -> bool:
-    return node.op in ("placeholder", "output", "call_module") or node.is_impure()
-
-
 def _drop_unused_attributes(module: fx.GraphModule) -> None:
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    called = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
+    called = tuple(f"{node.target}." for node in module.graph.nodes if node.op == "call_module")
     for prefix, owner in list(module.named_modules()):
-        if any(prefix == name or prefix.startswith(f"{name}.") for name in called):
-            continue
-        for table in (owner._parameters, owner._buffers):
-            for name in [name for name in table if ".".join(filter(None, (prefix, name))) not in used]:
-                del table[name]
+        if not f"{prefix}.".startswith(called):
+            for table in (owner._parameters, owner._buffers):
+                for name in [name for name in table if ".".join(filter(None, (prefix, name))) not in used]:
+                    del table[name]

@@ -1,9 +1,9 @@
-"""What the nodes of a captured graph say: arguments, users, shapes, the layers that they come from."""
+"""What the nodes of a captured graph are: arguments, users, shapes; power transforms, and layers that mix channels."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,11 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 ATEN = torch.ops.aten
-_CHECKS = (ATEN._assert_tensor_metadata.default,)
+_TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
+LINEAR = (
+    *(ATEN.linear.default, ATEN.conv1d.default, ATEN.conv2d.default, ATEN.conv3d.default, ATEN.convolution.default),
+    *(ATEN.conv1d.padding, ATEN.conv2d.padding, ATEN.conv3d.padding, *_TRANSPOSED),
+)
 
 
 def calls_of(graph: fx.Graph, *targets: Any) -> list[Node]:
@@ -28,7 +32,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 def users_of(node: Node) -> list[Node]:
     """Return the nodes that use a value; what only checks its type does not."""
-    return [user for user in node.users if user.target not in _CHECKS]
+    return [user for user in node.users if user.target is not ATEN._assert_tensor_metadata.default]
 
 
 def shape_of(node: Node) -> tuple[Any, ...]:
@@ -49,18 +53,10 @@ def attribute_of(module: fx.GraphModule, node: Node) -> Any:
 
 @dataclass(frozen=True)
 class Transform:
-    """A power transform of a graph, with gamma >= 0: gamma * psi(sign * h; lambda) + beta.
+    """A power transform of a graph: gamma * psi(sign * h; lambda) + beta, gamma >= 0; (C,) each, float64.
 
-    gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda) makes it so.
-
-    Attributes:
-        node: Its node, which takes h, (N, C, *).
-        sign: -1 where gamma was negative, else 1; (C,) in float64, as are those that follow.
-        lmbda: lambda.
-        gamma: gamma.
-        beta: beta.
-        relu: The ReLU or ReLU6 that alone takes its output, or None.
-        high: The upper limit of that one: inf, or 6; None without one.
+    gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda) makes it so. If a ReLU or ReLU6 alone takes the output, that
+    is `relu`, and its upper limit, inf or 6, is `high`.
     """
 
     node: Node
@@ -113,3 +109,73 @@ def border_of(node: Node) -> Literal["zeros", "values"] | None:
     if node.target is ATEN.constant_pad_nd.default or values.get("mode") == "constant":
         return None if fill else "zeros"
     return "values"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A convolution or linear layer, in float64.
+
+    The weight is (groups, C_out / groups, C_in / groups, *), the bias (C_out,) or None. `pads_zeros` says whether zeros
+    beside the input count in the output.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool = False
+    pads_zeros: bool = False
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, groups: int, transposed: bool, pads_zeros: bool = False) -> Linear:
+        """Return the layer of torch's parameters."""
+        weight = weight.double().unflatten(0, (groups, -1))
+        weight = weight.transpose(1, 2) if transposed else weight
+        return cls(weight, None if bias is None else bias.double(), transposed, pads_zeros)
+
+    @classmethod
+    def of_call(cls, node: Node, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return what a call of one of `LINEAR` computes with these constants."""
+        values = arguments(node)
+        transposed = node.target in _TRANSPOSED or bool(values.get("transposed"))
+        padding = values.get("padding", "valid")
+        pads = weight[0, 0].numel() > 1 if padding == "same" else transposed or (padding != "valid" and any(padding))
+        return cls.of(weight, bias, values.get("groups", 1), transposed, pads)
+
+    def torch_weight(self) -> Tensor:
+        """Return the weight as torch holds it."""
+        return (self.weight.transpose(1, 2) if self.transposed else self.weight).flatten(0, 1)
+
+    def then(self, scale: Tensor, shift: Tensor) -> Linear:
+        """Return the layer that gives scale * y + shift where this one gives y; (C_out,) each. Padding is no matter."""
+        groups, out, _, *size = self.weight.shape
+        if self.bias is not None:
+            shift = scale * self.bias + shift
+        bias = shift if self.bias is not None or bool(shift.any()) else None
+        return replace(self, weight=self.weight * scale.view(groups, out, 1, *(1 for _ in size)), bias=bias)
+
+    def after(self, scale: Tensor, shift: Tensor) -> Linear:
+        """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each.
+
+        A shift other than zero is right only if this one does not count zeros beside its input.
+        """
+        groups, _, inner, *size = self.weight.shape
+        shape, bias = (groups, 1, inner, *(1 for _ in size)), self.bias
+        if bool(shift.any()):
+            moved = (self.weight * shift.view(shape)).flatten(2).sum(2).flatten()
+            bias = moved if bias is None else bias + moved
+        return replace(self, weight=self.weight * scale.view(shape), bias=bias)
+
+    def then_groups(self, matrix: Linear) -> Linear | None:
+        """Return the layer that gives what `matrix` makes of each group of this one's output channels.
+
+        `matrix` is a convolution of size 1 that keeps the number of channels of each group. The answer is None where
+        the channels of a group do not come from the same input channels.
+        """
+        groups, size = matrix.weight.shape[:2]
+        if self.weight.shape[:2].numel() != groups * size or self.weight.shape[1] % size:
+            return None
+        factor, bias = matrix.weight.view(groups, size, size), matrix.bias
+        weight = (factor @ self.weight.reshape(groups, size, -1)).view(self.weight.shape)
+        if self.bias is not None:
+            moved = (factor @ self.bias.view(groups, size, 1)).flatten()
+            bias = moved if bias is None else bias + moved
+        return replace(self, weight=weight, bias=bias)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from retrofit.errors import RetrofitError
-from retrofit.export.linear import Linear
+from retrofit.export.nodes import Linear
 from retrofit.graph.feeders import sole_feeders
 from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_module
@@ -52,11 +52,10 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: 
         RetrofitError: If a layer is neither, with the name and the reason of each, or other code reads the tensors of
             one that changes, or the copy is another function.
     """
-    problems = {name: reason for name, layer in model.named_modules() if (reason := _problem(layer))}
-    if problems:
-        name, reason = next(iter(problems.items()))
+    if problems := {name: reason for name, layer in model.named_modules() if (reason := _problem(layer))}:
+        name, problem = next(iter(problems.items()))
         more = f" (and {plural(len(problems) - 1, 'more layer')})" if len(problems) > 1 else ""
-        raise RetrofitError(f"no layer of torch or timm computes what {name or 'the model'} does{more}: {reason}")
+        raise RetrofitError(f"no layer of torch or timm computes what {name or 'the model'} does{more}: {problem}")
     reference, reason = reference_of(model, inputs, input_size)
     net = copied(model)
     set_record(net, plans=())
@@ -92,8 +91,14 @@ def plain_layer(layer: nn.Module) -> nn.Module | None:
     """
     if not isinstance(layer, ConvertedLayer) or isinstance(layer, PlainAffine):
         return None
+    owner: Any = layer
     with torch.no_grad():
-        return _behind(*layer.plain_layer(), layer)
+        constants, new = owner.plain_layer()
+        if constants is None:
+            return new
+        scale, shift = (value.to(owner.running_mean.dtype) for value in constants)
+        parts = new.named_children() if type(new) is nn.Sequential else [("norm", new)]
+        return nn.Sequential(OrderedDict(affine=ConstantAffine(scale, shift), **dict(parts)))
 
 
 def _problem(layer: nn.Module) -> str:
@@ -127,20 +132,10 @@ def _plain(layer: nn.Module, feeder: nn.Module | None) -> nn.Module | None:
 
 def _fold_after(feeder: Any, scale: Tensor, shift: Tensor) -> None:
     """Make a convolution or linear layer put out scale * y + shift instead of y, per output channel."""
-    bias = None if feeder.bias is None else feeder.bias.double()
-    transposed = isinstance(feeder, _ConvTransposeNd)
-    moved = Linear(feeder.weight.double(), bias, getattr(feeder, "groups", 1), transposed).then(scale, shift)
-    feeder.weight.copy_(moved.weight)
+    bias, transposed = feeder.bias, isinstance(feeder, _ConvTransposeNd)
+    moved = Linear.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed).then(scale, shift)
+    feeder.weight.copy_(moved.torch_weight())
     if bias is not None:
         feeder.bias.copy_(moved.bias)
     elif moved.bias is not None:
         feeder.bias = nn.Parameter(moved.bias.to(feeder.weight.dtype), requires_grad=feeder.weight.requires_grad)
-
-
-def _behind(constants: tuple[Tensor, Tensor] | None, new: nn.Module, layer: Any) -> nn.Module:
-    """Put a layer behind a constant affine."""
-    if constants is None:
-        return new
-    scale, shift = (value.to(layer.running_mean.dtype) for value in constants)
-    parts = new.named_children() if type(new) is nn.Sequential else [("norm", new)]
-    return nn.Sequential(OrderedDict(affine=ConstantAffine(scale, shift), **dict(parts)))

@@ -1,6 +1,9 @@
-"""What folding and approximations leave of a power transform, beside the forms that layers have."""
+"""What folding and approximations make of a power transform, beside the forms that layers have."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,8 @@ from retrofit.layers.forms import (
     SMALL_POWER,
     ConstantNorm,
     EstimatedTransform,
+    FunctionModule,
+    GroupConvolution,
     Standardize,
     TwoBranch,
     channel_view,
@@ -34,51 +39,32 @@ POWER = torch.ops.retrofit.power.default
 
 
 class OneBranch(nn.Module):
-    """max(0, gamma * psi(h; lambda) + beta) where only h > 0 can be positive.
+    """max(0, gamma * psi(h; lambda) + beta), (N, C, *), where only h > 0 can be positive.
 
     It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function, and gives
-    factor * (u^lambda - 1) / lambda: what comes before it can do the rest.
-
-    Args:
-        lmbda: (C,) in float64.
-        factor: gamma - lambda * beta, (C,).
+    scale * (u^lambda - 1), or scale * (u^lambda - 1) / lambda if lambda is near 0; what surrounds it can do the rest.
     """
 
     lmbda: Tensor
     scale: Tensor | None
 
-    def __init__(self, lmbda: Tensor, factor: Tensor) -> None:
-        """Keep float32 constants."""
+    def __init__(self, lmbda: Tensor, scale: Tensor | None, near_0: bool) -> None:
         super().__init__()
-        self.exact = bool((lmbda.abs() < SMALL_POWER).any())
+        self.near_0 = near_0
         self.register_buffer("lmbda", lmbda.float())
-        self.register_buffer("scale", (factor if self.exact else factor / lmbda).float())
-
-    def take_scale(self) -> Tensor:
-        """Leave the constant factor to what follows, and return it, (C,)."""
-        assert self.scale is not None
-        scale, self.scale = self.scale, None
-        return scale.double()
+        self.register_buffer("scale", None if scale is None else scale.float())
 
     def forward(self, u: Tensor) -> Tensor:
         """Transform (N, C, *)."""
         log = torch.log(u)
         power = log * channel_view(self.lmbda, u)
-        y = relative_growth(power) * log if self.exact else torch.exp(power) - 1.0
+        y = relative_growth(power) * log if self.near_0 else torch.exp(power) - 1.0
         return y if self.scale is None else y * channel_view(self.scale, u)
 
 
-class Clamp(nn.Module):
-    """Limits by constants of the whole layer, which runtimes fuse into the convolution before it."""
-
-    def __init__(self, low: float | None, high: float | None = None) -> None:
-        """Keep the limits."""
-        super().__init__()
-        self.low, self.high = low, high
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Clamp."""
-        return torch.clamp(x, self.low, self.high)
+def limits(low: float | None, high: float | None = None) -> nn.Module:
+    """Return limits by constants of the whole layer, which runtimes fuse into the convolution before it."""
+    return FunctionModule(partial(torch.clamp, min=low, max=high))
 
 
 class Polynomial(nn.Module):
@@ -91,11 +77,20 @@ class Polynomial(nn.Module):
     def __init__(self, coefficients: Tensor) -> None:
         """Keep (degree, C) coefficients of p, p^2, ..."""
         super().__init__()
-        *lower, last = coefficients.unbind(0)
-        scales = [last, *(torch.ones_like(last) for _ in lower[1:])]
-        zeros = torch.zeros_like(last)
-        steps = zip(scales, reversed(lower), strict=True)
-        self.steps = nn.ModuleList(ConstantNorm(zeros, scale, shift) for scale, shift in steps)
+        *lower, scale = coefficients.unbind(0)
+        self.steps = nn.ModuleList()
+        for shift in reversed(lower):
+            self.steps.append(ConstantNorm(torch.zeros_like(scale), scale, shift))
+            scale = torch.ones_like(scale)
+
+    def to_convolutions(self) -> None:
+        """Make a depthwise convolution of each batch normalization: in INT8 ONNX Runtime has integer kernels for those.
+
+        Degrees above 3 stay: of the 8 bits of each step little is left in the end.
+        """
+        norms: list[Any] = list(self.steps)
+        if len(norms) <= 2:
+            self.steps = nn.ModuleList(GroupConvolution(norm.scale.view(-1, 1, 1), norm.shift) for norm in norms)
 
     def forward(self, p: Tensor) -> Tensor:
         """Evaluate."""
@@ -106,12 +101,7 @@ class Polynomial(nn.Module):
 
 
 class FrozenTransform(Standardize):
-    """A layer that estimates lambda from its input, with a constant in place of the estimate.
-
-    Args:
-        layer: The form of the layer.
-        lmbda: lambda, strength included.
-    """
+    """The form of a layer that estimates lambda, with a constant, strength included, in place of the estimate."""
 
     def __init__(self, layer: EstimatedTransform, lmbda: float) -> None:
         super().__init__(layer.sets, layer.eps)
@@ -134,22 +124,23 @@ class FrozenTransform(Standardize):
         return y
 
 
-def one_branch(found: Transform) -> tuple[Tensor, Tensor, list[nn.Module], Tensor] | None:
+def one_branch(transform: Transform) -> tuple[Tensor, Tensor, list[nn.Module], Tensor] | None:
     """Return the parts of a transform whose negative branch the ReLU behind it makes dead; the ReLU is among them.
 
     Returns:
         Scale and shift of what it takes, the forms, and the scale of what they give; None where both branches live.
     """
-    lmbda, gamma, beta, high = found.lmbda, found.gamma, found.beta, found.high
+    lmbda, gamma, beta, high = transform.lmbda, transform.gamma, transform.beta, transform.high
     if high is None or bool((beta > 0).any()) or lmbda.numel() == 1:
         return None
     ratio = -beta / torch.where(gamma > 0, gamma, 1.0)
     root = torch.where(lmbda == 0, ratio, torch.log1p(lmbda * ratio) / torch.where(lmbda == 0, 1.0, lmbda))
     live = (gamma > 0) & root.isfinite() & root.exp().isfinite()  # root is log(1 + h0), where h0 is the function's zero
     to_u = torch.where(live, torch.exp(-root), 0.0)
-    form = OneBranch(lmbda, torch.where(live, gamma - lmbda * beta, 0.0))
-    after = form.take_scale() if high == float("inf") else torch.ones_like(beta)
-    parts: list[nn.Module] = [Clamp(1.0), form]
+    near_0 = bool((lmbda.abs() < SMALL_POWER).any())
+    scale = torch.where(live, gamma - lmbda * beta, 0.0) / (1.0 if near_0 else lmbda)
     if high < float("inf"):
-        parts.append(Clamp(None, high))
-    return found.sign * to_u, torch.where(live, to_u, 1.0), parts, after
+        parts, after = [limits(1.0), OneBranch(lmbda, scale, near_0), limits(None, high)], torch.ones_like(scale)
+    else:
+        parts, after = [limits(1.0), OneBranch(lmbda, None, near_0)], scale
+    return transform.sign * to_u, torch.where(live, to_u, 1.0), parts, after

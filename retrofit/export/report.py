@@ -10,7 +10,7 @@ from typing import Any
 
 from retrofit.compare import Comparison
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.onnx.precision import Precision
+from retrofit.export.request import Precision
 from retrofit.utils.files import atomic_write, ensure_writable, writing
 from retrofit.utils.text import json_text
 
@@ -41,9 +41,8 @@ class FoldedLayer:
     @property
     def kind(self) -> str:
         """Its form, with the degree of a polynomial or the number of lines."""
-        if self.form == "lines":
-            return f"{self.degree} lines"
-        return self.form if self.degree is None else f"{self.form} of degree {self.degree}"
+        degree = "" if self.degree is None else f" of degree {self.degree}"
+        return f"{self.degree} lines" if self.form == "lines" else f"{self.form}{degree}"
 
 
 @dataclass(frozen=True)
@@ -101,30 +100,16 @@ class ExportReport:
 
 
 class ComparisonError(RetrofitError):
-    """An exported or folded network is not the function that the given one is.
-
-    Args:
-        comparison: By how much.
-        what: What was compared with what, "A differs from B".
-        advice: What to do.
-    """
+    """An exported or folded network is not the function that the given one is: "A differs from B by ...; advice"."""
 
     def __init__(self, comparison: Comparison, what: str, advice: str) -> None:
         self.comparison = comparison
-        if comparison.not_checked:
-            super().__init__(f"not checked: {comparison.not_checked}")
-            return
-        limit = f"more than {comparison.tolerance:g}"
-        super().__init__(f"{what} by {comparison.share:.2g} of the output's scale, {limit}; {advice}")
+        difference = f"by {comparison.share:.2g} of the output's scale, more than {comparison.tolerance:g}"
+        super().__init__(str(comparison) if comparison.not_checked else f"{what} {difference}; {advice}")
 
 
 def check_report(path: str | Path, output: str | Path, force: bool = False) -> None:
-    """Check, before any long work, that a report may be written at `path`.
-
-    Args:
-        path: The report to come.
-        output: The exported file.
-        force: Whether existing files may be replaced.
+    """Check, before any long work, that a report of the file `output` may be written at `path`.
 
     Raises:
         UsageError: If the name does not end in .json, or is the exported file's.
@@ -138,22 +123,18 @@ def check_report(path: str | Path, output: str | Path, force: bool = False) -> N
 
 @contextmanager
 def report_beside(path: str | Path | None, force: bool = False) -> Iterator[Callable[[ExportReport], None]]:
-    """Give what writes the report aside; it gets its name when the body ends, and is gone if the body fails.
+    """Yield a function that writes the report aside; the report gets its name when the body ends without an error.
 
     The exported file is written aside and named within the body. So a report that cannot be written stops the file too,
     and there is no report of a file that is not there.
-
-    Args:
-        path: The report; None for none.
-        force: Whether an existing one may be replaced.
     """
     if path is None:
         yield lambda _: None
         return
     with atomic_write(path, force) as aside:
 
-        def keep(report: ExportReport) -> None:
+        def write(report: ExportReport) -> None:
             with writing(path):
                 aside.write_text(json_text(report.to_dict()) + "\n", encoding="utf-8")
 
-        yield keep
+        yield write

@@ -20,7 +20,9 @@ from retrofit.errors import RetrofitError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EIO}
-_LOCK, _OLD = "lock", "old"  # in a temporary folder: its owner's lock, and what it replaces
+_LOCK = "lock"
+OLD = "old"
+"""The name, in a temporary folder, of what is replaced: it goes back if nothing took its place."""
 
 _locks: dict[Path, int] = {}
 """The files that this process has locked, with their descriptors."""
@@ -74,7 +76,7 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
         RetrofitError: As `ensure_writable`, and if the disk is full or the folder cannot be written to.
     """
     target = ensure_writable(path, force)
-    with writing(path), _temporary_folder(target) as folder:
+    with writing(path), temporary_folder(target) as folder:
         temporary = folder / target.name
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         mode = temporary.stat().st_mode  # as the user's umask has it; safetensors makes its files private
@@ -99,17 +101,17 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         The empty folder to fill.
     """
     final = folder.absolute()
-    with _temporary_folder(final) as temporary:
+    with temporary_folder(final) as temporary:
         new = temporary / "new"
         new.mkdir()
         yield new
         if final.exists():
-            final.rename(temporary / _OLD)
+            final.rename(temporary / OLD)
         new.rename(final)
 
 
 @contextmanager
-def _temporary_folder(final: Path) -> Iterator[Path]:
+def temporary_folder(final: Path) -> Iterator[Path]:
     """Make a hidden folder beside `final` and remove it in the end; after a kill, the next one for that path does."""
     sweep(final.parent, final.name)
     with termination_unwinds():
@@ -134,8 +136,8 @@ def sweep(folder: Path, name: str | None = None) -> None:
 
 def _discard(folder: Path, final: Path) -> None:
     """Remove a temporary folder; what it was about to replace goes back."""
-    if (folder / _OLD).exists() and not final.exists():
-        (folder / _OLD).rename(final)
+    if (folder / OLD).exists() and not final.exists():
+        (folder / OLD).rename(final)
     shutil.rmtree(folder, ignore_errors=True)
 
 

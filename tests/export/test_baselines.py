@@ -27,9 +27,9 @@ def network(name: str) -> nn.Module:
     return timm.create_model(name, **(HALF if name == "test_resnet" else {}))
 
 
-def exported(model: nn.Module, path: Path, size: int, **options: Any) -> onnx.ModelProto:
+def exported(model: nn.Module, path: Path, size: int) -> onnx.ModelProto:
     """Export, with the comparison against ONNX Runtime at 1e-4 that exporting includes, and read the file."""
-    report = retrofit.export_onnx(model, path, input_size=(3, size, size), **options)
+    report = retrofit.export_onnx(model, path, input_size=(3, size, size))
     assert report.parity.passed
     assert report.parity.tolerance == 1e-4
     return onnx.load(path)
@@ -40,7 +40,7 @@ def exported(model: nn.Module, path: Path, size: int, **options: Any) -> onnx.Mo
     ("name", "size"),
     [
         ("test_resnet", 32),
-        *(pytest.param(n, 64, marks=pytest.mark.slow) for n in ("resnet18", "tv:resnet50")),
+        pytest.param("tv:resnet50", 64, marks=pytest.mark.slow),
         # At 64 px FRN divides by the power of 2 x 2 maps, and float32 itself is 1e-3 away from float64.
         pytest.param("tf_efficientnet_lite0", 128, marks=pytest.mark.slow),
     ],
@@ -50,18 +50,15 @@ def test_rival_layers(to: str, name: str, size: int, tmp_path: Path) -> None:
     exported(train_a_little(model, size, 1.0), tmp_path / "out.onnx", size)
 
 
-@pytest.mark.parametrize("to", ["gn", pytest.param("ln", marks=pytest.mark.slow), "gn-pn"])
-@pytest.mark.parametrize("strength", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("restore", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("to", "strength", "restore"), [("gn-pn", 0.6, True), pytest.param("ln", 1.0, False, marks=pytest.mark.slow)]
+)
 def test_standardised_weights_are_plain_weights(to: str, strength: float, restore: bool, tmp_path: Path) -> None:
     model, report = retrofit.convert(network("test_resnet"), to, ws=True, pn_restore=restore, check=False)
     assert any(row.kind == "convolution" and row.status == "converted" for row in report.plan.edits)
-    train_a_little(model, 32, strength)
-    file = exported(model, tmp_path / "out.onnx", 32)
-    weights = {initializer.name for initializer in file.graph.initializer}
+    file = exported(train_a_little(model, 32, strength), tmp_path / "out.onnx", 32)
     convolutions = [node for node in file.graph.node if node.op_type == "Conv"]
     assert convolutions
-    assert all(node.input[1] in weights for node in convolutions)
     fed = {name for node in file.graph.node for name in node.input}
     four = {i.name for i in file.graph.initializer if len(i.dims) == 4}
     assert four & fed == {node.input[1] for node in convolutions}  # no arithmetic on weights is left
@@ -78,23 +75,23 @@ def test_the_file_holds_the_standardised_weights(tmp_path: Path) -> None:
     (conv,) = [node for node in file.graph.node if node.op_type == "Conv"]
     (found,) = [i for i in file.graph.initializer if i.name == conv.input[1]]
     scale, _ = model[1].input_affine()
-    expected = model[0].standardized_weight().double() * scale.view(-1, 1, 1, 1)
-    torch.testing.assert_close(
-        torch.from_numpy(onnx.numpy_helper.to_array(found).copy()), expected.float(), rtol=1e-5, atol=1e-6
-    )
+    expected = (model[0].standardized_weight().double() * scale.view(-1, 1, 1, 1)).float()
+    weight = torch.from_numpy(onnx.numpy_helper.to_array(found).copy())
+    torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4])
 def test_alpha_is_in_every_form(alpha: float, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Conv2d(8, 8, 3), norm(8), GroupNormalNorm(2, 8))
-    model.append(nn.Sequential(nn.Flatten(), LayerNormalNorm(8 * 4 * 4)))
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Conv2d(8, 8, 3), norm(8), GroupNormalNorm(2, 8),
+        nn.Sequential(nn.Flatten(), LayerNormalNorm(8 * 4 * 4)),
+    ).eval()  # fmt: skip
     for module in model.modules():
         if isinstance(module, retrofit.layers.NormalityMixin):
             module.alpha = alpha
             module.set_strength(0.8)
-    model.eval()
-    found = model[1].channel_map()
-    torch.testing.assert_close(found.lmbda, 1 + 0.8 * alpha * (model[1].running_lambda.double() - 1))
+    expected = 1 + 0.8 * alpha * (model[1].running_lambda.double() - 1)
+    torch.testing.assert_close(model[1].channel_map().lmbda, expected)
     file = exported(model, tmp_path / "out.onnx", 8)
     assert any(node.op_type == "Log" for node in file.graph.node) == bool(alpha)
     images = torch.randn(4, 3, 8, 8).exp()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.capture import capture
-from retrofit.export.onnx.model import node_counts, to_onnx
-from retrofit.export.onnx.precision import _steps_to_convolutions
 from retrofit.export.power_forms import Polynomial
-from retrofit.inputs import Call
-from retrofit.layers.forms import ConstantNorm
-from retrofit.utils.onnx_runtimes import open_onnx
 from tests.half_resnet import HALF
 
 SIZE = (3, 32, 32)
@@ -32,9 +26,9 @@ def images() -> list[Tensor]:
     return list(torch.randn(24, *SIZE, generator=torch.Generator().manual_seed(1)).split(8))
 
 
-def network(to: str | None, strength: float = 1.0, size: dict[str, Any] = HALF) -> nn.Module:
+def network(to: str | None, lambdas: tuple[float, float] = (0.7, 1.3), **size: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("test_resnet", num_classes=5, **size).train()
+    model = timm.create_model("test_resnet", num_classes=5, **(size or HALF)).train()
     with torch.no_grad():
         for batch in images():
             model(batch)
@@ -43,15 +37,15 @@ def network(to: str | None, strength: float = 1.0, size: dict[str, Any] = HALF) 
         return model
     model, _ = retrofit.convert(model, to, check=False)
     if to != "frozen":
-        retrofit.set_strength(model, strength)
+        retrofit.set_strength(model, 1.0)
     for name, buffer in model.named_buffers():
         if name.endswith("running_lambda"):
-            buffer.copy_(torch.linspace(0.7, 1.3, len(buffer)))
+            buffer.copy_(torch.linspace(*lambdas, len(buffer)))
     return model.eval()
 
 
-def export(model: nn.Module, path: Path, **options: object) -> tuple[retrofit.export.ExportReport, onnx.ModelProto]:
-    report = retrofit.export_onnx(model, path, input_size=SIZE, calibrate=images(), **options)  # type: ignore[arg-type]
+def export(model: nn.Module, path: Path, **options: Any) -> tuple[retrofit.export.ExportReport, onnx.ModelProto]:
+    report = retrofit.export_onnx(model, path, input_size=SIZE, calibrate=images(), **options)
     return report, onnx.load(path)
 
 
@@ -59,39 +53,34 @@ def sources(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     return {name: node for node in model.graph.node for name in node.output}
 
 
-@pytest.mark.parametrize(
-    ("to", "strength"),
-    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, 0.0), ("ln", 1.0))), ("bnn", 1.0)],
-)
-def test_every_convolution_is_quantized_and_judged_on_other_images(
-    tmp_path: Path, to: str | None, strength: float
-) -> None:
-    model = network(to, strength)
+@pytest.mark.parametrize("to", [pytest.param(None, marks=pytest.mark.slow), "bnn"])
+def test_every_convolution_is_quantized_and_judged_on_other_images(tmp_path: Path, to: str | None) -> None:
+    model = network(to)
     report, proto = export(model, tmp_path / "a.onnx", precision="int8")
     made = sources(proto)
     convolutions = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm")]
     assert convolutions
     for node in convolutions:
         assert {made[name].op_type for name in node.input} == {"DequantizeLinear"}
-    weights = [made[node.input[1]].input[0] for node in convolutions]
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    assert all(stored[name].dtype == np.int8 for name in weights)
-    assert all(abs(stored[name].astype(int)).max() <= 64 for name in weights)  # 7 bits: no saturation without VNNI
-    assert report.precision == "int8"
+    weights = [stored[made[node.input[1]].input[0]] for node in convolutions]
+    assert {weight.dtype for weight in weights} == {np.dtype(np.int8)}
+    assert all(abs(weight.astype(int)).max() <= 64 for weight in weights)  # 7 bits: no saturation without VNNI
+    for node in proto.graph.node:  # constants stay in float
+        if node.op_type in ("Log", "Exp", "Mul"):
+            assert "QuantizeLinear" not in {made[name].op_type for name in node.input if name in made}
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
     judged = torch.cat(images())[1::2]
     with torch.no_grad():
-        wanted = model(judged)
-    got = np.concatenate([session.run(None, {"input": image[None].numpy()})[0] for image in judged])
-    gap = float((torch.from_numpy(got) - wanted).abs().max())
+        expected = model(judged)
+    found = np.concatenate([session.run(None, {"input": image[None].numpy()})[0] for image in judged])
+    gap = float((torch.from_numpy(found) - expected).abs().max())
     assert report.parity.max_abs_diff == pytest.approx(gap, rel=0.1)
-    assert report.parity.tolerance == 0.3
+    assert (report.precision, report.parity.tolerance) == ("int8", 0.3)
     assert report.bytes < 0.6 * export(model, tmp_path / "wide.onnx")[0].bytes
 
 
-def test_a_network_that_costs_what_its_source_costs_keeps_no_float_operation_between_convolutions(
-    tmp_path: Path,
-) -> None:
+def test_a_network_that_costs_what_its_source_costs_has_no_float_between_convolutions(tmp_path: Path) -> None:
     model = network("ln")
     retrofit.bake(model, images(), tolerance=10.0)
     report, proto = export(model, tmp_path / "a.onnx", precision="int8")
@@ -102,59 +91,34 @@ def test_a_network_that_costs_what_its_source_costs_keeps_no_float_operation_bet
             assert {made[name].op_type for name in node.input} == {"DequantizeLinear"}, node.name
 
 
-def test_constants_stay_in_float(tmp_path: Path) -> None:
-    _, proto = export(network("bnn"), tmp_path / "a.onnx", precision="int8")
-    made = sources(proto)
-    transforms = [node for node in proto.graph.node if node.op_type in ("Log", "Exp", "Mul")]
-    assert transforms
-    for node in transforms:
-        assert "QuantizeLinear" not in {made[name].op_type for name in node.input if name in made}
-
-
 @pytest.mark.parametrize(
     ("runtime", "degree"), [("onnxruntime", 3), pytest.param("onnxruntime", 4, marks=pytest.mark.slow), ("openvino", 3)]
 )
 def test_low_polynomials_are_quantized_for_the_runtime_that_has_kernels_for_them(
-    tmp_path: Path, runtime: Literal["onnxruntime", "openvino"], degree: int
+    tmp_path: Path, runtime: str, degree: int
 ) -> None:
-    model, integers = network("bnn"), (runtime, degree) == ("onnxruntime", 3)
-    options: dict[str, object] = {"fold": "poly", "degree": degree, "tolerance": 1.0}
-    report, proto = export(model, tmp_path / "a.onnx", precision="int8", runtime=runtime, **options)
-    assert {layer.form for layer in report.layers if layer.degree} == {"polynomial"}
+    integers = (runtime, degree) == ("onnxruntime", 3)
+    options: Any = {"fold": "poly", "degree": degree, "tolerance": 1.0, "runtime": runtime}
+    report, proto = export(network("bnn"), tmp_path / "a.onnx", precision="int8", **options)
+    polynomials = [layer for layer in report.layers if layer.form == "polynomial"]
+    assert polynomials
     made, users = sources(proto), {name: node for node in proto.graph.node for name in node.input}
     products = [node for node in proto.graph.node if node.op_type == "Mul"]
-    assert len(products) == (degree - 1) * len([layer for layer in report.layers if layer.degree])
+    assert len(products) == (degree - 1) * len(polynomials)
     for node in products:
-        quantized = {made[name].op_type for name in node.input} == {"DequantizeLinear"}
-        assert quantized == integers
+        assert ({made[name].op_type for name in node.input} == {"DequantizeLinear"}) == integers
         assert not integers or users[node.output[0]].op_type == "QuantizeLinear"
     assert report.nodes.get("BatchNormalization", 0) == (0 if integers else len(products))
-    names = {name for node in proto.graph.node for name in node.input}
-    assert all(tensor.name in names for tensor in proto.graph.initializer)
 
 
-@pytest.mark.parametrize("ndim", [3, 4, 5])
-def test_steps_as_convolutions_are_the_same_function(tmp_path: Path, ndim: int) -> None:
-    class Powers(nn.Module):
-        """A polynomial, and a batch normalization and products that belong to none."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.polynomial = Polynomial(torch.tensor([[1.0, -2.0, 0.5], [3.0, 4.0, 1e-4], [0.1, -0.2, 7.0]]))
-            self.norm = ConstantNorm(torch.zeros(3), torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.silu(self.norm(self.polynomial(x))) + x * x.mean(dim=-1, keepdim=True)
-
-    size = (3, *range(5, 3 + ndim))
-    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
-    wanted = Powers()(images)
-    proto, _ = to_onnx(capture(Powers(), Call((images,))), 18, {})
-    assert len(_steps_to_convolutions(proto)) == 2
-    assert node_counts(proto) | {"Conv": 2, "BatchNormalization": 1} == node_counts(proto)
-    onnx.checker.check_model(proto, full_check=True)
-    (got,) = open_onnx(proto.SerializeToString())(images.numpy())
-    torch.testing.assert_close(torch.from_numpy(got), wanted)
+@pytest.mark.parametrize("ndim", [2, 3, 4, 5])
+def test_steps_as_convolutions_are_the_same_function(ndim: int) -> None:
+    polynomial = Polynomial(torch.tensor([[1.0, -2.0, 0.5], [3.0, 4.0, 1e-4], [0.1, -0.2, 7.0]]))
+    x = torch.randn(2, 3, *range(5, 3 + ndim), generator=torch.Generator().manual_seed(0))
+    expected = polynomial(x)
+    polynomial.to_convolutions()
+    assert "GroupConvolution" in str(polynomial)
+    torch.testing.assert_close(polynomial(x), expected)
 
 
 def test_float16_keeps_input_and_output(tmp_path: Path) -> None:
@@ -165,8 +129,7 @@ def test_float16_keeps_input_and_output(tmp_path: Path) -> None:
     assert report.parity.share < 0.02
     assert report.bytes < 0.7 * export(network("ln"), tmp_path / "wide.onnx")[0].bytes
     metadata = {entry.key: entry.value for entry in proto.metadata_props}
-    assert metadata["precision"] == "float16"
-    assert metadata["target"] == "ln"
+    assert (metadata["precision"], metadata["target"]) == ("float16", "ln")
 
 
 def test_float16_of_a_value_that_several_operations_without_float16_read(tmp_path: Path) -> None:
@@ -187,34 +150,32 @@ def test_float16_of_a_value_that_several_operations_without_float16_read(tmp_pat
 
 
 def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Path) -> None:
-    model = network("bnn", size={})
-    for name, buffer in model.named_buffers():
-        if name.endswith("running_lambda"):
-            buffer.copy_(torch.linspace(0.0, 2.0, len(buffer)))
-    options: dict[str, object] = {"precision": "int8", "fold": "poly", "degree": 2}
-    with pytest.raises(
-        RetrofitError, match=r"the approximation differs .* more than 0.05; raise `degree` .*raise `tolerance`"
-    ):
+    model = network("bnn", (0.0, 2.0), in_chans=3)  # at its full size
+    options: Any = {"precision": "int8", "fold": "poly", "degree": 2}
+    with pytest.raises(RetrofitError, match=r"the approximation differs .* more than 0.05; raise `degree` .*"):
         export(model, tmp_path / "a.onnx", **options)
     report, _ = export(model, tmp_path / "a.onnx", tolerance=10.0, **options)
     assert 0.05 < report.parity.share < 10
 
 
 @pytest.mark.slow
-def test_the_same_bytes_every_time(tmp_path: Path) -> None:
-    for precision in ("float16", "int8"):
-        one, other = (tmp_path / f"{precision}-{number}.onnx" for number in range(2))
-        export(network("frozen"), one, precision=precision)
-        export(network("frozen"), other, precision=precision)
-        assert one.read_bytes() == other.read_bytes()
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_the_same_bytes_every_time(precision: str, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.onnx", tmp_path / "other.onnx"
+    for path in (one, other):
+        export(network("frozen"), path, precision=precision)
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_refusals(tmp_path: Path) -> None:
     model, path = network("ln"), tmp_path / "a.onnx"
-    with pytest.raises(UsageError, match="give `calibrate` images"):
-        retrofit.export_onnx(model, path, input_size=SIZE, precision="int8")
-    with pytest.raises(UsageError, match="no precision 'int4'; use float32, float16, int8"):
-        retrofit.export_onnx(model, path, input_size=SIZE, precision="int4")  # type: ignore[arg-type]
+    for options, message in (
+        ({"precision": "int8"}, "give `calibrate` images, 2 or more"),
+        ({"precision": "int8", "calibrate": [images()[0][:1]]}, "give `calibrate` images, 2 or more"),
+        ({"precision": "int4"}, "no precision 'int4'; use float32, float16, int8"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            retrofit.export_onnx(model, path, input_size=SIZE, **options)  # type: ignore[arg-type]
     for precision in ("float16", "int8"):
         with pytest.raises(RetrofitError, match=r"differs from PyTorch by .* more than 1e-06; .*raise `tolerance`"):
             export(model, path, precision=precision, tolerance=1e-6)

@@ -16,11 +16,7 @@ from retrofit.utils.text import one_line, printable, shown
 
 
 class ExportedNetwork(nn.Module):
-    """A file as a module, for code that takes one; there are no parameters in it.
-
-    Args:
-        run: What runs it.
-    """
+    """A file as a module, for code that takes one; there are no parameters in it."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()

@@ -10,64 +10,48 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir
 import torch
-from onnx import NodeProto, helper, numpy_helper
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError
-from retrofit.export.silence import silence
-from retrofit.utils.onnx_runtimes import Runtime
+from retrofit.export.capture import silence
+from retrofit.utils.files import termination_unwinds
 from retrofit.utils.text import one_line
 
-Precision = Literal["float32", "float16", "int8"]
-
-_QUANTIZED = [
-    *("Conv", "Gemm", "MatMul"),
-    *("Relu", "Clip", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean", "Concat"),
-]
-
-_STEPS = 2  # of a polynomial in INT8: degree 3
+_QUANTIZED = ["Conv", "Gemm", "MatMul", "Mul", "Relu", "Clip", "Add", "Concat"]
+_QUANTIZED += ["MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean"]
 
 
-def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor], runtime: Runtime) -> onnx.ModelProto:
+def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProto:
     """Quantize weights per channel and activations by their range over images, as QuantizeLinear and DequantizeLinear.
 
     Weights take 7 bits of the 8: processors without VNNI add products of 8 and 8 bits in 16, and saturate.
-
-    Args:
-        model: The exported model.
-        batches: Images to take ranges from.
-        runtime: What polynomials are for. ONNX Runtime has integer kernels for convolutions and products, and changes
-            the memory layout around what is in float32; OpenVINO does a polynomial in float32 in one pass.
 
     Raises:
         RetrofitError: If ONNX Runtime cannot quantize the model.
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
-    with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
-        written, target = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
+    with termination_unwinds(), tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
+        source, target = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
         try:
             with silence():
-                wide = onnx.ModelProto()
-                wide.CopyFrom(model)
-                products = _steps_to_convolutions(wide) if runtime == "onnxruntime" else []
-                onnx.save_model(wide, written)
+                onnx.save_model(model, source)
                 quantize_static(
-                    written,
+                    source,
                     target,
                     _Images(model.graph.input[0].name, batches),
                     quant_format=QuantFormat.QDQ,
-                    op_types_to_quantize=[*_QUANTIZED, "Mul"],
-                    nodes_to_exclude=_in_float(wide, products),
+                    op_types_to_quantize=_QUANTIZED,
+                    nodes_to_exclude=_in_float(model),
                     per_channel=True,
                     reduce_range=True,
                     activation_type=QuantType.QUInt8,
@@ -86,16 +70,30 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor], runtime: Runtime)
 
 
 def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert weights and arithmetic to float16; input and output stay float32.
+    """Convert weights and arithmetic to float16, by ONNX Runtime's converter; input and output stay float32.
+
+    Two errors that it makes beside operations that stay in float32 (Max, TopK) are mended.
 
     Raises:
-        RetrofitError: If ONNX Runtime's converter cannot.
+        RetrofitError: If it cannot convert the model.
     """
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    for value in [value for value in wide.graph.value_info if value.name in constants]:
+        wide.graph.value_info.remove(value)  # it would take the constant for one in float16
     try:
         with silence():
-            found = onnx_ir.from_proto(_halved(model))
-            found.graph.sort()  # the converter appends its casts
-            return _tidied(onnx_ir.to_proto(found), model)
+            half, outputs = convert_float_to_float16(wide, keep_io_types=True), set()
+            for node in list(half.graph.node):
+                if node.output[0] in outputs:
+                    half.graph.node.remove(node)  # it casts a value for each node that reads it, under one name
+                outputs.add(node.output[0])
+            ordered = onnx_ir.from_proto(half)
+            ordered.graph.sort()  # it appends its casts
+            return _tidied(onnx_ir.to_proto(ordered), model)
     except Exception as error:
         raise RetrofitError(
             f"the model cannot be converted to float16 ({one_line(error)}); please report it"
@@ -113,12 +111,12 @@ class HalfRun(fx.Interpreter):
         super().__init__(program.module())
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        """Return the arguments of a node, numbers as the file holds them."""
-        return tree_map_only(float, _held, super().fetch_args_kwargs_from_env(n))
+        """Return the arguments of a node, numbers as ONNX Runtime's converter writes them."""
+        return tree_map_only(float, _as_written, super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
         """Compute the value of a node, and round it."""
-        return tree_map_only(Tensor, _rounded, super().run_node(n))
+        return tree_map_only(Tensor, lambda x: x.half().float() if x.dtype == torch.float32 else x, super().run_node(n))
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,108 +124,44 @@ class HalfRun(fx.Interpreter):
         return self.run(*tree_leaves((args, kwargs)))
 
 
-def _held(value: float) -> float:
-    """Return a number as ONNX Runtime's converter writes it."""
-    largest = float(np.finfo(np.float16).max)
-    return float(np.float16(min(max(value, -largest), largest))) if math.isfinite(value) else value
-
-
-def _rounded(value: Tensor) -> Tensor:
-    return value.half().float() if value.dtype == torch.float32 else value
+def _as_written(value: float) -> float:
+    largest = np.finfo(np.float16).max
+    return float(np.float16(np.clip(value, -largest, largest))) if math.isfinite(value) else value
 
 
 class _Images:
     """What ONNX Runtime's calibration reads."""
 
     def __init__(self, name: str, batches: Sequence[Tensor]) -> None:
-        self._name = name
-        self._left: Iterator[Tensor] = iter(batches)
+        self._feeds = iter([{name: batch.float().cpu().numpy()} for batch in batches])
 
     def get_next(self) -> dict[str, Any] | None:
         """Return the next batch; None after the last."""
-        batch = next(self._left, None)
-        return None if batch is None else {self._name: batch.float().numpy()}
+        return next(self._feeds, None)
 
 
-def _steps_to_convolutions(model: onnx.ModelProto) -> list[str]:
-    """Make the multiply-adds of polynomials depthwise convolutions, in place; name the products that follow them.
+def _in_float(model: onnx.ModelProto) -> list[str]:
+    """Name the nodes that stay in float32: additions of constants, means that belong to a normalization, and products.
 
-    A step is (scale * y + shift) * p, with y = p in the first and the step before in the others: a batch normalization
-    by constants, and a product. Polynomials of more steps than `_STEPS` stay: of the 8 bits of each step little is left
-    in the end. So do other products with a batch normalization, as in SiLU.
+    The products of `Polynomial.to_convolutions` are quantized: those with a depthwise convolution of size 1.
     """
-    graph = model.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
-    products = {
-        name: node
-        for node in graph.node
-        if node.op_type == "Mul" and not any(name in constants for name in node.input)
-        for name in node.input
-    }
-    chains: dict[str, tuple[str, list[NodeProto]]] = {}  # by the product that ends it: p, and the normalizations
-    for node in graph.node:
-        if node.op_type != "BatchNormalization" or node.output[0] not in products:
-            continue
-        product = products[node.output[0]]
-        p, chain = chains.get(node.input[0], (node.input[0], []))
-        if set(product.input) == {node.output[0], p}:
-            chains.pop(node.input[0], None)
-            chains[product.output[0]] = p, [*chain, node]
-    found = []
-    for node in [node for _, chain in chains.values() if len(chain) <= _STEPS for node in chain]:
-        scale, shift, mean, var = (numpy_helper.to_array(constants[name]).astype(float) for name in node.input[1:5])
-        scale = scale / np.sqrt(var + next(a.f for a in node.attribute if a.name == "epsilon"))
-        shape = (-1, 1, *(1,) * (ranks[node.output[0]] - 2))
-        for name, value in (("weight", scale.reshape(shape)), ("bias", shift - mean * scale)):
-            graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), f"{node.name}.{name}"))
-        names = [node.input[0], *(tensor.name for tensor in graph.initializer[-2:])]
-        node.CopyFrom(helper.make_node("Conv", names, node.output[:1], node.name, group=len(scale)))
-        found.append(products[node.output[0]].name)
-    used = {name for node in graph.node for name in node.input}
-    for tensor in [tensor for tensor in graph.initializer if tensor.name not in used]:
-        graph.initializer.remove(tensor)
-    return found
-
-
-def _in_float(model: onnx.ModelProto, products: Sequence[str]) -> list[str]:
-    """Name the nodes that stay in float32.
-
-    These are additions of constants, means that belong to a normalization, and all products but those named.
-    """
-    constants = {tensor.name for tensor in model.graph.initializer}
-    constants |= {name for node in model.graph.node if node.op_type == "Constant" for name in node.output}
+    tensors = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    constants = {*tensors, *(node.output[0] for node in model.graph.node if node.op_type == "Constant")}
     users: dict[str, list[str]] = {}
     for node in model.graph.node:
         for name in node.input:
             users.setdefault(name, []).append(node.op_type)
-    found = []
+    names, steps = [], set()
     for node in model.graph.node:
-        adds_constant = node.op_type == "Add" and any(name in constants for name in node.input)
-        centres = node.op_type == "ReduceMean" and any(
-            kind in ("Sub", "Add", "Mul") for name in node.output for kind in users.get(name, [])
-        )
-        if adds_constant or centres or (node.op_type == "Mul" and node.name not in products):
-            found.append(node.name)
-    return found
-
-
-def _halved(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Run ONNX Runtime's converter, around what it gets wrong beside operations that stay in float32 (Max, TopK)."""
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    described = onnx.ModelProto()
-    described.CopyFrom(model)
-    constants = {tensor.name for tensor in model.graph.initializer}
-    for value in [value for value in described.graph.value_info if value.name in constants]:
-        described.graph.value_info.remove(value)  # it would take the constant for one in float16
-    converted = convert_float_to_float16(described, keep_io_types=True)
-    made = set()
-    for node in list(converted.graph.node):
-        if node.output[0] in made:
-            converted.graph.node.remove(node)  # it casts a value for each node that reads it, under one name
-        made.add(node.output[0])
-    return converted
+        takes = set(node.input)
+        groups = next((attribute.i for attribute in node.attribute if attribute.name == "group"), 1)
+        if node.op_type == "Conv" and 1 < groups == math.prod(tensors.get(node.input[1], [])):
+            steps.add(node.output[0])
+        adds_constant = node.op_type == "Add" and takes & constants
+        centres = node.op_type == "ReduceMean" and {"Sub", "Add", "Mul"} & set(users.get(node.output[0], []))
+        if adds_constant or centres or (node.op_type == "Mul" and not takes & steps):
+            names.append(node.name)
+    return names
 
 
 def _tidied(model: onnx.ModelProto, original: onnx.ModelProto) -> onnx.ModelProto:

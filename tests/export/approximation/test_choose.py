@@ -1,0 +1,243 @@
+"""Approximations of whole networks: as little computation as the tolerance allows, where errors cost least."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import yeojohnson
+from torch import Tensor, nn
+from torch.fx import Graph
+
+import retrofit
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.export.approximation.choose import Option, allocations, answers, approximated, choose
+from retrofit.export.approximation.fit import Fit
+from retrofit.export.capture import Program, capture
+from retrofit.export.fold_constants import fold
+from retrofit.export.nodes import Transform, calls_of, layer_of
+from retrofit.export.power_forms import POWER
+from retrofit.inputs import Call
+from tests.export.networks import norm
+
+
+def network(low: float, high: float, act: nn.Module) -> nn.Module:
+    layer = norm(8, running_lambda=torch.linspace(low, high, 8), running_mean=torch.zeros(8))
+    return nn.Sequential(nn.Conv2d(4, 8, 3), layer, act, nn.Conv2d(8, 5, 3, padding=1)).eval()
+
+
+class Folded:
+    """A network folded with approximations."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: list[Tensor],
+        runtime: Any = "onnxruntime",
+        degree: int | None = None,
+        tolerance: float = 0.05,
+    ) -> None:
+        calls = [Call((batch,)) for batch in images]
+        self.program: Program = capture(model, calls[0])
+        module = self.program.module
+        transforms = [Transform.of(module, node) for node in calls_of(module.graph, POWER)]
+        fits = choose(module, transforms, runtime, degree, tolerance, calls, calls)
+        instead = approximated({one.node: one for one in transforms}, fits)
+        self.judged = [answers(module, call, instead) for call in calls]
+        self.fits = {layer_of(node): fit for node, fit in fits.items()}
+        fold(self.program, fits)
+        self.model, self.layers = module, self.program.layers
+
+    @property
+    def degrees(self) -> list[int]:
+        """By layer; 9 where the transform is exact."""
+        return [self.fits[name].size if name in self.fits else 9 for name in self.layers]
+
+    @property
+    def operations(self) -> set[str]:
+        return {node.name for node in self.model.graph.nodes}
+
+
+@pytest.fixture
+def images() -> list[Tensor]:
+    return list(torch.randn(3, 8, 4, 9, 9))
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.SiLU()], ids=str)
+def test_lowest_degree_within_tolerance(act: nn.Module, runtime: str, images: list[Tensor]) -> None:
+    model, degrees = network(0.2, 1.8, act), []
+    activation = {"relu", "hardtanh", "silu"}
+    for tolerance in (0.2, 0.02, 0.01 if isinstance(act, nn.SiLU) else 0.002):
+        folded = Folded(model, images, runtime, tolerance=tolerance)
+        with torch.no_grad():
+            expected, found = model(torch.cat(images)), folded.model(torch.cat(images))
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max() * 1.01
+        degrees.append(folded.degrees[0])
+        if folded.layers["1"] == "polynomial":
+            assert bool(activation & folded.operations) == isinstance(act, nn.SiLU)
+        if folded.layers["1"] == "lines":
+            assert activation & folded.operations
+    if runtime == "onnxruntime":
+        assert degrees == sorted(degrees)
+        assert degrees[0] < degrees[-1]  # 9: exact
+
+
+class Shared(nn.Module):
+    """One activation, called twice."""
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act, self.last = network(low, high, nn.ReLU(inplace=True))  # type: ignore[misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.last(self.act(self.norm(self.conv(x)))))
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_what_is_judged_is_what_is_folded(runtime: str, images: list[Tensor]) -> None:
+    images = [5 * x for x in images]  # far enough for parabolas to dip below zero
+    folded = Folded(Shared(1.5, 3.5).eval(), images, runtime, degree=2)
+    assert folded.degrees == [2]
+    found = [answers(folded.model, Call((x,))) for x in images]
+    torch.testing.assert_close(found, folded.judged, atol=1e-5, rtol=1e-5)
+
+
+class Branches(nn.Module):
+    """Two equal branches, the second of which counts for little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud = network(0.2, 1.8, nn.ReLU())
+        self.quiet = copy.deepcopy(self.loud)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loud(x) + 0.05 * self.quiet(x)
+
+
+def test_a_layer_gets_what_its_errors_cost_the_network(images: list[Tensor]) -> None:
+    folded = Folded(Branches().eval(), images, tolerance=0.003)
+    assert next(iter(folded.layers)).startswith("loud")
+    loud, quiet = folded.degrees
+    assert loud > quiet
+
+
+class TwoOutputs(nn.Module):
+    """A large output of an almost linear branch, and a small one of a bent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = network(0.999, 1.001, nn.ReLU()), network(-0.5, 2.5, nn.ReLU())
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"large": 1000 * self.large(x), "small": self.small(x)}
+
+
+def test_each_output_is_met_by_its_own_scale_on_images_that_were_not_fitted(images: list[Tensor]) -> None:
+    model, x = TwoOutputs().eval(), torch.cat(images)
+    folded = retrofit.fold(model, "poly", input_size=(4, 9, 9), calibrate=images, tolerance=0.02)
+    with torch.no_grad():
+        found, expected = folded(x[1::2])["small"], model(x[1::2])["small"]
+    assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+def test_nearly_affine_layer_folds_away(images: list[Tensor]) -> None:
+    folded = Folded(network(0.9999, 1.0001, nn.ReLU()), images)
+    assert (folded.layers, folded.degrees) == ({"1": "folded"}, [1])
+    folded = Folded(network(0.4, 1.6, nn.ReLU()), images, degree=3)
+    assert (folded.layers, folded.degrees) == ({"1": "polynomial"}, [3])
+    assert 0 < folded.fits["1"].rms_error < folded.fits["1"].max_error
+
+
+def test_tolerance_that_no_degree_meets(images: list[Tensor]) -> None:
+    with pytest.raises(RetrofitError, match="raise `tolerance`"):
+        Folded(network(-1.5, 3.5, nn.SiLU()), images, tolerance=1e-9)
+
+
+def test_frozen_lambda(images: list[Tensor]) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), retrofit.layers.GroupNormalNorm(2, 8, noise=0.0), nn.Conv2d(8, 3, 1))
+    options: Any = {"input_size": (4, 9, 9), "calibrate": images, "tolerance": 1.0}
+    folded = retrofit.fold(model.eval(), freeze_lambda=True, **options)
+    h = model[0](torch.cat(images)).detach().unflatten(1, (2, 4)).flatten(2)
+    lmbda = retrofit.layers.normality_norm.normality_norm(h[::2], None, None, dim=(2,), eps=1e-5)[1].lmbda
+    h = (h - h.mean(2, keepdim=True)) / (h.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
+    expected = torch.from_numpy(yeojohnson(h.double().numpy().ravel(), float(lmbda.mean()))).view(len(h), 8, 7, 7)
+    with torch.no_grad():
+        torch.testing.assert_close(folded(torch.cat(images)), model[2](expected.float()), atol=1e-4, rtol=1e-4)
+
+
+def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
+    report = retrofit.export_onnx(
+        network(0.2, 1.8, nn.ReLU()), tmp_path / "lines.onnx", "poly", (4, 9, 9), runtime="openvino", degree=3,
+        tolerance=0.5, calibrate=images,
+    )  # fmt: skip
+    assert report.nodes["PRelu"] == 2
+    assert set(report.nodes) == {"Conv", "PRelu", "Add", "Relu"}
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"fold": "cubic"}, "use exact or poly"),
+        ({"degree": 3}, "use `fold=.poly.`"),
+        ({"runtime": "openvino"}, "use `fold=.poly.`"),
+        ({"fold": "poly", "runtime": "tflite"}, "use onnxruntime or openvino"),
+        ({"fold": "poly", "degree": 1}, "use 2 to 8"),
+        ({"fold": "poly", "degree": 9}, "use 2 to 8"),
+        ({"freeze_lambda": True}, "`calibrate`"),
+        ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
+        ({"calibrate": [torch.zeros(2, 4, 8, 9)]}, r"batches of images, \(N, 4, 9, 9\); got images of \(4, 8, 9\)"),
+        ({"batch": 0}, "no number of samples"),
+        ({"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]}, "takes 4 `calibrate` images or more; got 3"),
+        ({"tolerance": -1.0}, "more than 0"),
+    ],
+)
+def test_arguments(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        retrofit.fold(network(0.4, 1.6, nn.ReLU()), input_size=(4, 9, 9), **options)
+
+
+def options(errors: list[float], harm: float = 1.0, elements: int = 1) -> list[Option]:
+    """Fits of sizes from 1 on, and the exact transform."""
+    fits = [Fit("", size, torch.ones(1), torch.zeros(1), list, False, e, e) for size, e in enumerate(errors, 1)]
+    found = [Option(fit, elements * fit.size / 60 * (fit.size > 1), harm * fit.rms_error**2) for fit in fits]
+    return [*found, Option(None, elements, 0.0)]
+
+
+def sizes(layers: list[list[Option]]) -> list[list[int | None]]:
+    nodes = {Graph().placeholder("x"): layer for layer in layers}
+    return [[fits[node].size if node in fits else None for node in nodes] for fits in allocations(nodes)]
+
+
+def test_harm_and_size_decide_who_is_next() -> None:
+    errors = [0.1, 0.01, 0.001]
+    found = sizes([options(errors), options(errors, harm=9.0), options(errors, elements=5)])
+    assert found[:4] == [[1, 1, 1], [1, 2, 1], [2, 2, 1], [2, 2, 2]]
+    assert found[-1].count(None) == 2  # that all stay exact is no choice
+    for errors, expected in (([0.0, 0.0], [1]), ([0.5, 0.3, 0.3], [1, 2]), ([0.5, 0.49, 0.1], [1, 3])):
+        assert sizes([options(errors)]) == [[size] for size in expected]
+
+
+ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3).map(lambda values: sorted(values, reverse=True))
+
+
+@given(st.lists(st.tuples(ERRORS, st.floats(0.01, 100), st.integers(1, 1000)), min_size=1, max_size=3))
+def test_error_falls_and_no_cheaper_choice_has_less(given_layers: list[tuple[list[float], float, int]]) -> None:
+    layers = [options(*layer) for layer in given_layers]
+
+    def total(choice: Iterable[Option]) -> tuple[float, float]:
+        chosen = list(choice)
+        return sum(option.error for option in chosen), sum(option.cost for option in chosen)
+
+    found = [total(layer[(size or 4) - 1] for layer, size in zip(layers, row, strict=True)) for row in sizes(layers)]
+    for (error, cost), (next_error, next_cost) in pairwise(found):
+        assert next_error < error
+        assert next_cost > cost
+    for error, cost in map(total, product(*layers)):
+        assert not any(cost <= ours_cost and error < ours * (1 - 1e-9) - 1e-30 for ours, ours_cost in found)
