@@ -144,7 +144,7 @@ def _difference(
     return largest
 
 
-class Option(NamedTuple):
+class Candidate(NamedTuple):
     """What a layer may become: a fit, or the exact transform (None); what that costs, and the squared error it adds."""
 
     fit: Fit | None
@@ -158,7 +158,7 @@ def _options(
     functions: Mapping[Node, LayerFunction],
     runtime: Runtime,
     calls: Sequence[Call],
-) -> dict[Node, list[Option]]:
+) -> dict[Node, list[Candidate]]:
     """Fit all kinds and sizes, and see what an error of each transform alone does to the output."""
     few = next((call for call in calls if call.batch >= _FEW), calls[-1])
     few = with_rows(few, min(_FEW, few.batch))
@@ -174,12 +174,12 @@ def _options(
         gaps = [(a.double() - b) / (scale_of(a) or 1.0) for a, b in zip(expected, changed, strict=True)]
         harm = sum(float(gap.square().sum()) for gap in gaps) / max(probe.rms_error**2, 1e-30)
         elements = math.prod(shape_of(node)[1:])
-        options[node] = [Option(fit, elements * cost, harm * fit.rms_error**2) for fit, cost in costs]
-        options[node].append(Option(None, elements, 0.0))
+        options[node] = [Candidate(fit, elements * cost, harm * fit.rms_error**2) for fit, cost in costs]
+        options[node].append(Candidate(None, elements, 0.0))
     return options
 
 
-def allocations(options: Mapping[Node, Sequence[Option]]) -> Iterator[dict[Node, Fit]]:
+def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[Node, Fit]]:
     """Yield choices of an option for each layer, from the first, free ones on, with ever less squared error.
 
     Error is taken off where most goes for its cost. A layer that is missing is to stay exact; that all of them do is

@@ -17,7 +17,7 @@ from torch.fx import Graph
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximation.choose import Option, allocations, answers, approximated, choose
+from retrofit.export.approximation.choose import Candidate, allocations, answers, approximated, choose
 from retrofit.export.approximation.fit import Fit
 from retrofit.export.capture import Program, capture
 from retrofit.export.fold_constants import fold
@@ -203,14 +203,14 @@ def test_arguments(options: dict[str, Any], complaint: str) -> None:
         retrofit.fold(network(0.4, 1.6, nn.ReLU()), input_size=(4, 9, 9), **options)
 
 
-def options(errors: list[float], harm: float = 1.0, elements: int = 1) -> list[Option]:
+def options(errors: list[float], harm: float = 1.0, elements: int = 1) -> list[Candidate]:
     """Fits of sizes from 1 on, and the exact transform."""
     fits = [Fit("", size, torch.ones(1), torch.zeros(1), list, False, e, e) for size, e in enumerate(errors, 1)]
-    found = [Option(fit, elements * fit.size / 60 * (fit.size > 1), harm * fit.rms_error**2) for fit in fits]
-    return [*found, Option(None, elements, 0.0)]
+    found = [Candidate(fit, elements * fit.size / 60 * (fit.size > 1), harm * fit.rms_error**2) for fit in fits]
+    return [*found, Candidate(None, elements, 0.0)]
 
 
-def sizes(layers: list[list[Option]]) -> list[list[int | None]]:
+def sizes(layers: list[list[Candidate]]) -> list[list[int | None]]:
     nodes = {Graph().placeholder("x"): layer for layer in layers}
     return [[fits[node].size if node in fits else None for node in nodes] for fits in allocations(nodes)]
 
@@ -231,7 +231,7 @@ ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3).map(lambda value
 def test_error_falls_and_no_cheaper_choice_has_less(given_layers: list[tuple[list[float], float, int]]) -> None:
     layers = [options(*layer) for layer in given_layers]
 
-    def total(choice: Iterable[Option]) -> tuple[float, float]:
+    def total(choice: Iterable[Candidate]) -> tuple[float, float]:
         chosen = list(choice)
         return sum(option.error for option in chosen), sum(option.cost for option in chosen)
 
