@@ -11,10 +11,7 @@ from retrofit.finetune.strength_schedule import StrengthSchedule
 
 
 class Walk:
-    """Where the layers are to stand at each optimizer step; made anew from its state when a run resumes.
-
-    Args:
-        options: `StrengthSchedule`'s, `total_steps` among them if the trainer's own count is not to be used.
+    """Where the layers are to stand at each optimizer step, by `StrengthSchedule`'s options.
 
     Raises:
         UsageError: If the way leads back, before which constants have to be estimated anew: a callback has no images.
@@ -37,15 +34,13 @@ class Walk:
 
     def begin(self, model: nn.Module, total_steps: int, step: int) -> None:
         """Start on a network, at `step` of a run; a resumed one goes on from where its layers began."""
-        options = {"total_steps": total_steps, **self.options}
-        self._schedule = StrengthSchedule(model, **options)
+        self._schedule = StrengthSchedule(model, **{"total_steps": total_steps, **self.options})
         self.go(step)
 
     def go(self, step: int) -> None:
         """Set the layers to what `step` optimizer steps make of them, whatever has become of their strength since."""
         if self._schedule is not None:
-            state = {**self._schedule.state_dict(), **self._state, "steps": step}
-            self._schedule.load_state_dict(state)
+            self._schedule.load_state_dict({**self._schedule.state_dict(), **self._state, "steps": step})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
