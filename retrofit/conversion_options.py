@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,18 +19,16 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_NORMALITY = ("bnn", "lnn", "gnn", "inn", "normal", "dbnn")
 _MIGRATED = ("gn", "ln", "gn-pn", "ln-pn")
 
 CONVERTERS = {
-    **dict.fromkeys(("bnn", "lnn", "gnn", "inn", "normal"), "normality"),
+    **dict.fromkeys((*_NORMALITY, "dbn"), "normality"),
     **dict.fromkeys(_MIGRATED, "batch_independent"),
     "frozen": "frozen",
-    **dict.fromkeys(("dbn", "dbnn"), "decorrelated"),
     **dict.fromkeys(("evonorm-s0", "frn-tlu"), "baselines"),
 }
 """Every target, in the order in which they are listed, and the file of its converter in `retrofit/surgery/targets/`."""
-
-_NORMALITY = (*(target for target, converter in CONVERTERS.items() if converter == "normality"), "dbnn")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Option:
         low: Smallest number.
         high: Largest number.
         switch: Of a bool, whether it can only be turned on.
-        instead: For a target that it means nothing to, what to use.
     """
 
     kind: Any
@@ -55,7 +52,6 @@ class Option:
     low: float = 0
     high: float = math.inf
     switch: bool = False
-    instead: Mapping[str, str] = field(default_factory=dict)
 
     def problem(self, value: Any) -> str:
         """Return what is wrong with a value, after "NAME must be"; empty if nothing is."""
@@ -87,14 +83,12 @@ class ConversionOptions:
         "auto: per layer the most that keep its output, measured on the images of calibrate.",
         words=("auto",),
         low=1,
-        instead=dict.fromkeys(("dbn", "dbnn"), "`group_size`, the channels in each group"),
     )
     group_channels: int | None = known_as(
         int,
         ("gn", "gn-pn", "evonorm-s0"),
         "Channels in each group, in place of a number of groups; it must divide the channels of every layer.",
         low=1,
-        instead=dict.fromkeys(("dbn", "dbnn"), "`group_size`, the channels in each group"),
     )
     noise: float | Literal["paper"] | None = known_as(
         float,
@@ -145,8 +139,8 @@ class ConversionOptions:
             if value is None:
                 continue
             if to not in known.targets:
-                instead = f"use {known.instead[to]}" if to in known.instead else "leave it out"
-                raise UsageError(f"`{name}` means nothing to this target ({to}); {instead}")
+                own = ", ".join(f"`{other}`" for other in OPTIONS if to in OPTIONS[other].targets) or "no options"
+                raise UsageError(f"`{name}` means nothing to this target ({to}), which takes {own}; leave it out")
             if problem := known.problem(value):
                 raise UsageError(f"`{name}` must be {problem}, not {value!r}; leave it out for the default")
         if self.groups is not None and self.group_channels is not None:

@@ -21,7 +21,7 @@ IMPORTS = """
 from torch.nn import functional as F
 from retrofit.layers import FrozenBatchNorm, StrengthMixin
 from retrofit.layers.converted_layer import _ThenActivate
-from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, register, materialize_at_zero
+from retrofit.surgery.converter import TARGETS, Converter, adopt
 """
 
 

@@ -61,16 +61,11 @@ def test_each_option_is_refused_where_it_means_nothing(name: str, to: str) -> No
         ("gn", {"groups": 2.5}, "`groups` must be a whole number, not 2.5"),
         ("gn", {"groups": "many"}, "`groups` must be a number or auto, not 'many'"),
         ("gn", {"groups": True}, "`groups` must be a whole number"),
-        ("gn", {"group_channels": 0}, "`group_channels` must be at least 1, not 0"),
         ("gn", {"group_channels": 16, "groups": 8}, "`groups` and `group_channels` both say"),
-        ("gn", {"group_channels": 16, "groups": "auto"}, "`groups` and `group_channels` both say"),
         ("bnn", {"noise": -1}, "`noise` must be at least 0"),
         ("bnn", {"noise": float("nan")}, "`noise` must be at least 0"),
-        ("bnn", {"noise": float("inf")}, "`noise` must be at least 0"),
         ("bnn", {"noise_kind": "none"}, "`noise_kind` must be one of scaled, unscaled, gaussian-dropout"),
-        ("bnn", {"noise_kind": 3}, "`noise_kind` must be one of"),
         ("bnn", {"alpha": 1.5}, "`alpha` must be from 0 to 1, not 1.5"),
-        ("dbn", {"group_size": 0}, "`group_size` must be at least 1"),
     ],
 )
 def test_out_of_range(to: str, options: dict[str, Any], message: str) -> None:

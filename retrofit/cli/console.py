@@ -103,13 +103,10 @@ def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
 
 def show_plan(plan: Plan, full: bool = False) -> None:
     """Write what becomes of the layers and of what lies around them: a line for each, or for each kind of them."""
-    from retrofit.surgery.report_table import edit_fate, layer_fate, plan_rows
-
     if full:
-        rows = [(row.name or ROOT, row.source, layer_fate(row.status, row.target), row.reason) for row in plan.layers]
-        show_lines([*rows, *((row.name, row.source, edit_fate(row), row.reason) for row in plan.edits)])
+        show_lines([(row.name or ROOT, row.source, row.fate, row.reason) for row in (*plan.layers, *plan.edits)])
         return
-    kinds = [(str(len(row.names)), row.found, row.becomes, names(row.names), row.why) for row in plan_rows(plan)]
+    kinds = [(str(len(group)), source, fate, names(group), why) for (source, fate, why), group in plan.alike().items()]
     show_table(("count", "found", "becomes", "names", "why"), kinds)
 
 

@@ -54,8 +54,7 @@ def command(model: str, to: str | None, full: bool, as_json: bool, **given: Any)
     from retrofit import surgery
     from retrofit.cli.network import read_calibration, taken
     from retrofit.networks.models import open_model
-    from retrofit.surgery.families import find_norms
-    from retrofit.surgery.functional_norms import functional_norms
+    from retrofit.surgery.families import find_norms, functional_norms
 
     flags = [flag for name, flag in options.typed_flags().items() if name in ("source", "only", "skip", *OPTIONS)]
     if flags and to is None:

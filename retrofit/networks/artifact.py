@@ -33,7 +33,7 @@ from retrofit.networks.preprocess import preprocess_of
 from retrofit.networks.sampled_outputs import NotRunError, SampledOutputs, is_small, sample_outputs, sample_outputs_at
 from retrofit.networks.tensors import checksum, fill, misfit, set_training_settings, to_write, training_settings
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
-from retrofit.surgery.restore import unchanged_on_failure
+from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable
 from retrofit.version import __version__
@@ -109,7 +109,7 @@ def save(
             "to": record.plans[-1].to if record.plans else None,
             "steps": [plan.to_dict() for plan in record.plans],
         },
-        "layers": [row.to_dict() for row in record.plans[-1].layers] if record.plans else [],
+        "layers": record.plans[-1].to_dict()["layers"] if record.plans else [],
         "preprocess": preprocess.to_dict(),
         "labels": _labels(model, labels, outputs),
         "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),

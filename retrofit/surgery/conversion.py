@@ -17,13 +17,12 @@ from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import StrengthMixin
 from retrofit.surgery import guards
 from retrofit.surgery.converter import converter_for
-from retrofit.surgery.execute import apply, strength_layers
-from retrofit.surgery.families import find_norms
-from retrofit.surgery.functional_norms import functional_norms
+from retrofit.surgery.execute import apply, strength_layers, unchanged_on_failure
+from retrofit.surgery.families import find_norms, functional_norms
 from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import Patterns, plan
-from retrofit.surgery.restore import unchanged_on_failure
 from retrofit.utils.batches import images_of
+from retrofit.utils.text import plural, shortlist
 
 _HALF = {torch.float16, torch.bfloat16}
 
@@ -90,27 +89,34 @@ def convert(
     images = None if options.get("calibrate") is None else list(images_of(options["calibrate"]))
     decisions = plan(network, to, only=only, skip=skip, source=source, **{**options, "calibrate": images})
     norms = {norm.name: norm for norm in find_norms(network)}
-    rows = [row for row in decisions.layers if row.status == "converted"]
     earlier = strength_layers(network)
     notes = [*functional_norms(network), *_kept_strength(earlier)]
     with unchanged_on_failure(network):
         reference, reason = reference_of(network, inputs, input_size, whole=check)
         shapes = None if reference is None else reference.shapes
         if converter.changes_sets:
-            guards.refuse_constants(rows, norms, shapes)
-        if reference is not None and shapes is not None:
-            guards.refuse_other_formulas(rows, norms, shapes)
-            notes += guards.uncalled_note(reference.uncalled & {row.name for row in rows})
+            guards.refuse_constants(decisions.converted, norms, shapes)
+        if reference is not None:
+            guards.refuse_other_formulas(decisions.converted, norms, reference.shapes)
+            if uncalled := sorted(reference.uncalled & {row.name for row in decisions.converted}):
+                notes.append(
+                    f"not called when the network was run: {plural(len(uncalled), 'converted layer')} "
+                    f"({shortlist(uncalled)}); only training calls such layers, or code that reads their tensors, for "
+                    "which nothing changes"
+                )
         predictions = None if images is None else Reference(network, [Call((batch,)) for batch in images])
         converted, report = apply(decisions, network)
         if check:
             report = _checked(report, converted, reference, reason, converter.identity)
         new = [layer for layer in strength_layers(converted) if layer not in earlier]
         if predictions is not None:
-            report = replace(report, agreement=_agreement(converted, new, predictions))
-        if strength is not None:
-            _set(new, strength)
-            report = replace(report, strength=None if report.strength is None else strength)
+            _set(new, 1.0)
+            share, count = predictions.compare(converted).top1_agreement, sum(predictions.batches)
+            agreement = None if share is None else {"images": count, "same": round(share * count)}
+            report = replace(report, agreement=agreement)
+        _set(new, strength or 0.0)
+        if strength is not None and report.strength is not None:
+            report = replace(report, strength=strength)
         if strength and check and reference is not None:
             report = replace(report, change=reference.compare(converted, layers=False))
     return model if converted is network else converted, replace(report, notes=(*report.notes, *notes))
@@ -121,18 +127,12 @@ def reference_of(
 ) -> tuple[Reference | None, str]:
     """Run a network, to see what its layers get, and to compare with it what becomes of it; or say why that cannot be.
 
-    Args:
-        model: The network.
-        inputs: As for `convert`.
-        input_size: As for `convert`.
-        whole: Whether to make all calls; else only the first, for its shapes.
-
-    Raises:
-        RetrofitError: If it does not take the inputs, or samples of the size, that are given.
+    Without `whole` it is run once, for the shapes. That it does not take the inputs, or samples of the size, that are
+    given is an error.
     """
     try:
         calls = example_calls(model, inputs, input_size)
-        names = [found.name for found in find_norms(model)]
+        names = [norm.name for norm in find_norms(model)]
         return Reference(model, calls if whole else calls[:1], layers=names), ""
     except RetrofitError as error:
         dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
@@ -172,14 +172,6 @@ def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
         else f"{len(values)} layers converted before keep their"
     )
     return [f"{layers} strength, {span}; `strength` sets the new ones alone"]
-
-
-def _agreement(model: nn.Module, new: Sequence[StrengthMixin], predictions: Reference) -> dict[str, int] | None:
-    """Count the images whose predicted class is the source's, at strength 1 where there is a strength."""
-    _set(new, 1.0)
-    share, count = predictions.compare(model).top1_agreement, sum(predictions.batches)
-    _set(new, 0.0)
-    return None if share is None else {"images": count, "same": round(share * count)}
 
 
 def _set(layers: Sequence[StrengthMixin], strength: float) -> None:

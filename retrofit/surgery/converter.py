@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +12,9 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
-from retrofit.graph.sites import Site, Sites, find_sites
-from retrofit.layers.base import StrengthMixin
-from retrofit.layers.settings import move_settings
-from retrofit.surgery.families import NormLayer, classify
-from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan, Status
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What becomes of one layer, and why."""
-
-    status: Status
-    target: str | None = None
-    reason: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+from retrofit.graph.sites import Site, Sites
+from retrofit.surgery.families import NormLayer
+from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 
 
 @dataclass(frozen=True)
@@ -34,21 +22,21 @@ class Decisions:
     """What a converter decides.
 
     Attributes:
-        layers: By name, what becomes of each layer that it was asked about.
+        layers: What becomes of each layer that it was asked about.
         edits: What becomes of the activations and convolutions around them.
         sites: Where those are, for `Plan.sites`.
     """
 
-    layers: Mapping[str, Decision]
-    edits: tuple[EditRow, ...] = ()
+    layers: Sequence[LayerRow]
+    edits: Sequence[EditRow] = ()
     sites: Sites | None = None
 
 
 class Converter(ABC):
     """Takes normalization layers of some families to their counterparts under one or more targets.
 
-    It holds no state: `plan` decides; then, maybe on another network of the same structure, `survey` looks at what is
-    about to change, `build` makes the layers, and `finish` gets what `survey` has found.
+    It holds no state of a conversion: `plan` decides, `build` makes the layers, maybe in another network of the same
+    structure, and `finish` edits what lies around them.
 
     Attributes:
         sources: The families it converts when the caller names none.
@@ -64,54 +52,45 @@ class Converter(ABC):
     changes_sets: bool = False
     takes_activations: bool = False
 
-    @abstractmethod
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
         """Decide the fate of the layers that the caller's rules let through. Changes nothing; may raise errors."""
+        return Decisions([self.decide(layer, options) for layer in layers])
 
-    def survey(self, model: nn.Module, plan: Plan) -> Any:
-        """Look at the model that `plan` is about to change; what is returned goes to `finish`."""
-        return None
+    def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
+        """Decide the fate of one layer, if the rest of the network does not matter."""
+        raise NotImplementedError
 
     @abstractmethod
     def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
         """Return the counterpart of `module`, holding its tensors (moved, not copied), as `row` says."""
 
-    def finish(self, model: nn.Module, plan: Plan, surveyed: Any) -> tuple[str, ...]:
-        """Edit what lies around the layers, which are converted by now; return notes for the report."""
+    def finish(self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]) -> Sequence[str]:
+        """Edit what lies around the layers, which are converted by now; return notes for the report.
+
+        The sites are those of the planned activations before, by norm and place as in `EditRow`.
+        """
         return ()
 
 
-@dataclass(frozen=True)
-class RegisteredTarget:
-    """A name that `to=` takes."""
+_OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
 
-    name: str
-    description: str
-    converter: type[Converter]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-TARGETS: dict[str, RegisteredTarget] = {}
-
-
-def register(name: str, description: str, converter: type[Converter], **arguments: Any) -> None:
-    """Make `converter(**arguments)` the converter of target `name`."""
-    TARGETS[name] = RegisteredTarget(name, description, converter, arguments)
+TARGETS: dict[str, Converter] = {}
+"""The converter of every target."""
 
 
 def converter_for(to: str) -> Converter:
-    """Return a new converter for target `to`.
+    """Return the converter of target `to`.
 
     Raises:
         UsageError: If there is no such target.
     """
     if to not in TARGETS:
         raise UsageError(f"unknown target {to!r}; choose one of {', '.join(TARGETS)}")
-    return TARGETS[to].converter(**TARGETS[to].arguments)
+    return TARGETS[to]
 
 
-def adopt(new: nn.Module, old: nn.Module) -> nn.Module:
-    """Move parameters, buffers, children, hooks, training flag and further attributes of `old` into `new`.
+def adopt(new: nn.Module, old: Any) -> Any:
+    """Move parameters, buffers, children, hooks, training flag and all other attributes of `old` into `new`.
 
     The parameters are the same objects, so that an optimizer that holds them keeps working. What `new` has and `old`
     lacks stays as built; where `new` has a parameter and `old` a buffer, as frozen layers do, it becomes a parameter.
@@ -122,57 +101,7 @@ def adopt(new: nn.Module, old: nn.Module) -> nn.Module:
         value = new._buffers.pop(name)
         new._parameters[name] = None if value is None else nn.Parameter(value)
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set
-    hooks = {key for key in vars(old) if "_hooks" in key}
     for key, value in vars(old).items():
-        if key == "_compiled_call_impl":  # `old.compile()`: a call of the old layer
-            continue
-        if key in hooks or (key not in vars(new) and key not in new._buffers):
-            vars(new)[key] = value
-    new.training = old.training
+        if key not in _OWN and key not in new._buffers:
+            object.__setattr__(new, key, value)
     return new
-
-
-def materialize_at_zero(new: nn.Module, device: torch.device) -> nn.Module:
-    """Put the strength of a layer that was built on the meta device at 0, and its settings on `device`."""
-    if isinstance(new, StrengthMixin):
-        new._register_strength(0.0, device)
-    move_settings(new, device)
-    return new
-
-
-def count_batches(new: nn.Module, device: torch.device) -> None:
-    """Let a layer that was built on the meta device count batches from 0, if its source counted none."""
-    count: Any = new.num_batches_tracked
-    if count.is_meta:
-        new.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
-
-
-def sites_of(model: nn.Module, families: frozenset[str]) -> Sites:
-    """Find the places that call the normalization layers of some families, and the activations behind them."""
-    return find_sites(model, lambda module: getattr(classify("", module), "family", None) in families)
-
-
-def planned_sites(model: nn.Module, plan: Plan, families: frozenset[str]) -> dict[tuple[str, int], Site]:
-    """Return the sites that a plan is about, by what an `EditRow` says of its own: the norm, and the place of its call.
-
-    They are the plan's own, or found again in another model than it was made for.
-    """
-    sites = plan.sites
-    if sites is None or not sites.describe(model):
-        sites = sites_of(model, families)
-    return {(site.norm, site.place): site for site in sites.sites}
-
-
-def left_activations(sites: Sites, converted: set[str]) -> list[EditRow]:
-    """Return the rows of the activations that stay: those behind no norm, and what follows norms unseen by a trace.
-
-    The latter stand for functional calls: where the part that cannot be traced holds activations, those are its rows.
-    """
-    rows = [EditRow(act.name, act.type, "activation", "left", act.reason) for act in sites.unmatched]
-    counted = {act.reason for act in sites.unmatched}
-    rows += [
-        EditRow(f"after {name}", "unknown", "activation", "left", f"what follows its norm is unknown: {why}", name)
-        for name, why in sites.uncovered.items()
-        if name in converted and why not in counted
-    ]
-    return rows

@@ -9,81 +9,92 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
 from retrofit.graph.flow import Flow, Flows
-from retrofit.layers import weight_standardization
+from retrofit.layers import WeightStandardizedConv1d, WeightStandardizedConv2d, WeightStandardizedConv3d
+from retrofit.surgery.converter import adopt
 from retrofit.surgery.families import classify
 from retrofit.surgery.plan_and_report import EditRow
 from retrofit.utils.text import plural, shortlist
 
-STANDARDIZED: dict[type[nn.Module], type[weight_standardization.WeightStandardization]] = {
-    nn.Conv1d: weight_standardization.WeightStandardizedConv1d,
-    nn.Conv2d: weight_standardization.WeightStandardizedConv2d,
-    nn.Conv3d: weight_standardization.WeightStandardizedConv3d,
+_STANDARDIZED: dict[type, Any] = {
+    nn.Conv1d: WeightStandardizedConv1d,
+    nn.Conv2d: WeightStandardizedConv2d,
+    nn.Conv3d: WeightStandardizedConv3d,
 }
 
 
 def plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: bool) -> list[EditRow]:
-    """Decide every convolution of a network, in its order.
+    """Decide every convolution of a network: left if none of the norms of its block is `converted`.
 
-    Args:
-        model: The network; it is traced.
-        converted: Names of the norms that are converted: a convolution whose block has others alone is left.
-        restore: Whether the standardised weights keep the mean and scale that the weights have.
-
-    Returns:
-        A row each. The reason of a converted one says why it is unknown whether a scale belongs behind it.
+    The reason of a converted one says why it is unknown whether a scale belongs behind it. With `restore` the
+    standardised weights keep the mean and scale that the weights have.
     """
     norms = [name for name, module in model.named_modules() if classify(name, module) is not None]
-    found = Flows(model, lambda module: classify("", module) is not None)
+    traced = Flows(model, lambda module: classify("", module) is not None)
     calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
-    for flow in found.flows:
+    for flow in traced.flows:
         for node, module in flow.modules.items():
             calls[module].append((flow, node))
     rows = []
-    place = 0
+    passed = 0
     for name, module in model.named_modules():
-        place += name in norms
+        passed += name in norms
         if not isinstance(module, nn.modules.conv._ConvNd):
             continue
         own = calls.get(module, [])
-        reason = _hindrance(module, own, module in found.read)
-        if converted.isdisjoint(_around(name, place, norms)):
+        reason = _hindrance(module, own, module in traced.read)
+        if converted.isdisjoint(_norms_around(name, passed, norms)):
             reason = "the norms of its block are not converted"
-        if reason:
-            rows.append(EditRow(name, type(module).__name__, "convolution", "left", reason))
-            continue
-        ends = {_ends_block(flow, node) for flow, node in own}
-        unknown = "" if ends <= {True} or ends <= {False} else "no scale behind it: unknown whether it ends a block"
-        options = {"restore": restore, "scale": ends == {True}}
-        rows.append(EditRow(name, type(module).__name__, "convolution", "converted", unknown, options=options))
+        row = EditRow(name, type(module).__name__, "", "left", reason, kind="convolution")
+        if not reason:
+            ends = {_ends_block(flow, node) for flow, node in own}
+            unknown = None in ends or len(ends) > 1
+            reason = "no scale behind it: unknown whether it ends a block" if unknown else ""
+            row = replace(row, status="converted", reason=reason, options={"restore": restore, "scale": ends == {True}})
+        rows.append(row)
     return rows
 
 
-def describe(rows: Collection[EditRow]) -> tuple[str, ...]:
+def describe(edits: Collection[EditRow]) -> list[str]:
     """Say how many convolutions are standardised and have a scale, which are left and why, and what is unknown."""
-    rows = [row for row in rows if row.kind == "convolution"]
-    done = [row for row in rows if row.status == "converted"]
+    rows = [row for row in edits if row.kind == "convolution"]
     if not rows:
-        return ()
-    scaled = sum(row.options.get("scale", False) for row in done)
-    text = [f"{len(done)} of {len(rows)} convolutions are standardised, {scaled} of them with a scale that is learned"]
+        return []
+    done = [row for row in rows if row.status == "converted"]
+    scaled = sum(row.options["scale"] for row in done)
     by_reason: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         if row.reason:
             by_reason[row.reason].append(row.name)
-    return (
-        *text,
+    return [
+        f"{len(done)} of {len(rows)} convolutions are standardised, {scaled} of them with a scale that is learned",
         *(f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})" for why, names in by_reason.items()),
-    )
+    ]
+
+
+def standardized(conv: Any, restore: bool, scale: bool) -> Any:
+    """Return the weight-standardised twin of a convolution, around its tensors.
+
+    Without `restore`, a learned scale starts where the block keeps the size that the initialization gave it.
+    """
+    sizes = conv.in_channels, conv.out_channels, conv.kernel_size
+    placed = {"device": conv.weight.device, "dtype": conv.weight.dtype}
+    new = adopt(_STANDARDIZED[type(conv)](*sizes, groups=conv.groups, scale=scale, strength=0.0, **placed), conv)
+    if restore:
+        new.seed_restore()
+    else:
+        new.seed_scale()
+    return new
 
 
 def _hindrance(conv: Any, calls: list[tuple[Flow, fx.Node]], is_read: bool) -> str:
     """Why a convolution is left as it is; empty if it is not."""
-    if type(conv) not in STANDARDIZED:
+    if type(conv) not in _STANDARDIZED:
         return "not one of torch's own convolutions"
     if conv.weight[0].numel() < 2:
         return "each output channel has a single weight"
@@ -98,19 +109,15 @@ def _hindrance(conv: Any, calls: list[tuple[Flow, fx.Node]], is_read: bool) -> s
     return ""
 
 
-def _around(name: str, place: int, norms: Sequence[str]) -> Collection[str]:
+def _norms_around(name: str, passed: int, norms: Sequence[str]) -> Sequence[str]:
     """Return the norms of the block that holds a layer; where only the whole network holds any, the next one.
 
-    Args:
-        name: The layer's name.
-        place: How many norms come before it.
-        norms: All norms, in the network's order.
+    `passed` is how many of the norms come before the layer in the network's order.
     """
     while name := name.rpartition(".")[0]:
-        inside = [norm for norm in norms if norm.startswith(f"{name}.")]
-        if inside:
+        if inside := [norm for norm in norms if norm.startswith(f"{name}.")]:
             return inside
-    return norms[place : place + 1] or norms[-1:]
+    return norms[passed : passed + 1] or norms[-1:]
 
 
 def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:

@@ -1,21 +1,23 @@
-"""Carry out a plan on a network, and set the strength of what it converted."""
+"""Carry out a plan on a network, whole or not at all, and set the strength of what it converted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from itertools import chain
 
-from torch import nn
+from torch import fx, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record
 from retrofit.surgery import guards
+from retrofit.surgery.activations import planned_sites
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.plan_and_report import Plan, Report
-from retrofit.surgery.restore import unchanged_on_failure
+from retrofit.utils.evaluating import kept_values, put_back
 from retrofit.utils.placement import device_of
 from retrofit.utils.text import plural
 
@@ -45,36 +47,53 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     converter = converter_for(plan.to)
     norms = {norm.name: norm for norm in find_norms(model)}
     _check_structure(plan, norms)
-    before, record = _parameters(model), record_of(model)
-    device = device_of(model)
+    params_before, record, device = _count_parameters(model), record_of(model), device_of(model)
     with unchanged_on_failure(model):
-        survey = converter.survey(model, plan)
-        built: dict[nn.Module, Any] = {}
-        for row in plan.layers:
-            if row.status != "converted":
+        sites = planned_sites(model, plan, converter.sources)
+        built: dict[nn.Module, nn.Module] = {}
+        names: dict[nn.Module, str] = {}
+        for row in plan.converted:
+            if row.target == row.source:  # a GroupNorm that stays, whose activation is converted
                 continue
             norm = norms[row.name]
             if norm.module not in built:
-                own = next((tensor.device for tensor in (*norm.layer.parameters(), *norm.layer.buffers())), device)
-                new = converter.build(norm.layer, row, own)
-                built[norm.module] = norm.module if new is norm.layer else new
-            model = _put(model, row.name, built[norm.module])
-        for proxied in (module for module in model.modules() if isinstance(module, ProxyNorm)):
-            if proxied.norm in built:
-                proxied.follow(built[proxied.norm])
+                tensors = chain(norm.layer.parameters(), norm.layer.buffers())
+                own = next((tensor.device for tensor in tensors), device)
+                built[norm.module] = converter.build(norm.layer, row, own)
+            names[norm.module] = row.name
+            model = _replace_layer(model, row.name, built[norm.module])
+        for module in model.modules():
+            if isinstance(module, ProxyNorm) and module.norm in built:
+                module.follow(built[module.norm])
         notes = [plan.activations] if plan.activations else []
-        notes += _thawed_note(built)
-        notes += converter.finish(model, plan, survey)
-        changed = {source: new for source, new in built.items() if new is not source}
-        notes += guards.refuse_fusing(model, set(changed.values()))
-        notes += guards.call_the_norms(model, set(changed.values()))
-        guards.refuse_calls({norm.module: norm.name for norm in norms.values() if norm.module in changed})
+        if thawed := sum(bool(source._buffers.keys() & new._parameters.keys()) for source, new in built.items()):
+            notes.append(
+                f"gamma and beta of {plural(thawed, 'frozen layer')} were constants and are parameters now, which "
+                "train: build the optimizer after the conversion"
+            )
+        notes += converter.finish(model, plan, sites)
+        notes += guards.refuse_fusing(model, set(built.values()))
+        notes += guards.call_the_norms(model, set(built.values()))
+        guards.refuse_calls(names)
         set_record(model, **{**vars(record), "plans": (*record.plans, replace(plan, sites=None))})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
-    return model, Report(plan, before, _parameters(model), strength, tuple(notes))
+    return model, Report(plan, params_before, _count_parameters(model), strength, tuple(notes))
 
 
-def _put(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+def _check_structure(plan: Plan, norms: dict[str, NormLayer]) -> None:
+    planned = {row.name: row.source for row in plan.layers}
+    actual = {name: norm.label for name, norm in norms.items()}
+    differing = [name for name in {**planned, **actual} if planned.get(name) != actual.get(name)]
+    if differing:
+        first = differing[0]
+        raise RetrofitError(
+            f"the plan was made for another model: {plural(len(differing), 'normalization layer')} differ, first "
+            f"{first!r} ({planned.get(first, 'absent')} in the plan, {actual.get(first, 'absent')} here); make a new "
+            "plan"
+        )
+
+
+def _replace_layer(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
     """Put a layer in the place of the one of a name; return the network, which is the layer itself for the root."""
     if not name:
         return layer
@@ -83,15 +102,37 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
     return model
 
 
-def _thawed_note(built: Mapping[nn.Module, nn.Module]) -> tuple[str, ...]:
-    """Say of how many layers gamma and beta were constants and are parameters now."""
-    thawed = sum(bool(source._buffers.keys() & new._parameters.keys()) for source, new in built.items())
-    if not thawed:
-        return ()
-    return (
-        f"gamma and beta of {plural(thawed, 'frozen layer')} were constants and are parameters now, which train: build "
-        "the optimizer after the conversion",
-    )
+def _count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
+    """Put `model` back as it was if what happens inside fails or is interrupted.
+
+    Classes, attributes, children and hooks of every module are kept, and the values of the normalization layers' own
+    parameters, the only ones that a conversion writes to.
+    """
+    modules = []
+    for module in model.modules():
+        tables = [(table, dict(table)) for table in vars(module).values() if isinstance(table, dict)]
+        modules.append((module, type(module), dict(vars(module)), tables))
+    norms = {norm.module for norm in find_norms(model)}
+    values = kept_values(tensor for norm in norms for tensor in norm.parameters(recurse=False))
+    try:
+        yield
+    except BaseException:
+        for module, cls, attributes, tables in modules:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(attributes)
+            for table, entries in tables:
+                table.clear()
+                table.update(entries)
+            if isinstance(module, fx.GraphModule):
+                module.recompile()  # its graph is an attribute, the code made of it is not
+        put_back(values)
+        raise
 
 
 def plans_of(model: nn.Module) -> list[Plan]:
@@ -101,8 +142,8 @@ def plans_of(model: nn.Module) -> list[Plan]:
 
 def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
     """Repeat conversions on a network of the structure that they were made for; return the network to use."""
-    for made in plans:
-        model, _ = apply(made, model)
+    for plan in plans:
+        model, _ = apply(plan, model)
     return model
 
 
@@ -150,20 +191,3 @@ def strength_of(model: nn.Module) -> float | None:
             f"the converted layers differ in strength ({min(values)} to {max(values)}); set_strength first"
         )
     return values.pop() if values else None
-
-
-def _check_structure(plan: Plan, found: dict[str, NormLayer]) -> None:
-    planned = {row.name: row.source for row in plan.layers}
-    actual = {name: layer.label for name, layer in found.items()}
-    if planned == actual:
-        return
-    differing = [name for name in {**planned, **actual} if planned.get(name) != actual.get(name)]
-    first = differing[0]
-    raise RetrofitError(
-        f"the plan was made for another model: {plural(len(differing), 'normalization layer')} differ, first "
-        f"{first!r} ({planned.get(first, 'absent')} in the plan, {actual.get(first, 'absent')} here); make a new plan"
-    )
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

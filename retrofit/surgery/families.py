@@ -1,4 +1,4 @@
-"""Which modules of a network are normalization layers, and of which family.
+"""Which modules of a network are normalization layers, and of which family; and what normalizes without a layer.
 
 Layers are matched by exact class, named by module path so that neither timm nor torchvision is imported to ask. What is
 not in the table may compute something else: it is taken for a known class where it is proved to be one
@@ -7,17 +7,23 @@ not in the table may compute something else: it is taken for a known class where
 
 from __future__ import annotations
 
+import inspect
 import re
+import types
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.layers import StrengthMixin
+from retrofit.surgery.plan_and_report import LayerRow, Status
 from retrofit.surgery.same_formula import Formula, full_name, proved_formula
+from retrofit.utils.text import ROOT, shortlist
 
 FAMILIES = {
     "bn": "BatchNorm",
@@ -30,32 +36,40 @@ FAMILIES = {
 _TORCH = "torch.nn.modules"
 _TIMM = "timm.layers"
 
+_CLASSES: dict[str, dict[str, str]] = {
+    "bn": {
+        f"{_TORCH}.batchnorm": "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm",
+        f"{_TIMM}.norm_act": "BatchNormAct2d SyncBatchNormAct",
+    },
+    "ln": {
+        f"{_TORCH}.normalization": "LayerNorm",
+        f"{_TIMM}.norm": "LayerNorm LayerNormFp32 LayerNorm2d LayerNorm2dFp32 LayerNormExp2d",
+        f"{_TIMM}.norm_act": "LayerNormAct LayerNormActFp32 LayerNormAct2d LayerNormAct2dFp32",
+        "timm.models.metaformer": "LayerNormNoBias LayerNorm2dNoBias",
+        "torchvision.models.convnext": "LayerNorm2d",
+    },
+    "gn": {
+        f"{_TORCH}.normalization": "GroupNorm",
+        f"{_TIMM}.norm": "GroupNorm GroupNorm1",
+        f"{_TIMM}.norm_act": "GroupNormAct GroupNorm1Act",
+        "timm.models.metaformer": "GroupNorm1NoBias",
+    },
+    "in": {f"{_TORCH}.instancenorm": "InstanceNorm1d InstanceNorm2d InstanceNorm3d"},
+    "frozen-bn": {
+        "torchvision.ops.misc": "FrozenBatchNorm2d",
+        f"{_TIMM}.norm_act": "FrozenBatchNormAct2d",
+        "retrofit.layers.frozen_batch_norm": "FrozenBatchNorm FrozenBatchNormAct",
+    },
+}
 KNOWN: dict[str, str] = {
-    **{f"{_TORCH}.batchnorm.{name}": "bn" for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")},
-    **{f"{_TIMM}.norm_act.{name}": "bn" for name in ("BatchNormAct2d", "SyncBatchNormAct")},
-    f"{_TORCH}.normalization.LayerNorm": "ln",
-    **{
-        f"{_TIMM}.norm.{name}": "ln"
-        for name in ("LayerNorm", "LayerNormFp32", "LayerNorm2d", "LayerNorm2dFp32", "LayerNormExp2d")
-    },
-    **{
-        f"{_TIMM}.norm_act.{name}": "ln"
-        for name in ("LayerNormAct", "LayerNormActFp32", "LayerNormAct2d", "LayerNormAct2dFp32")
-    },
-    "timm.models.metaformer.LayerNormNoBias": "ln",
-    "timm.models.metaformer.LayerNorm2dNoBias": "ln",
-    "torchvision.models.convnext.LayerNorm2d": "ln",
-    f"{_TORCH}.normalization.GroupNorm": "gn",
-    **{f"{_TIMM}.norm.{name}": "gn" for name in ("GroupNorm", "GroupNorm1")},
-    **{f"{_TIMM}.norm_act.{name}": "gn" for name in ("GroupNormAct", "GroupNorm1Act")},
-    "timm.models.metaformer.GroupNorm1NoBias": "gn",
-    **{f"{_TORCH}.instancenorm.InstanceNorm{n}d": "in" for n in (1, 2, 3)},
-    "torchvision.ops.misc.FrozenBatchNorm2d": "frozen-bn",
-    f"{_TIMM}.norm_act.FrozenBatchNormAct2d": "frozen-bn",
-    **{f"retrofit.layers.frozen_batch_norm.{name}": "frozen-bn" for name in ("FrozenBatchNorm", "FrozenBatchNormAct")},
+    f"{module}.{name}": family
+    for family, modules in _CLASSES.items()
+    for module, names in modules.items()
+    for name in names.split()
 }
 """Family of every class that a converter may take."""
 
+_LAZY = "not initialised yet; run one forward pass and convert again"
 _RMS = "RMS normalization subtracts no mean, and the paper defines no counterpart for it"
 _FUSED = "a normalization fused with its activation, which leaves nothing between the two"
 _REPLACED = "its forward was replaced on the instance, so that it may compute something else"
@@ -64,7 +78,6 @@ _COMPUTED = (
     "make it permanent first: torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm or "
     "parametrize.remove_parametrizations"
 )
-_LAZY = "not initialised yet; run one forward pass and convert again"
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"^Lazy(Batch|Instance)Norm", _LAZY),
@@ -116,10 +129,19 @@ class NormLayer:
         """Class name of `kind`."""
         return self.kind.rpartition(".")[2]
 
+    @property
+    def family_name(self) -> str:
+        """What people call the family."""
+        return FAMILIES[str(self.family)]
+
     @cached_property
     def layer(self) -> Any:
         """What a converter looks at: the module, or one of the class `kind` around its tensors."""
         return self.module if self.formula is None else self.formula.layer(self.module)
+
+    def row(self, status: Status, reason: str = "", target: str | None = None, **options: Any) -> LayerRow:
+        """Return the row of a plan that says what becomes of the layer."""
+        return LayerRow(self.name, self.label, target, status, reason, options)
 
 
 def find_norms(model: nn.Module) -> Iterator[NormLayer]:
@@ -143,9 +165,7 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
         if "running_var" in module._buffers:
             family = "bn" if any(True for _ in module.parameters(recurse=False)) else "frozen-bn"
     family = KNOWN.get(kind, family)
-    if reason:
-        return NormLayer(name, module, kind, family, "unsupported", reason)
-    if reason := _REPLACED if "forward" in vars(module) else computed_tensors(module):
+    if reason := reason or (_REPLACED if "forward" in vars(module) else computed_tensors(module)):
         return NormLayer(name, module, kind, family, "unsupported", reason)
     if kind in KNOWN:
         return NormLayer(name, module, kind, family, "known")
@@ -168,3 +188,37 @@ def _holds_own_tensors(module: nn.Module) -> bool:
     """Whether the module itself holds parameters or buffers, and is not just a container named after its norm."""
     own = next(iter((*module._parameters.values(), *module._buffers.values())), None) is not None
     return own and not any(classify("", child) for child in module.modules() if child is not module)
+
+
+_FUNCTION = re.compile(
+    r"(?:\b(?:F|functional|torch)\.|(?<![\w.])(?<!def ))"
+    r"((?:batch|instance|layer|group|rms|local_response)_norm)\(([^,)]*)"
+)
+
+
+def functional_norms(model: nn.Module) -> list[str]:
+    """Return a sentence for each normalization that the network's code calls as a function: no conversion sees it."""
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        if classify(name, module) is None:
+            cls: Any = type(module)
+            for function in _called_norms(cls):
+                places[function, cls.__name__].append(name or ROOT)
+    return [
+        f"{function} is called as a function in {label} ({shortlist(names)}): it is no layer, and stays as it is"
+        for (function, label), names in places.items()
+    ]
+
+
+@cache
+def _called_norms(cls: Any) -> list[str]:
+    """Return the names of the normalizations that a class's own methods call, but for those of weights."""
+    own = [
+        base for base in cls.__mro__ if base is not object and not base.__module__.startswith(("torch.", "retrofit."))
+    ]
+    methods = [value for base in own for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    names: dict[str, None] = {}
+    for method in methods:
+        with suppress(OSError):  # without source
+            names |= {name: None for name, x in _FUNCTION.findall(inspect.getsource(method)) if "weight" not in x}
+    return list(names)

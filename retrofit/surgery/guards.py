@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,7 +19,6 @@ from retrofit.surgery.same_formula import agrees
 from retrofit.utils.text import plural, shortlist, shown
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
-"""By a layer's name, the shapes that it put out."""
 
 _FUSING_METHODS = ("fuse", "reparameterize", "switch_to_deploy", "fuse_model")
 
@@ -48,52 +47,51 @@ def network_in(model: nn.Module) -> nn.Module:
     return unwrapped(model)
 
 
+def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
+    """Take a method's place: a partial of a function of this module can be copied and pickled with the network."""
+    raise RetrofitError(message)
+
+
 def refuse_calls(sources: Mapping[nn.Module, str]) -> None:
     """Let converted layers' sources, given with their names, refuse to be called by other references to them."""
     for source, name in sources.items():
-        vars(source)["forward"] = partial(_refuse_call, name)
+        vars(source)["forward"] = partial(
+            _refuse,
+            f"the network calls the source of {name or 'the layer'}, which is converted, by a reference of its own "
+            "(from a list, or elsewhere besides its name); keep that layer with `skip`",
+        )
 
 
-def _refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise RetrofitError(
-        f"the network calls the source of {name or 'the layer'}, which is converted, by a reference of its own (from a "
-        "list, or elsewhere besides its name); keep that layer with `skip`"
-    )
-
-
-def refuse_fusing(model: nn.Module, converted: set[nn.Module]) -> tuple[str, ...]:
+def refuse_fusing(model: nn.Module, converted: set[nn.Module]) -> list[str]:
     """Let blocks refuse to fuse converted layers that are no affine maps; return a note for the report."""
     blocks = 0
     for module in _holders(model, {layer for layer in converted if not isinstance(layer, FrozenBatchNorm)}):
         methods = [name for name in _FUSING_METHODS if callable(getattr(type(module), name, None))]
         blocks += bool(methods)
         for name in methods:
-            vars(module)[name] = partial(_refuse_to_fuse, type(module).__name__, name)
+            vars(module)[name] = partial(
+                _refuse,
+                f"{type(module).__name__}.{name}() would fuse a converted layer as if it were its source; "
+                "re-parameterise before converting",
+            )
     if not blocks:
-        return ()
-    return (
+        return []
+    return [
         f"{plural(blocks, 'block')} can re-parameterise (fuse BatchNorm into convolutions); they now refuse to: "
-        "the converted layers are no longer affine",
-    )
+        "the converted layers are no longer affine"
+    ]
 
 
 def allow_fusing(model: nn.Module) -> None:
     """Take back what `refuse_fusing` did to blocks that hold no layer with a strength any more."""
     for module in model.modules():
-        if any(isinstance(layer, StrengthMixin) for layer in module.modules()):
-            continue
-        for name in _FUSING_METHODS:
-            if getattr(vars(module).get(name), "func", None) is _refuse_to_fuse:
-                del vars(module)[name]
+        if not any(isinstance(layer, StrengthMixin) for layer in module.modules()):
+            for name in _FUSING_METHODS:
+                if getattr(vars(module).get(name), "func", None) is _refuse:
+                    del vars(module)[name]
 
 
-def _refuse_to_fuse(block: str, method: str, *_: Any, **__: Any) -> NoReturn:
-    raise RetrofitError(
-        f"{block}.{method}() would fuse a converted layer as if it were its source; re-parameterise before converting"
-    )
-
-
-def call_the_norms(model: nn.Module, converted: set[nn.Module]) -> tuple[str, ...]:
+def call_the_norms(model: nn.Module, converted: set[nn.Module]) -> list[str]:
     """Turn off the fast path of torch's transformer, which in evaluation takes gamma and beta and calls no layer.
 
     There is no switch for it: a layer takes that path for the activations of this number alone, and an encoder that
@@ -107,24 +105,22 @@ def call_the_norms(model: nn.Module, converted: set[nn.Module]) -> tuple[str, ..
             packing += module.use_nested_tensor
             module.use_nested_tensor = False
     if not packing:
-        return ()
-    return (
+        return []
+    return [
         f"{plural(packing, 'transformer encoder')} no longer packs tokens by their mask, with which torch calls no "
-        "norm: in evaluation what it puts out for masked tokens is no longer 0",
-    )
+        "norm: in evaluation what it puts out for masked tokens is no longer 0"
+    ]
+
+
+def _holders(model: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if not layers.isdisjoint(module.modules()))
 
 
 def refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes | None) -> None:
     """Refuse to normalize sets of a single value each, of which a normalization makes a constant.
 
-    Args:
-        rows: The converted layers of a target whose layers normalize each sample by itself.
-        norms: The layers by name.
-        shapes: What a run of the network gave them; None if it was not run. A BatchNorm1d that was not called counts as
-            if its input had one position a channel.
-
-    Raises:
-        RetrofitError: If there are such layers.
+    Shapes are what a run of the network gave the layers; None if it was not run. A BatchNorm1d that was not called
+    counts as if its input had one position a channel.
     """
     constant = []
     for row in rows:
@@ -145,11 +141,7 @@ def refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], s
 
 
 def refuse_other_formulas(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes) -> None:
-    """Refuse layers that are proved to compute what a known class does, but not on the shapes that a run gave them.
-
-    Raises:
-        RetrofitError: If there are such layers.
-    """
+    """Refuse layers that are proved to compute what a known class does, but not on the shapes that a run gave them."""
     for row in rows:
         norm = norms[row.name]
         if norm.formula is not None and not agrees(norm.module, norm.formula, list(dict.fromkeys(shapes[row.name]))):
@@ -157,17 +149,3 @@ def refuse_other_formulas(rows: Sequence[LayerRow], norms: Mapping[str, NormLaye
                 f"{row.name} is {norm.known_class} on random inputs, but not on those of the shape that the network "
                 "gives it; keep it with `skip`"
             )
-
-
-def uncalled_note(names: set[str]) -> tuple[str, ...]:
-    """Say which converted layers the network did not call when it was run."""
-    if not names:
-        return ()
-    return (
-        f"not called when the network was run: {plural(len(names), 'converted layer')} ({shortlist(sorted(names))}); "
-        "only training calls such layers, or code that reads their tensors, for which nothing changes",
-    )
-
-
-def _holders(model: nn.Module, layers: set[nn.Module]) -> list[nn.Module]:
-    return [module for module in model.modules() if any(child in layers for child in module.modules())]

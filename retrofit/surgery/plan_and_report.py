@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from retrofit.graph.sites import Sites
-from retrofit.surgery import report_table
+from retrofit.utils.text import ROOT, printable
 
 if TYPE_CHECKING:
     from retrofit.compare import Comparison
 
-Status = Literal["converted", "kept", "unsupported"]
+Status = Literal["converted", "kept", "unsupported", "left"]
+
+_FATES = {
+    "kept": "(kept)",
+    "unsupported": "(not supported)",
+    "left": "(left)",
+    "activation": "proxy-normalized",
+    "convolution": "weight-standardized",
+}
 
 
 @dataclass(frozen=True)
@@ -35,36 +43,33 @@ class LayerRow:
     reason: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as JSON values."""
-        return asdict(self)
+    @property
+    def fate(self) -> str:
+        """What the layer becomes, in a word or two."""
+        return _FATES.get(self.status) or str(self.target)
 
 
 @dataclass(frozen=True)
-class EditRow:
-    """The fate of an activation or a convolution beside a normalization layer.
+class EditRow(LayerRow):
+    """The fate of an activation or a convolution beside a normalization layer: "converted" or "left".
+
+    Its name is that of a module; for one of several calls, or a functional one, followed by what tells it apart. Its
+    target is the layer that it becomes part of, empty where its kind says what it becomes.
 
     Attributes:
-        name: Dotted module name; for one of several calls, or a functional one, followed by what tells it apart.
-        source: Class name as found.
         kind: "activation" or "convolution".
-        status: "converted" or "left".
-        reason: Why it is left; empty for a plain conversion.
         norm: Name of the normalization layer it belongs to; empty if there is none.
         place: Which of the places that call that layer it belongs to.
-        options: What the plan has settled for it (JSON values).
-        target: Class name of the layer that it becomes part of; empty where its kind says what it becomes.
     """
 
-    name: str
-    source: str
-    kind: Literal["activation", "convolution"]
-    status: Literal["converted", "left"]
-    reason: str = ""
+    kind: str = "activation"
     norm: str = ""
     place: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-    target: str = ""
+
+    @property
+    def fate(self) -> str:
+        """What it becomes, in a word or two."""
+        return f"part of {self.target}" if self.target else _FATES.get(self.status) or _FATES[self.kind]
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,21 +95,19 @@ class Plan:
         return {**vars(self), "sites": None}
 
     @property
+    def converted(self) -> list[LayerRow]:
+        """The rows of the layers that are converted."""
+        return [row for row in self.layers if row.status == "converted"]
+
+    @property
     def counts(self) -> dict[str, int]:
         """How many rows are converted, kept and unsupported."""
-        found = Counter(row.status for row in self.layers)
-        return {status: found[status] for status in ("converted", "kept", "unsupported")}
-
-    def __repr__(self) -> str:
-        """A small table for people; the record is in the attributes."""
-        return report_table.plan_text(self)
-
-    def _repr_html_(self) -> str:
-        return report_table.plan_html(self)
+        counted = Counter(row.status for row in self.layers)
+        return {status: counted[status] for status in ("converted", "kept", "unsupported")}
 
     @property
     def activations(self) -> str:
-        """How many activations are converted, and why others are not, in a sentence; empty if none are concerned."""
+        """How many activations are converted, and why others are not, in a sentence; empty if all are."""
         rows = [row for row in self.edits if row.kind == "activation"]
         left = Counter(row.reason for row in rows if row.status == "left")
         if not left:
@@ -112,12 +115,29 @@ class Plan:
         why = "; ".join(f"{count}: {reason}" for reason, count in left.most_common())
         return f"{len(rows) - left.total()} of {len(rows)} activations are converted, {left.total()} are left ({why})"
 
+    def alike(self) -> dict[tuple[str, str, str], list[str]]:
+        """Return the names of the layers, activations and convolutions of each class, fate and reason."""
+        names: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for row in (*self.layers, *self.edits):
+            names[row.source, row.fate, row.reason].append(row.name or ROOT)
+        return names
+
+    def __repr__(self) -> str:
+        """A small table for people, whatever the number of layers; the record is in the attributes."""
+        table = [("count", "found", "becomes", "first", "why")]
+        for (source, fate, reason), names in self.alike().items():
+            table.append((str(len(names)), source, fate, printable(names[0], 40), printable(reason, 80)))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
+        return "\n".join([f"to {self.to}: {counts}", *lines])
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_dict` reads it back."""
         return {
             "to": self.to,
             "options": self.options,
-            "layers": [row.to_dict() for row in self.layers],
+            "layers": [asdict(row) for row in self.layers],
             "edits": [asdict(row) for row in self.edits],
         }
 
@@ -163,40 +183,40 @@ class Report:
     agreement: dict[str, int] | None = None
 
     def __repr__(self) -> str:
-        """A summary for people; the record is in the attributes."""
-        return report_table.report_text(self)
-
-    def _repr_html_(self) -> str:
-        return report_table.report_html(self)
+        """A summary for people: the plan's table and what came of it."""
+        growth = self.params_after - self.params_before
+        lines = [f"parameters: {self.params_before:,} before, {self.params_after:,} after ({growth:+,})"]
+        if self.strength is not None:
+            lines.append(f"strength: {self.strength:g}")
+        if self.check is not None:
+            lines.append(f"check: {self.check}")
+        return "\n".join([repr(self.plan), *lines, *(f"note: {printable(note)}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        edits = {
-            f"{kind}s": [
-                {"name": row.name, "source": row.source, "norm": row.norm, "status": row.status, "reason": row.reason}
-                for row in self.plan.edits
-                if row.kind == kind
-            ]
-            for kind in dict.fromkeys(row.kind for row in self.plan.edits)
-        }
-        check, change = self.check, self.change
-        measured: dict[str, Any] = {} if self.agreement is None else {"agreement": self.agreement}
-        if change is not None:
-            measured["change"] = {"max_abs_diff": change.max_abs_diff, "scale": change.scale}
-        names = ("max_abs_diff", "scale", "tolerance", "passed")
-        figures = (
-            None if check is None else {**{name: check.to_dict()[name] for name in names}, "identity": self.identity}
-        )
-        return {
+        edits: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for edit in self.plan.edits:
+            shown = ("name", "source", "norm", "status", "reason")
+            edits[f"{edit.kind}s"].append({name: getattr(edit, name) for name in shown})
+        layers = [asdict(row) for row in self.plan.layers]
+        for layer in layers:
+            del layer["options"]
+        values: dict[str, Any] = {
             "to": self.plan.to,
-            "layers": [
-                {key: value for key, value in row.to_dict().items() if key != "options"} for row in self.plan.layers
-            ],
+            "layers": layers,
             **edits,
             "counts": self.plan.counts,
             "params": {"before": self.params_before, "after": self.params_after},
             "strength": self.strength,
             "notes": list(self.notes),
-            "check": figures,
-            **measured,
+            "check": None,
         }
+        if self.check is not None:
+            figures = self.check.to_dict()
+            names = ("max_abs_diff", "scale", "tolerance", "passed")
+            values["check"] = {**{name: figures[name] for name in names}, "identity": self.identity}
+        if self.agreement is not None:
+            values["agreement"] = self.agreement
+        if self.change is not None:
+            values["change"] = {"max_abs_diff": self.change.max_abs_diff, "scale": self.change.scale}
+        return values

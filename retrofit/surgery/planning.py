@@ -11,9 +11,8 @@ from torch import nn
 
 from retrofit.conversion_options import OPTIONS, ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.surgery.converter import Converter, Decision, converter_for
-from retrofit.surgery.families import FAMILIES, NormLayer, find_norms
-from retrofit.surgery.functional_norms import functional_norms
+from retrofit.surgery.converter import Converter, converter_for
+from retrofit.surgery.families import FAMILIES, NormLayer, find_norms, functional_norms
 from retrofit.surgery.guards import network_in
 from retrofit.surgery.plan_and_report import LayerRow, Plan
 from retrofit.utils.text import one_line, plural
@@ -54,22 +53,24 @@ def plan(
     """
     model = network_in(model)
     converter = converter_for(to)
-    included, excluded = _compiled("only", only), _compiled("skip", skip)
-    families = _families(source) or converter.sources
     if unknown := options.keys() - OPTIONS.keys():
         raise TypeError(f"plan() and convert() have no argument {', '.join(sorted(unknown))}; see help(retrofit.plan)")
     settled = ConversionOptions(**options)
     settled.check(to)
-
+    families = frozenset(_listed(source)) or converter.sources
+    for family in families - FAMILIES.keys():
+        raise UsageError(f"`source={family!r}` is no family; choose from {', '.join(FAMILIES)}")
     norms = list(find_norms(model))
-    _refuse_unmatched(norms, only=included, skip=excluded)
-    rules = {norm.name: _rule(norm, to, converter, families, included, excluded) for norm in norms}
-    decisions = converter.plan(model, [norm for norm in norms if rules[norm.name] is None], settled)
-    rows = [_row(norm, rules[norm.name] or decisions.layers[norm.name]) for norm in norms]
+    included, excluded = _patterns("only", only, norms), _patterns("skip", skip, norms)
+
+    rows = {norm.name: _row_by_rule(norm, to, converter, families, included, excluded) for norm in norms}
+    decisions = converter.plan(model, [norm for norm in norms if rows[norm.name] is None], settled)
+    rows |= {row.name: row for row in decisions.layers}
+    layers = tuple(row for row in rows.values() if row is not None)
     patterns = {"only": [pattern.pattern for pattern in included], "skip": [pattern.pattern for pattern in excluded]}
     record = {**patterns, "source": sorted(families), **settled.record()}
-    result = Plan(to, tuple(rows), record, decisions.edits, decisions.sites)
-    if not result.counts["converted"]:
+    result = Plan(to, layers, record, tuple(decisions.edits), decisions.sites)
+    if not result.converted:
         raise RetrofitError(_nothing_to_convert(model, families, norms, result))
     edited = any(row.kind == "activation" and row.status == "converted" for row in result.edits)
     if converter.takes_activations and not edited and (converter.identity or result.activations):
@@ -79,35 +80,12 @@ def plan(
     return result
 
 
-def _row(norm: NormLayer, fate: Decision) -> LayerRow:
-    return LayerRow(norm.name, norm.label, fate.target, fate.status, fate.reason, dict(fate.options))
+def _listed(patterns: Patterns) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns or ())
 
 
-def _rule(
-    norm: NormLayer,
-    to: str,
-    converter: Converter,
-    families: frozenset[str],
-    only: Sequence[re.Pattern[str]],
-    skip: Sequence[re.Pattern[str]],
-) -> Decision | None:
-    """Return what the caller's rules decide about a layer; None to ask the converter."""
-    if norm.family is not None and norm.family not in families:
-        hint = ""
-        if norm.family in converter.sources:
-            hint = f" here (name {norm.family!r} in `source` too)"
-        elif norm.family == "frozen-bn":
-            hint = " (frozen, gn, ln, gn-pn and ln-pn take it; timm.layers.unfreeze_batch_norm_2d makes it BatchNorm)"
-        return Decision("kept", reason=f"{FAMILIES[norm.family]} is not a source of {to}{hint}")
-    if only and not any(pattern.search(norm.name) for pattern in only):
-        return Decision("kept", reason="not matched by `only`")
-    for pattern in skip:
-        if pattern.search(norm.name):
-            return Decision("kept", reason=f"matched by `skip={pattern.pattern!r}`")
-    return None if norm.status == "known" else Decision(norm.status, reason=norm.reason)
-
-
-def _compiled(name: str, patterns: Patterns) -> list[re.Pattern[str]]:
+def _patterns(name: str, patterns: Patterns, norms: Sequence[NormLayer]) -> list[re.Pattern[str]]:
+    """Compile the patterns of an argument, each of which has to match a layer."""
     compiled = []
     for pattern in _listed(patterns):
         try:
@@ -116,31 +94,36 @@ def _compiled(name: str, patterns: Patterns) -> list[re.Pattern[str]]:
             raise UsageError(
                 f"`{name}={pattern!r}` is not a regular expression ({one_line(error)}); escape or mend it"
             ) from None
+        if not any(compiled[-1].search(norm.name) for norm in norms):
+            raise RetrofitError(
+                f"`{name}={pattern!r}` matches none of the {plural(len(norms), 'layer')}; "
+                "`named_modules()` and `retrofit inspect` list their names"
+            )
     return compiled
 
 
-def _refuse_unmatched(norms: Sequence[NormLayer], **patterns: Sequence[re.Pattern[str]]) -> None:
-    for name, given in patterns.items():
-        for pattern in given:
-            if not any(pattern.search(norm.name) for norm in norms):
-                raise RetrofitError(
-                    f"`{name}={pattern.pattern!r}` matches none of the {plural(len(norms), 'layer')}; "
-                    "`named_modules()` and `retrofit inspect` list their names"
-                )
-
-
-def _families(source: Patterns) -> frozenset[str]:
-    families = frozenset(_listed(source))
-    for family in families:
-        if family not in FAMILIES:
-            raise UsageError(f"`source={family!r}` is no family; choose from {', '.join(FAMILIES)}")
-    return families
-
-
-def _listed(patterns: Patterns) -> list[str]:
-    if patterns is None:
-        return []
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+def _row_by_rule(
+    norm: NormLayer,
+    to: str,
+    converter: Converter,
+    families: frozenset[str],
+    only: Sequence[re.Pattern[str]],
+    skip: Sequence[re.Pattern[str]],
+) -> LayerRow | None:
+    """Return the row of a layer that the caller's rules leave as it is; None to ask the converter."""
+    if norm.family is not None and norm.family not in families:
+        hint = ""
+        if norm.family in converter.sources:
+            hint = f" here (name {norm.family!r} in `source` too)"
+        elif norm.family == "frozen-bn":
+            hint = " (frozen, gn, ln, gn-pn and ln-pn take it; timm.layers.unfreeze_batch_norm_2d makes it BatchNorm)"
+        return norm.row("kept", f"{norm.family_name} is not a source of {to}{hint}")
+    if only and not any(pattern.search(norm.name) for pattern in only):
+        return norm.row("kept", "not matched by `only`")
+    for pattern in skip:
+        if pattern.search(norm.name):
+            return norm.row("kept", f"matched by `skip={pattern.pattern!r}`")
+    return None if norm.status == "known" else norm.row(norm.status, norm.reason)
 
 
 def _nothing_to_convert(model: nn.Module, families: frozenset[str], norms: Sequence[NormLayer], result: Plan) -> str:
@@ -152,8 +135,8 @@ def _nothing_to_convert(model: nn.Module, families: frozenset[str], norms: Seque
             "another model"
         )
     held = ", ".join(f"{n} {label}" for label, n in Counter(norm.label for norm in norms).most_common())
-    targets = [_USUAL[str(norm.family)] for norm in norms if norm.status == "known"]
-    others = [target for target in targets if target != result.to]
+    others = [_USUAL[str(norm.family)] for norm in norms if norm.status == "known"]
+    others = [target for target in others if target != result.to]
     if others and not any(norm.family in families for norm in norms):
         return (
             f"{result.to} converts {sources} layers, of which this model has none (it holds {held}); try "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import types
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -65,30 +64,31 @@ def full_name(cls: type) -> str:
 
 
 _PROVED: WeakKeyDictionary[nn.Module, Formula | None] = WeakKeyDictionary()
-_NUMBERS: dict[str, int | None] = {}
+_AGREEING: dict[tuple[type, str], int | None] = {}
+"""Which candidate agrees, by class and by all that modules of the class may differ in but their tensors' values."""
 
 
 def proved_formula(module: nn.Module, known: Iterable[str]) -> Formula | None:
     """Return the known class that a layer is one of in all but name; None if none is."""
     if module not in _PROVED:
         candidates = list(_candidates(module, set(known)))
-        if (alike := _alike(module)) not in _NUMBERS:
+        tensors = *module.named_parameters(), *module.named_buffers()
+        shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors]
+        settings = [item for item in vars(module).items() if not isinstance(item[1], dict) and item[0] != "training"]
+        kind = type(module), f"{shapes} {settings} {list(module.children())}"
+        if kind not in _AGREEING:
             agreeing = (number for number, one in enumerate(candidates) if agrees(module, one))
-            _NUMBERS[alike] = next(agreeing, None)
-        number = _NUMBERS[alike]
+            _AGREEING[kind] = next(agreeing, None)
+        number = _AGREEING[kind]
         formula = None if number is None else candidates[number]
         _PROVED[module] = formula if formula is not None and agrees(module, formula, random=False) else None
     return _PROVED[module]
 
 
 def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] = (), random: bool = True) -> bool:
-    """Whether a layer computes what a known class does.
+    """Whether a layer computes what a known class does, on inputs of some shapes, or all that fit the known class.
 
-    Args:
-        module: The layer, which is not changed: what its code writes goes to a copy.
-        formula: The known class.
-        shapes: Of the inputs; all that fit the known class if none are given.
-        random: Whether parameters and statistics are random; else the layer's own, of which a meta layer has none.
+    Parameters and statistics are random, or the layer's own, which a meta layer lacks. The layer is not changed.
     """
     if _PROCESSES.search(" ".join(_names(type(module), formula.kind))):
         return False  # alone, it may be something else than among processes
@@ -98,13 +98,14 @@ def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] 
         return True
     try:
         other = formula.layer(module)
+        shapes = shapes or _shapes(other)[: None if random else 1]
         for dtype in (torch.float64, torch.float32):  # in the latter where it takes no other
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
+                values = _values(module, random, dtype)
                 compared = {
                     _same([_twin(layer, values) for layer in (module, other)], x, training)
-                    for values in (_values(module, random, dtype),)
-                    for shape in shapes or _shapes(other)[: None if random else 1]
+                    for shape in shapes
                     for x in _inputs(shape, dtype)
                     for training in (False, True)
                 }
@@ -113,15 +114,6 @@ def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] 
     except Exception:  # anything may come out of a layer's own code
         pass
     return False
-
-
-def _alike(module: nn.Module) -> str:
-    """Return what modules of one class that compute the same have in common, but for their tensors' values."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    settings = {
-        name: value for name, value in vars(module).items() if not isinstance(value, dict) and name != "training"
-    }
-    return f"{id(type(module))} {shapes} {settings} {list(module.children())}"
 
 
 def _candidates(module: Any, known: set[str]) -> Iterator[Formula]:
@@ -197,37 +189,30 @@ def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Te
     return values
 
 
-def _twin(layer: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    """Return a copy of a layer with other values, in which no hook is called."""
-    new: nn.Module = type(layer).__new__(type(layer))
-    vars(new).update({key: OrderedDict() if "_hooks" in key else value for key, value in vars(layer).items()})
-    vars(new)["_compiled_call_impl"] = None
-    vars(new)["_buffers"] = {name: values[name].clone() if name in values else None for name in layer._buffers}
-    vars(new)["_parameters"] = {
-        name: nn.Parameter(values[name].clone()) if name in values else None for name in layer._parameters
-    }
+def _twin(layer: nn.Module, values: dict[str, Tensor]) -> Any:
+    """Return a copy of a layer with other values."""
+    new = type(layer).__new__(type(layer))
+    buffers = {name: values[name].clone() if name in values else None for name in layer._buffers}
+    parameters = {name: nn.Parameter(values[name].clone()) if name in values else None for name in layer._parameters}
+    vars(new).update(vars(layer), _buffers=buffers, _parameters=parameters)
     return new
 
 
-def _same(layers: Sequence[nn.Module], x: Tensor, training: bool) -> bool | None:
-    """Whether a layer and its candidate answer an input alike; None if the layer refuses it."""
-    answers: list[list[Tensor | None] | None] = []
+def _same(layers: Sequence[Any], x: Tensor, training: bool) -> bool | None:
+    """Whether a layer and its candidate answer an input alike; None if the layer refuses it. No hook is called."""
+    answers: list[list[Tensor | None]] = []
     for layer in layers:
         vars(layer)["training"] = training
         inputs = x.detach().requires_grad_()
         try:
-            out = layer(inputs)
-        except Exception:  # anything may come out of a layer's own code
-            answers.append(None)
-            continue
+            out = layer.forward(inputs)
+        except Exception:  # anything may come out of a layer's own code; a known class may take more
+            return False if answers else None
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
         trained = [inputs, *(p for p in layer._parameters.values() if p is not None)]
         grads = torch.autograd.grad((out * weights).sum(), trained, allow_unused=True)
         answers.append([out, *grads, *layer._buffers.values()])
-    ours, known = answers
-    if ours is None:
-        return None  # a known class may take more
-    return known is not None and all(map(_close, ours, known))
+    return all(map(_close, *answers))
 
 
 def _close(one: Tensor | None, other: Tensor | None) -> bool:

@@ -21,7 +21,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
 from retrofit.graph.sites import Site, find_sites
 from retrofit.graph.source import RewriteError
-from retrofit.surgery.restore import unchanged_on_failure
+from retrofit.surgery.execute import unchanged_on_failure
 from tests.graph import blocks
 
 tv = torchvision.models

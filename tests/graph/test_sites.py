@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import retrofit
 from retrofit.graph.sites import Activation, find_sites
-from retrofit.surgery import converter
+from retrofit.surgery import activations
 from retrofit.surgery.execute import apply
 from tests.graph import blocks
 
@@ -202,7 +202,7 @@ def test_one_call_after_several_norms_asks_which_it_was(make: Callable[[], nn.Mo
 
 def test_a_conversion_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    monkeypatch.setattr(converter, "find_sites", lambda *args: runs.append(args) or find_sites(*args))
+    monkeypatch.setattr(activations, "find_sites", lambda *args: runs.append(args) or find_sites(*args))
     model = tv.resnet18()
     retrofit.convert(model, "ln-pn", check=False)
     assert len(runs) == 1

@@ -107,7 +107,7 @@ def test_manifest(tmp_path: Path) -> None:
         "schema": 1,
         "model": {"library": "timm", "name": "resnet18", "kwargs": {"num_classes": 2}},
         "conversion": {"to": "bnn", "steps": [plan.to_dict()]},
-        "layers": [row.to_dict() for row in plan.layers],
+        "layers": plan.to_dict()["layers"],
         "training": {row.name: {"momentum": 0.1, "noise": 0.0, "noise_kind": "scaled"} for row in plan.layers},
         "checksum": checksum(load_file(tmp_path / "a.safetensors")),
         "sampled_outputs": manifest["sampled_outputs"],

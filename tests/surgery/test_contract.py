@@ -23,7 +23,7 @@ from timm.layers import (
 from timm.layers.norm import LayerNormExp2d
 from timm.layers.norm_act import FrozenBatchNormAct2d, LayerNormAct2dFp32, LayerNormActFp32
 from timm.models.metaformer import GroupNorm1NoBias, LayerNorm2dNoBias, LayerNormNoBias
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -86,26 +86,26 @@ SOURCES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 }
 FROZEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "torchvision frozen": (lambda: FrozenBatchNorm2d(8, eps=1e-3), MAPS, ""),
-    "timm frozen": (lambda: norm_act(FrozenBatchNormAct2d, 8), MAPS, "Act"),
+    "timm frozen Act": (lambda: norm_act(FrozenBatchNormAct2d, 8), MAPS, ""),
 }
-_SUFFIX = {"BatchNorm1d": "1d", "BatchNorm3d": "3d", "BatchNormAct2d": "Act2d", "BatchNormAct2d no act": "Act2d"}
 
 
 def cases() -> dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...], str]]:
-    """Return, by a name, the target, how to build a source, the shape of its input, and the class that it becomes."""
-    found = {f"{name} to normal": ("normal", *source) for name, source in SOURCES.items()}
+    """Return, by a name, the target, how to build a source, the shape of its input, and the class that it becomes.
+
+    Every source is tried to its normality counterpart, and every BatchNorm with statistics to the targets beside.
+    """
+    every = {f"{name} to normal": ("normal", *source) for name, source in SOURCES.items()}
     batch = {name: source for name, source in SOURCES.items() if "BatchNorm" in name and "untracked" not in name}
-    for name, (build, shape, _) in {**batch, **FROZEN}.items():
-        fused = "Act" if "Act" in name or name == "timm frozen" else ""
-        found[f"{name} to frozen"] = "frozen", build, shape, f"FrozenBatchNorm{fused}"
-        for to in ("ln",) if name == "BatchNorm1d" else ("gn", "ln"):  # whose 8 groups may hold a single value
-            found[f"{name} to {to}"] = to, build, shape, f"MigratedGroupNorm{fused}"
-    for name, (build, shape, _) in batch.items():
-        if not name.startswith("Sync"):
-            suffix = _SUFFIX.get(name, "2d")
-            found[f"{name} to dbn"] = "dbn", build, shape, f"DecorrelatedBatchNorm{suffix}"
-            found[f"{name} to dbnn"] = "dbnn", build, shape, f"DecorrelatedBatchNormalNorm{suffix}"
-    return found
+    for name, (build, shape, normal) in {**batch, **FROZEN}.items():
+        fused = "Act" if "Act" in name else ""
+        every[f"{name} to frozen"] = "frozen", build, shape, f"FrozenBatchNorm{fused}"
+        every[f"{name} to ln"] = "ln", build, shape, f"MigratedGroupNorm{fused}"
+        if "BatchNorm" in name and not name.startswith("Sync"):
+            every[f"{name} to dbn"] = "dbn", build, shape, "Decorrelated" + normal.replace("Normal", "")
+    for to, cls in (("gn", "MigratedGroupNorm"), ("dbnn", "DecorrelatedBatchNormalNorm2d")):
+        every[f"BatchNorm2d to {to}"] = to, *SOURCES["BatchNorm2d"][:2], cls
+    return every
 
 
 EVERY = pytest.mark.parametrize(("to", "build", "shape", "target"), cases().values(), ids=cases().keys())
@@ -145,7 +145,7 @@ def test_every_known_class_is_tried() -> None:
 
 
 @EVERY
-def test_same_function_in_eval_and_training(
+def test_same_function_in_eval_and_training_and_full_strength_trains(
     to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
 ) -> None:
     source = trained(build)
@@ -168,49 +168,45 @@ def test_same_function_in_eval_and_training(
     ours, theirs = model[0].state_dict(), expected.state_dict()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key.removeprefix("0.")], value, rtol=1e-5, atol=1e-5)
+    if to != "frozen":
+        assert retrofit.set_strength(model, 1.0) == 1
+    x = torch.randn(shape).exp().requires_grad_()
+    model.train()(x).square().mean().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (x, *model.parameters()))  # type: ignore[union-attr]
 
 
 @EVERY
 def test_tensors_are_moved_and_settings_carried(
     to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
 ) -> None:
-    source = trained(build).eval()
+    source = trained(build).eval().to(torch.bfloat16)
     for parameter in source.parameters():
         parameter.requires_grad_(False)
-    held = {name: tensor.data_ptr() for name, tensor in (*source.named_parameters(), *source.named_buffers())}
-    trained_before = {id(parameter) for parameter in source.parameters()}
+    tensors = (*source.named_parameters(), *source.named_buffers())
+    places, parameters = {name: tensor.data_ptr() for name, tensor in tensors}, set(source.parameters())
     calls: list[str] = []
     source.register_forward_hook(lambda *_: calls.append("hook"))
     source.mark = "kept"  # type: ignore[assignment]
-    model = nn.Sequential(source)
-    new = retrofit.convert(model, to, check=False)[0][0]
+    model = retrofit.convert(nn.Sequential(source), to, check=False)[0]
+    new = model[0]
     now = dict((*new.named_parameters(), *new.named_buffers()))
-    assert {name: now[name].data_ptr() for name in held} == held
-    assert trained_before <= {id(parameter) for parameter in new.parameters()}
-    assert not any(p.requires_grad for p in new.parameters() if id(p) in trained_before)
+    assert {name: now[name].data_ptr() for name in places} == places
+    assert parameters <= set(new.parameters())
+    assert not any(parameter.requires_grad for parameter in parameters)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in new.parameters())
+    assert to == "frozen" or new.strength.dtype == torch.float32
     assert not new.training
     assert float(new.eps) == pytest.approx(source.eps)
     assert new.mark == "kept"
-    assert set(source.state_dict()) <= set(new.state_dict())
     added = set(new.state_dict()) - set(source.state_dict())
+    assert set(source.state_dict()) <= set(new.state_dict())
     assert {name for name in added if not name.startswith("setting_")} <= ADDED
-    for attribute in ("momentum", "track_running_stats", "normalized_shape", "act", "drop"):
+    for attribute in ("momentum", "track_running_stats", "normalized_shape", "affine", "act", "drop"):
         if hasattr(source, attribute):
             assert getattr(new, attribute) == getattr(source, attribute), attribute
     calls.clear()  # the conversion may run the network
-    model(torch.randn(shape))
+    assert model(torch.randn(shape, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert calls == ["hook"]
-
-
-@EVERY
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_dtype_is_carried(
-    to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str, dtype: torch.dtype
-) -> None:
-    model = retrofit.convert(nn.Sequential(trained(build).to(dtype)), to)[0].eval()
-    assert all(p.dtype == dtype for p in model.parameters())
-    assert to == "frozen" or model[0].strength.dtype == torch.float32
-    assert model(torch.randn(shape, dtype=dtype)).dtype == dtype
 
 
 @EVERY
@@ -237,15 +233,3 @@ def test_aliases_root_deepcopy_state_dict_and_meta(
     meta = retrofit.convert(nn.Sequential(meta), to)[0]
     if build().state_dict():  # a layer without tensors does not say where it lives
         assert all(t.is_meta for t in (*meta.parameters(), *meta.buffers()))
-
-
-@EVERY
-def test_full_strength_trains(to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str) -> None:
-    model = retrofit.convert(nn.Sequential(trained(build)), to)[0].train()
-    if to != "frozen":
-        assert retrofit.set_strength(model, 1.0) == 1
-    x: Tensor = torch.randn(shape).exp().requires_grad_()
-    model(x).square().mean().backward()
-    assert x.grad is not None
-    assert x.grad.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""What `retrofit.convert` does beyond plan and apply: it checks, and it converts whole or not at all."""
+"""What `retrofit.convert` does beyond plan and apply: it checks, converts whole or not at all, and reports."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
-from torch.nn import functional
 
 import retrofit
 from retrofit import RetrofitError
 from retrofit.surgery import apply, converter_for, execute, plan
-from retrofit.surgery.targets import batch_independent
+from retrofit.surgery.targets.batch_independent import BatchIndependentConverter
+from tests.surgery.networks import Shared, trained
 
 
-def net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.SiLU()
-    )
+class Net(nn.Sequential):
+    """It counts its calls in a buffer, in evaluation too, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        for layer in self:
+            x = layer(x)
+        return x + torch.rand(1).to(x)
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -43,7 +52,7 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 def test_the_check_is_in_the_report_and_disturbs_nothing() -> None:
-    model = net()
+    model = Net()
     model.train()
     model[3].eval()
     random, flags = torch.get_rng_state(), [module.training for module in model.modules()]
@@ -52,42 +61,22 @@ def test_the_check_is_in_the_report_and_disturbs_nothing() -> None:
     assert report.check is not None
     assert report.check.passed
     assert report.to_dict()["check"]["passed"]
+    assert "check: largest difference" in str(report)
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model.modules()] == flags
     for name, (value, version) in buffers.items():
         assert torch.equal(model.get_buffer(name), value)
-        assert model.get_buffer(name)._version == version
+        assert name == "calls" or model.get_buffer(name)._version == version  # what nothing wrote to is left alone
     assert not any(module._forward_hooks for module in model.modules())
-    assert retrofit.convert(net(), "ln", check=False)[1].check is None
-
-
-class Counting(nn.Module):
-    """A network that counts its calls in a buffer, in evaluation too, and draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(3)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return self.norm(x) + torch.rand(1)
-
-
-def test_buffers_that_evaluation_writes_are_put_back() -> None:
-    model = Counting()
-    random = torch.get_rng_state()
-    assert retrofit.convert(model)[1].check is not None
-    assert model.calls == 0
-    assert torch.equal(torch.get_rng_state(), random)
+    assert retrofit.convert(Net(), "ln", check=False)[1].check is None
 
 
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
         (lambda: nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)), "did not take a random input of size 3x224x224"),
-        (lambda: net().bfloat16(), "half precision"),
-        (lambda: net().to("meta"), "meta device"),
+        (lambda: Net().bfloat16(), "half precision"),
+        (lambda: Net().to("meta"), "meta device"),
     ],
 )
 def test_where_it_cannot_run_it_says_so(build: Callable[[], nn.Module], reason: str) -> None:
@@ -109,41 +98,23 @@ def test_an_input_size_that_is_given_counts() -> None:
 def test_a_conversion_that_changes_the_function_is_refused_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = timm.create_model("test_resnet").eval()
     before = state(model)
-    build = batch_independent.materialize_at_zero
+    build = BatchIndependentConverter.build
 
-    def shifted(new: Any, device: torch.device) -> nn.Module:
+    def shifted(*args: Any) -> nn.Module:
+        new: Any = build(*args)
         new.bias.data.add_(0.5)
-        return build(new, device)
+        return new
 
-    monkeypatch.setattr(batch_independent, "materialize_at_zero", shifted)
+    monkeypatch.setattr(BatchIndependentConverter, "build", shifted)
     with pytest.raises(RetrofitError, match=r"not the function of its source.*largest difference"):
         retrofit.convert(model, "gn")
     assert_same({**state(model), "tensors": {}}, {**before, "tensors": {}})
 
 
-class Shared(nn.Module):
-    """One activation module for two norms, and a functional one: blocks are rewritten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.bn2 = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
-        self.act = nn.ReLU()
-
-    def forward(me, x: Tensor) -> Tensor:  # noqa: N805
-        return functional.silu(me.act(me.bn2(me.act(me.bn(me.conv(x))) * 2)))
-
-
-ONE_OF_EACH = (
-    "bnn",
-    "gn",
-    "gn-pn",
-    "frozen",
-    "dbnn",
-    "evonorm-s0",
-)  # of each file of `targets/`, and the rewriting one
-
-
-@pytest.mark.parametrize(("to", "error"), [("gn-pn", KeyboardInterrupt), *((t, RuntimeError) for t in ONE_OF_EACH)])
+@pytest.mark.parametrize(
+    ("to", "error"),
+    [("gn-pn", KeyboardInterrupt), ("bnn", RuntimeError), ("frozen", RuntimeError), ("evonorm-s0", RuntimeError)],
+)
 def test_a_failure_anywhere_leaves_the_network_as_it_was(
     to: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,10 +125,7 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
     converter = type(converter_for(to))
     built = converter.build
     for where in ("second", "finish", "after"):
-        model = Shared()
-        with torch.no_grad():
-            model.bn.running_var.uniform_(0.5, 2)
-            model.bn.weight.uniform_(0.5, 2)
+        model = trained(Shared())
         before = state(model)
         with monkeypatch.context() as patch:
             if where == "second":
@@ -176,40 +144,67 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
 
 @pytest.mark.parametrize("to", ["gn-pn", "evonorm-s0"])
 def test_the_first_argument_of_forward_may_have_any_name(to: str) -> None:
-    model = Shared().eval()
-    x = torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        expected = model(x)
-    model, report = retrofit.convert(model, to)
-    assert sum(row.status == "converted" for row in report.plan.edits) == 2
-    out = model(x)
-    assert out.shape == expected.shape
-    if to == "gn-pn":
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(copy.deepcopy(model)(x), out)
-
-
-class Named(nn.Module):
-    """`self` is the name of the input."""
-
-    def __init__(this) -> None:  # noqa: N805
-        super().__init__()
-        this.bn = nn.BatchNorm2d(3)
-
-    def forward(this, self: Tensor) -> Tensor:  # noqa: N805
-        return functional.silu(functional.silu(this.bn(self)) * 2)
-
-
-def test_self_may_be_the_name_of_an_argument() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), Named()).eval()
-    x = torch.randn(2, 3, 8, 8)
+    model, x = Shared().eval(), torch.randn(2, 3, 16, 16)
     expected = model(x)
-    model, report = retrofit.convert(model, "gn-pn", groups=1, input_size=(3, 8, 8))
-    assert [row.name for row in report.plan.edits if row.status == "converted"] == ["1.silu#0"]
-    torch.testing.assert_close(model(x), expected)
+    model, report = retrofit.convert(model, to)
+    assert sum(row.status == "converted" for row in report.plan.edits) == 3
+    out = model(x)
+    assert torch.allclose(out, expected, rtol=1e-4, atol=1e-5) is (to == "gn-pn")
+    assert torch.equal(copy.deepcopy(model)(x), out)
 
 
 @pytest.mark.parametrize("thing", ["resnet50", None, nn.BatchNorm2d], ids=str)
 def test_what_is_no_network_is_refused(thing: Any) -> None:
     with pytest.raises(retrofit.UsageError, match=r"a torch.nn.Module is converted, not .*; build the network first"):
         retrofit.convert(thing)
+
+
+ABLATIONS: dict[str, Any] = {"noise": 0.2, "noise_kind": "unscaled", "alpha": 0.5}
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), BatchNormAct2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8),
+        nn.Flatten(), nn.LayerNorm(8 * 4 * 4),
+    )  # fmt: skip
+
+
+def settings(layer: Any) -> dict[str, Any]:
+    return {"noise": layer.noise, "noise_kind": layer.noise_kind, "alpha": layer.alpha}
+
+
+def test_every_layer_gets_them() -> None:
+    model, report = retrofit.convert(mixed(), "normal", **ABLATIONS)
+    converted = [module for module in model.modules() if isinstance(module, retrofit.layers.NormalityMixin)]
+    assert len(converted) == 5
+    assert all(settings(layer) == ABLATIONS for layer in converted)
+    assert report.plan.options.items() >= ABLATIONS.items()
+
+
+@pytest.mark.parametrize(("asked", "noises"), [(None, [0.0] * 5), ("paper", [0.4, 0.4, 0.4, 0.4, 1.0])])
+def test_left_out_they_are_the_papers_but_for_the_noise(asked: str | None, noises: list[float]) -> None:
+    model, report = retrofit.convert(mixed(), "normal", noise=asked)
+    for row, noise in zip((1, 2, 3, 4, 6), noises, strict=True):
+        assert settings(model[row]) == {"noise": noise, "noise_kind": "scaled", "alpha": 1.0}
+    assert all(row.options == ({} if asked else {"noise": 0.0}) for row in report.plan.layers)
+
+
+def test_a_report_prints_as_a_small_table() -> None:
+    _, report = retrofit.convert(timm.create_model("resnet18"), "gn-pn", skip="layer4", check=False)
+    text = str(report)
+    lines = text.splitlines()
+    assert lines[0] == "to gn-pn: 15 converted, 5 kept, 0 unsupported"
+    assert lines[1].split() == ["count", "found", "becomes", "first", "why"]
+    assert len(lines) < 16
+    assert max(map(len, lines[:-3])) < 170
+    assert any(line.split()[:4] == ["15", "BatchNorm2d", "MigratedGroupNorm", "bn1"] for line in lines)
+    assert "strength: 0" in lines
+    assert any(line.startswith("note: 7 of 17 activations are converted") for line in lines)
+    assert repr(report) == text
+    assert str(report.plan).splitlines()[0] == lines[0]
+
+
+def test_names_from_a_network_are_escaped() -> None:
+    text = str(plan(nn.ModuleDict({"<b>\x1b[31m": nn.BatchNorm2d(3)})))
+    assert "\x1b" not in text
+    assert "<b>\\x1b" in text

@@ -97,13 +97,6 @@ def test_it_starts_as_the_source_and_its_scale_trains(restore: bool) -> None:
     model(x).square().sum().backward()
     assert scale.grad is not None
     assert scale.grad.abs().min() > 0
-    scale.data *= 2
-    moved = model.two.standardized_weight()
-    weight = model.two.weight.double()
-    centred = weight - weight.mean((1, 2, 3), keepdim=True)
-    std = centred.square().mean((1, 2, 3), keepdim=True).sqrt()
-    wanted = 2 * weight if restore else 2 * centred / std * expected_std.view(-1, 1, 1, 1)
-    torch.testing.assert_close(moved.double(), wanted, rtol=1e-3, atol=1e-5)
     plain = retrofit.plain(model, inputs=x)
     torch.testing.assert_close(plain(x), model(x), rtol=1e-4, atol=1e-5)
     assert not any(isinstance(module, WeightStandardization) for module in plain.modules())

@@ -40,9 +40,9 @@ class Transformer(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(
+    ("norm_first", "activation", "masked"), [(False, "relu", True), (False, "gelu", False), (True, "gelu", True)]
+)
 def test_transformers_of_torch_call_their_converted_norms_in_evaluation(
     norm_first: bool, activation: str, masked: bool, tmp_path: Path
 ) -> None:
@@ -88,59 +88,35 @@ def by_list(model: nn.Module, x: Tensor) -> Tensor:
     return model.hidden[0](x)  # type: ignore[operator,index]
 
 
-def by_tensors(model: nn.Module, x: Tensor) -> Tensor:
-    norm = model.bn
-    return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)  # type: ignore[arg-type,union-attr]
-
-
-def by_eps(model: nn.Module, x: Tensor) -> Tensor:
-    norm: Any = model.bn
-    return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
-
-
 def by_formula(model: nn.Module, x: Tensor) -> Tensor:
     norm: Any = model.bn
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()
-    return norm(x) + x * scale.view(1, -1, 1, 1)
+    return functional.batch_norm(x, norm.running_mean, norm.running_var, eps=norm.eps) + x * scale.view(1, -1, 1, 1)
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("to", ["ln", "gn", "ln-pn", "bnn", "frozen", "dbn"])
-@pytest.mark.parametrize("how", [by_eps, by_formula])
-def test_code_that_reads_a_layers_tensors_finds_its_sources_eps(how: Any, to: str, check: bool) -> None:
-    model = nn.Sequential(Small(how), nn.BatchNorm1d(5), nn.ReLU()).eval()
+@pytest.mark.parametrize("to", ["ln", "ln-pn", "bnn", "frozen", "dbn"])
+def test_code_that_reads_a_layers_tensors_finds_its_sources_eps(to: str) -> None:
+    model = nn.Sequential(Small(by_formula), nn.BatchNorm1d(5), nn.ReLU()).eval()
     model[0].bn.running_var.fill_(1e-3)
     x = torch.randn(2, *SIZE)
     expected = model(x)
-    converted, _ = retrofit.convert(model, to, input_size=SIZE, check=check, groups=1 if to == "gn" else None)
+    converted, _ = retrofit.convert(model, to, input_size=SIZE)
     torch.testing.assert_close(converted(x), expected)
 
 
-def own_forward(self: nn.Module, x: Tensor) -> Tensor:
-    return type(self).forward(self, x.float())
-
-
-@pytest.mark.parametrize("to", ["bnn", "ln", "gn", "frozen"])
-def test_a_network_that_calls_the_source_by_another_reference_is_refused(to: str) -> None:
+def test_a_network_that_calls_the_source_by_another_reference_is_refused() -> None:
     model = Small(by_list).eval()
     norm = model.bn
     with pytest.raises(RetrofitError, match="calls the source of bn, which is converted"):
-        retrofit.convert(model, to, input_size=SIZE)
+        retrofit.convert(model, "bnn", input_size=SIZE)
     assert model.bn is norm
 
 
-def test_a_layer_that_is_never_called_is_named() -> None:
-    for how, said in ((by_tensors, True), (by_name, False)):
-        _, report = retrofit.convert(Small(how).eval(), "bnn", input_size=SIZE)
-        assert any("1 converted layer (bn)" in note for note in report.notes) == said
-
-
-@pytest.mark.parametrize("to", ["bnn", "ln", "dbn", "frozen"])
-def test_a_forward_of_the_instance_is_no_layer_that_is_known(to: str) -> None:
+def test_a_forward_of_the_instance_is_no_layer_that_is_known() -> None:
     model = Small(by_name)
-    model.bn.forward = types.MethodType(own_forward, model.bn)  # type: ignore[method-assign]
+    model.bn.forward = types.MethodType(by_name, model)  # type: ignore[method-assign]
     with pytest.raises(RetrofitError, match="its forward was replaced"):
-        retrofit.convert(model, to, input_size=SIZE)
+        retrofit.plan(model, "bnn")
 
 
 def test_a_compiled_call_of_the_source_is_not_taken_over() -> None:
@@ -168,7 +144,6 @@ def pooled() -> nn.Module:
 ROWS = torch.ones(2, 4), torch.ones(2, 4)
 
 
-@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(
     ("build", "arguments", "layer"),
     [
@@ -177,25 +152,22 @@ ROWS = torch.ones(2, 4), torch.ones(2, 4)
         (pooled, {"to": "frn-tlu", "input_size": SIZE}, "2"),
         (pooled, {"to": "evonorm-s0", "input_size": SIZE}, "2"),
         (Pair, {"to": "gn"}, "bn"),
-        (Pair, {"to": "gn", "inputs": ROWS}, "bn"),
         (Pair, {"to": "gn", "inputs": {"x": ROWS[0], "y": ROWS[1]}}, "bn"),
-        (Pair, {"to": "gn", "skip": "bn"}, None),
         (Pair, {"to": "gn", "inputs": ROWS, "only": "spare", "groups": 64}, "spare"),
         (Pair, {"to": "ln"}, None),
         (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"to": "gn", "inputs": torch.ones(2, 8, 4)}, None),
-        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"to": "gn", "inputs": torch.ones(2, 8)}, "0"),
     ],
 )
-def test_sets_of_a_single_value_are_refused_whether_checked_or_not(
-    build: Callable[[], nn.Module], arguments: dict[str, Any], layer: str | None, check: bool
+def test_sets_of_a_single_value_are_refused(
+    build: Callable[[], nn.Module], arguments: dict[str, Any], layer: str | None
 ) -> None:
     model = build()
     classes = [type(module) for module in model.modules()]
     if layer is None:
-        retrofit.convert(model, **arguments, check=check)
+        retrofit.convert(model, **arguments, check=False)
         return
     with pytest.raises(RetrofitError, match=rf"every group of {layer} would hold a single value.*`skip`") as caught:
-        retrofit.convert(model, **arguments, check=check)
+        retrofit.convert(model, **arguments, check=False)
     assert ("`inputs`" in str(caught.value)) is not ("inputs" in arguments or "input_size" in arguments)
     assert [type(module) for module in model.modules()] == classes
 
@@ -211,57 +183,31 @@ def pruned(norm: nn.Module) -> nn.Module:
     return prune.random_unstructured(norm, "weight", 0.5)
 
 
-def pruned_shift(norm: nn.Module) -> nn.Module:
-    return prune.identity(norm, "bias")
-
-
 def parametrized(norm: nn.Module) -> nn.Module:
-    parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    parametrize.register_parametrization(norm, "bias", nn.Softplus())
     return norm
 
 
-def normalized(norm: nn.Module) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return nn.utils.weight_norm(norm, dim=None)
-
-
-@pytest.mark.parametrize("change", [pruned, pruned_shift, parametrized, normalized])
-@pytest.mark.parametrize(
-    ("build", "to"),
-    [
-        (lambda: nn.BatchNorm2d(8), "bnn"),
-        (lambda: nn.BatchNorm2d(8), "gn"),
-        (lambda: nn.GroupNorm(2, 8), "gnn"),
-        (lambda: BatchNormAct2d(8), "frozen"),
-    ],
-)
+@pytest.mark.parametrize("change", [pruned, parametrized])
+@pytest.mark.parametrize(("build", "to"), [(lambda: BatchNormAct2d(8), "frozen"), (lambda: nn.GroupNorm(2, 8), "gnn")])
 def test_tensors_that_are_computed_are_named_with_what_makes_them_permanent(
     build: Callable[[], nn.Module], to: str, change: Callable[[nn.Module], nn.Module]
 ) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), change(build()), build())
-    row = retrofit.plan(model, to).layers[0]
+    row = retrofit.plan(nn.Sequential(nn.Conv2d(3, 8, 3), change(build()), build()), to).layers[0]
     assert row.status == "unsupported"
     assert re.search(r"(weight|bias) is computed .*prune.remove.*remove_parametrizations", row.reason)
-    x = torch.randn(2, *SIZE)
-    expected = copy.deepcopy(model).eval()(x) if change is parametrized else model.eval()(x)
-    converted, _ = retrofit.convert(model, to, input_size=SIZE)
-    torch.testing.assert_close(converted.eval()(x), expected)
 
 
-@pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize("place", ["wrapper", "inside", "in place"])
-def test_compiled_networks_follow_the_conversion(place: str, ran: bool) -> None:
+def test_compiled_networks_follow_the_conversion(place: str) -> None:
     net: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
-    given = torch.compile(net, backend="eager") if place == "wrapper" else net
+    given, x = net, torch.randn(2, *SIZE)
     if place == "in place":
         net.compile(backend="eager")
-    if place == "inside":
-        given = nn.Sequential(torch.compile(net, backend="eager"))
-    x = torch.randn(2, *SIZE)
-    if ran:
-        given(x)
-    model, report = retrofit.convert(given, "gn", input_size=SIZE, groups=4)
+    else:
+        given = torch.compile(net, backend="eager")
+    given(x)
+    model, report = retrofit.convert(given if place == "wrapper" else nn.Sequential(given), "gn", input_size=SIZE)
     assert report.check is not None
     assert report.check.passed
     retrofit.set_strength(model, 1.0)
@@ -272,11 +218,7 @@ def test_compiled_networks_follow_the_conversion(place: str, ran: bool) -> None:
 def distributed(net: nn.Module, folder: Path) -> nn.Module:
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    return nn.parallel.DistributedDataParallel(net)
-
-
-def within(net: nn.Module, folder: Path) -> nn.Module:
-    return nn.Sequential(distributed(net, folder))
+    return nn.Sequential(nn.parallel.DistributedDataParallel(net))
 
 
 def scripted(net: nn.Module, _: Path) -> nn.Module:
@@ -285,7 +227,7 @@ def scripted(net: nn.Module, _: Path) -> nn.Module:
         return torch.jit.script(net)
 
 
-@pytest.mark.parametrize("wrap", [distributed, within, scripted])
+@pytest.mark.parametrize("wrap", [distributed, scripted])
 def test_what_keeps_parameters_or_code_elsewhere_is_refused(
     wrap: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
 ) -> None:
@@ -316,7 +258,7 @@ class Fusing(nn.Module):
         del self.bn
 
 
-@pytest.mark.parametrize("to", ["frozen", "bnn", "ln"])
+@pytest.mark.parametrize("to", ["frozen", "bnn"])
 def test_only_what_is_no_affine_map_refuses_to_fuse(to: str) -> None:
     model, report = retrofit.convert(nn.Sequential(Fusing()).eval(), to, input_size=SIZE)
     x = torch.randn(2, *SIZE)
@@ -325,7 +267,7 @@ def test_only_what_is_no_affine_map_refuses_to_fuse(to: str) -> None:
     if to != "frozen":
         with pytest.raises(RetrofitError, match="re-parameterise before converting"):
             model[0].fuse()
-        model[0].bn = model[0].bn.source_layer() if hasattr(model[0].bn, "source_layer") else nn.BatchNorm2d(8).eval()
+        model[0].bn = model[0].bn.source_layer()
         expected = model(x)
         allow_fusing(model)
     model[0].fuse()
@@ -356,5 +298,5 @@ def test_normalization_that_is_called_as_a_function_is_named() -> None:
     assert all("in Functional (0)" in note for note in said)
     model = Functional()
     del model.layer_norm
-    with pytest.raises(RetrofitError, match="no normalization layer at all; group_norm is called as a function"):
+    with pytest.raises(RetrofitError, match=r"no normalization layer at all; .*group_norm is called as a function"):
         retrofit.plan(model, "bnn")

@@ -50,7 +50,7 @@ class ChannelsFirst(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class Written(nn.Module):
+class WrittenNorm(nn.Module):
     """A LayerNorm that is derived from nothing, as in the first ConvNeXt."""
 
     def __init__(self, channels: int) -> None:
@@ -64,20 +64,9 @@ class Written(nn.Module):
         return self.weight[:, None, None] * x + self.bias[:, None, None]
 
 
-class WrittenNorm(Written):
-    """The same by a name of a normalization layer."""
-
-
 class InFloat32(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float()).type(x.dtype)
-
-
-class OneGroup(nn.GroupNorm):
-    """As in PoolFormer."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(1, channels)
 
 
 class Activated(nn.GroupNorm):
@@ -110,7 +99,6 @@ SAME: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "channels last": (lambda: ChannelsFirst(8, "channels_last"), "LayerNorm"),
     "written anew": (lambda: WrittenNorm(8), "LayerNorm2d"),
     "in float32": (lambda: InFloat32(8), "LayerNorm"),
-    "one group": (lambda: OneGroup(8), "GroupNorm"),
     "activated": (lambda: Activated(8), "GroupNormAct"),
     "renamed": (lambda: Renamed(8), "BatchNorm2d"),
     "untracked": (lambda: Renamed(8, affine=False, track_running_stats=False), "BatchNorm2d"),
@@ -127,10 +115,9 @@ def test_the_same_formula_by_another_name(build: Callable[[], nn.Module], known:
     norm = classify("", module)
     assert norm is not None
     assert (norm.status, norm.known_class, type(norm.layer).__name__) == ("known", known, known)
-    assert {name: id(value) for name, value in module.state_dict(keep_vars=True).items()} == {
-        name: place for name, (place, _) in before.items()
-    }
-    assert all(value.is_meta or torch.equal(value, before[name][1]) for name, value in module.state_dict().items())
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert id(value) == before[name][0]
+        assert value.is_meta or torch.equal(value, before[name][1])
 
 
 def derived(base: type[nn.Module], forward: Callable[[Any, Tensor], Tensor], *args: Any) -> nn.Module:
@@ -156,17 +143,14 @@ def distributed(self: Any, x: Tensor) -> Tensor:
     return nn.BatchNorm2d.forward(self, x)
 
 
-def of(norm: type[Any]) -> Callable[[Any, Tensor], Tensor]:
-    def momentum(self: Any, x: Tensor) -> Tensor:
-        given = self.running_mean, self.running_var, self.weight, self.bias
-        return F.batch_norm(x, *given, self.training, 2 * self.momentum, self.eps)
-
-    return momentum
+def momentum(self: Any, x: Tensor) -> Tensor:
+    given = self.running_mean, self.running_var, self.weight, self.bias
+    return F.batch_norm(x, *given, self.training, 2 * self.momentum, self.eps)
 
 
 DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "twice": lambda: derived(nn.BatchNorm2d, lambda self, x: 2 * nn.BatchNorm2d.forward(self, x), 8),
-    "other statistics in training": lambda: derived(nn.BatchNorm2d, of(nn.BatchNorm2d), 8),
+    "other statistics in training": lambda: derived(nn.BatchNorm2d, momentum, 8),
     "a parameter that starts as nothing": scaled,
     "other gradient": lambda: derived(nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x.detach()), 8),
     "other eps": lambda: derived(nn.LayerNorm, lambda self, x: F.layer_norm(x, (8,), self.weight, self.bias, 1e-2), 8),
@@ -176,7 +160,6 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "frozen with an eps that nobody has": lambda: OtherFrozenNorm(8),
     "no batch": lambda: derived(nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x.transpose(0, 1)), 4, 8),
     "stays in evaluation": lambda: AlwaysEvaluating(8),
-    "fails": lambda: derived(nn.GroupNorm, lambda self, x: 1 / 0, 4, 8),
 }
 
 
@@ -188,14 +171,8 @@ def test_another_formula_stays_unsupported(build: Callable[[], nn.Module]) -> No
     assert "another function on random inputs" in norm.reason or "no converter knows" in norm.reason
 
 
-CONVERTED = [
-    ("frozen", "ln"),
-    ("frozen", "frozen"),
-    ("frozen", "gn-pn"),
-    ("channels first", "lnn"),
-    ("activated", "gnn"),
-]
-CONVERTED += [("one group", "gnn"), ("written anew", "lnn"), ("activated BatchNorm", "gn"), ("renamed", "dbn")]
+CONVERTED = [("frozen", "gn-pn"), ("channels first", "lnn"), ("activated", "gnn"), ("activated BatchNorm", "gn")]
+CONVERTED += [("frozen", "frozen"), ("written anew", "lnn"), ("renamed", "dbn")]
 
 
 @pytest.mark.parametrize(("case", "to"), CONVERTED)
@@ -219,54 +196,14 @@ def test_conversions_keep_the_function_the_keys_and_the_file(case: str, to: str,
         assert (model.eval()(x) - source(x)).abs().max() > 1e-3
 
 
-def test_the_shapes_that_the_network_gives_count(tmp_path: Path) -> None:
+def test_the_shapes_that_the_network_gives_count() -> None:
     wide = derived(nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x) + (x.shape[-1] > 20), 4, 8)
-    for side, passes in ((9, True), (32, False)):
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(wide))
-        if passes:
-            retrofit.convert(model, "gnn", input_size=(3, side, side), check=False)
-        else:
-            with pytest.raises(RetrofitError, match="1 is GroupNorm on random inputs, but not on those of the shape"):
-                retrofit.convert(model, "gnn", input_size=(3, side, side), check=False)
+    retrofit.convert(nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(wide)), "gnn", input_size=(3, 9, 9), check=False)
+    with pytest.raises(RetrofitError, match="1 is GroupNorm on random inputs, but not on those of the shape"):
+        retrofit.convert(nn.Sequential(nn.Conv2d(3, 8, 3), wide), "gnn", input_size=(3, 32, 32), check=False)
 
 
-@pytest.mark.parametrize("norm", [lambda: OtherFrozenNorm(8), DIFFERENT["twice"]])
-def test_a_network_with_norms_that_are_unsupported_is_advised_no_other_target(norm: Callable[[], nn.Module]) -> None:
+def test_a_network_with_norms_that_are_unsupported_is_advised_no_other_target() -> None:
     with pytest.raises(RetrofitError, match="nothing to convert to ln") as caught:
-        retrofit.plan(nn.Sequential(norm(), nn.LayerNorm(4)), "ln")
+        retrofit.plan(nn.Sequential(OtherFrozenNorm(8), nn.LayerNorm(4)), "ln")
     assert "lnn" not in str(caught.value)
-
-
-def transformer(name: str) -> nn.Module:
-    """Build one of transformers' networks, small, from its configuration."""
-    import transformers as t
-    from transformers.models.detr.modeling_detr import DetrFrozenBatchNorm2d
-    from transformers.models.rt_detr.modeling_rt_detr import RTDetrFrozenBatchNorm2d
-    from transformers.models.sam.modeling_sam import SamVisionEncoder
-
-    stages = {"depths": [1] * 4, "hidden_sizes": [32] * 4}
-    sam = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "output_channels": 8}
-    builders: dict[str, Callable[[], nn.Module]] = {
-        "convnextv2": lambda: t.ConvNextV2Model(t.ConvNextV2Config(**stages)),
-        "dinov3": lambda: t.DINOv3ConvNextModel(t.DINOv3ConvNextConfig(**stages)),
-        "bit": lambda: t.BitModel(t.BitConfig(embedding_size=32, num_groups=2, **stages)),
-        "poolformer": lambda: t.PoolFormerModel(t.PoolFormerConfig(**stages)),
-        "detr": lambda: nn.Sequential(nn.Conv2d(3, 8, 1), DetrFrozenBatchNorm2d(8)),
-        "rt-detr": lambda: nn.Sequential(nn.Conv2d(3, 8, 1), RTDetrFrozenBatchNorm2d(8)),
-        "sam": lambda: SamVisionEncoder(t.SamVisionConfig(**sam)),
-    }
-    return builders[name]()
-
-
-TRANSFORMERS = {"convnextv2": "lnn", "dinov3": "lnn", "bit": "gnn", "poolformer": "gnn", "sam": "lnn"}
-TRANSFORMERS |= {"detr": "ln", "rt-detr": "frozen"}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "to"), TRANSFORMERS.items())
-def test_networks_of_transformers(name: str, to: str) -> None:
-    _, report = retrofit.convert(transformer(name), to, input_size=(3, 64, 64))
-    assert report.check is not None
-    assert report.check.passed
-    assert report.plan.counts["unsupported"] == 0

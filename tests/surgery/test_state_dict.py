@@ -58,50 +58,43 @@ def trained() -> nn.Module:
 
 
 def at(model: nn.Module, to: str, t: float) -> None:
-    if TARGETS[to].converter.has_strength:
+    if TARGETS[to].has_strength:
         retrofit.set_strength(model, t)
-
-
-def quiet(to: str) -> dict[str, Any]:
-    return {"noise": 0.0} if to in ("bnn", "lnn", "gnn", "inn", "normal", "dbnn") else {}
 
 
 def test_every_target_is_tried() -> None:
     assert set(OPTIONS) == set(TARGETS)
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("same", [True, False], ids=["same options", "others"])
 @pytest.mark.parametrize("to", OPTIONS)
-def test_a_fresh_network_becomes_the_trained_one(to: str, same: bool, training: bool) -> None:
+def test_a_fresh_network_becomes_the_trained_one(to: str) -> None:
     shared = {key: value for key, value in OPTIONS[to].items() if key == "ws"}
-    model, _ = retrofit.convert(trained(), to, **quiet(to), **OPTIONS[to], check=False)
-    other, _ = retrofit.convert(Net(), to, **quiet(to), **(OPTIONS[to] if same else shared), check=False)
+    model, _ = retrofit.convert(trained(), to, **OPTIONS[to], check=False)
+    other, _ = retrofit.convert(Net(), to, **shared, check=False)
     x = torch.randn(4, 3, 12, 12)
     at(model, to, 1.0)
     model.train()(x)
     for t in (0.0, 0.5, 1.0):
         at(model, to, t)
         other.load_state_dict(copy.deepcopy(model.state_dict()))
-        torch.testing.assert_close(other.train(training)(x), model.train(training)(x), rtol=1e-5, atol=1e-6)
-    again = retrofit.convert(Net(), to, **quiet(to), **shared, check=False)[0]
+        for training in (False, True):
+            torch.testing.assert_close(other.train(training)(x), model.train(training)(x), rtol=1e-5, atol=1e-6)
+            other.load_state_dict(copy.deepcopy(model.state_dict()))
+    again = retrofit.convert(Net(), to, **shared, check=False)[0]
     again.load_state_dict(copy.deepcopy(other).state_dict())  # what was loaded is handed on, by a copy too
     torch.testing.assert_close(again.eval()(x), model.eval()(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("to", ["gn", "ln-pn", "bnn", "dbnn", "evonorm-s0"])
-def test_names_are_those_of_parameters_and_buffers(to: str) -> None:
-    model, _ = retrofit.convert(Net(), to, check=False)
-    named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert set(model.state_dict()) == named
-    x = torch.randn(2, 3, 12, 12)
-    trained_one, _ = retrofit.convert(trained(), to, check=False)
-    at(trained_one, to, 1.0)
-    swapped = torch.func.functional_call(model.eval(), trained_one.state_dict(), x)
-    torch.testing.assert_close(swapped, trained_one.eval()(x), rtol=1e-5, atol=1e-6)
+def test_a_state_dict_holds_parameters_and_buffers_alone_that_may_be_swapped() -> None:
+    model, x = retrofit.convert(Net(), "ln-pn", check=False)[0].eval(), torch.randn(2, 3, 12, 12)
+    other, _ = retrofit.convert(trained(), "ln-pn", check=False)
+    retrofit.set_strength(other, 1.0)
+    assert set(model.state_dict()) == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    swapped = torch.func.functional_call(model, other.state_dict(), x)
+    torch.testing.assert_close(swapped, other.eval()(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("to", ["gn", "ln", "bnn", "dbn", "dbnn", "normal"])
+@pytest.mark.parametrize("to", ["ln", "bnn", "dbnn"])
 def test_a_checkpoint_of_the_source_loads(to: str) -> None:
     source = trained().eval()
     model, _ = retrofit.convert(Net(), to, check=False)
@@ -110,7 +103,7 @@ def test_a_checkpoint_of_the_source_loads(to: str) -> None:
     torch.testing.assert_close(model.eval()(x), source(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
 def test_casting_rounds_no_setting(kind: torch.dtype) -> None:
     model, _ = retrofit.convert(trained(), "gn", check=False)
     eps = [model.bn1.eps.item(), model.bn1.group_eps.item()]

@@ -8,33 +8,24 @@ can say is carried over (`_migrate`); of a network that was not trained that mak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import silu
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
-from retrofit.graph.rewrite import replace_activation, rewrite_problem
+from retrofit.graph.rewrite import replace_activation
 from retrofit.graph.sites import Site, Sites
 from retrofit.layers.settings import check_groups, hold_settings
-from retrofit.surgery.converter import (
-    Converter,
-    Decision,
-    Decisions,
-    adopt,
-    left_activations,
-    planned_sites,
-    register,
-    sites_of,
-)
-from retrofit.surgery.families import FAMILIES, NormLayer
+from retrofit.surgery.activations import activation_problem, plan_activations, sites_of
+from retrofit.surgery.converter import TARGETS, Converter, Decisions, adopt
+from retrofit.surgery.families import NormLayer
 from retrofit.surgery.group_count import group_count
-from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
+from retrofit.surgery.plan_and_report import LayerRow, Plan
 
 _GROUPS = 32  # EvoNorm's own
 _MAPS = ("BatchNorm2d", "SyncBatchNorm", "BatchNormAct2d", "SyncBatchNormAct")
@@ -64,31 +55,30 @@ class BaselineConverter(Converter):
         if options.groups == "auto":
             raise UsageError(f"`groups='auto'` means nothing to {self.layer}; give a number or leave it out")
         sites = sites_of(model, self.sources)
-        blocked = {
-            site.norm: problem
-            for site in sites.sites
-            if site.activation is not None and (problem := rewrite_problem(model, site.activation))
-        }
-        decided = {layer.name: self._decide(model, layer, options, sites, blocked) for layer in layers}
-        converted = {name for name, decision in decided.items() if decision.status == "converted"}
-        return Decisions(decided, self._edits(sites, converted), sites)
-
-    def survey(self, model: nn.Module, plan: Plan) -> dict[tuple[str, int], Site]:
-        """Look up, before the layers change, the activations that the plan is about."""
-        return planned_sites(model, plan, self.sources)
+        rows = []
+        for layer in layers:
+            own = [site for site in sites.sites if model.get_submodule(site.norm) is layer.module]
+            if reason := self._hindrance(model, layer, own, sites):
+                rows.append(layer.row("unsupported", reason))
+                continue
+            settled: dict[str, Any] = {"apply_act": any(site.activation is not None for site in own)}
+            if self.grouped:
+                settled["groups"], reason = group_count(layer.name, layer.layer.num_features, options, _GROUPS)
+            rows.append(layer.row("converted", reason, self.layer, **settled))
+        converted = {row.name for row in rows if row.status == "converted"}
+        return Decisions(rows, plan_activations(model, sites, converted, self.layer), sites)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         """Build timm's layer around the source's affine parameters, with the values that come closest."""
         import timm.layers
 
-        new: Any = getattr(timm.layers, str(row.target))(module.num_features, **row.options, device="meta")
-        fresh = {name: value for name, value in new.named_parameters() if value is not None}
-        adopt(new, module)
         like = module.running_mean if module.weight is None else module.weight
-        for name in fresh:
-            if getattr(new, name) is None or getattr(new, name).is_meta:
-                value = nn.Parameter(torch.empty_like(like, device=device))
-                new.register_parameter(name, value.requires_grad_(bool(getattr(module.weight, "requires_grad", True))))
+        new: Any = getattr(timm.layers, str(row.target))(module.num_features, **row.options).to(like)
+        eps, own = new.eps, dict(new._parameters)
+        adopt(new, module).eps = eps
+        for name, parameter in own.items():
+            if module._parameters.get(name) is None:
+                new._parameters[name] = parameter.requires_grad_(module.weight is None or module.weight.requires_grad)
         if device.type != "meta":
             _migrate(new, module)
         new._buffers.clear()
@@ -97,10 +87,10 @@ class BaselineConverter(Converter):
             hold_settings(new, {"groups": partial(check_groups, module.num_features)}, device)
         return new
 
-    def finish(self, model: nn.Module, plan: Plan, surveyed: dict[tuple[str, int], Site]) -> tuple[str, ...]:
+    def finish(self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]) -> Sequence[str]:
         """Take out the activations that are part of the layers now."""
         for row in plan.edits:
-            site = surveyed[row.norm, row.place] if row.status == "converted" else None
+            site = sites[row.norm, row.place] if row.status == "converted" else None
             if site is not None and site.activation is not None and site.activation.kind != "fused":
                 replace_activation(model, site, nn.Identity(), "act")  # a fused one went with its layer
         return (
@@ -108,56 +98,27 @@ class BaselineConverter(Converter):
             "running statistics are carried over as far as they go, training has to do the rest",
         )
 
-    def _decide(
-        self, model: nn.Module, found: NormLayer, options: ConversionOptions, sites: Sites, blocked: dict[str, str]
-    ) -> Decision:
-        if found.family != "bn":
-            return Decision(
-                "unsupported", reason=f"{self.layer} takes BatchNorm's place, not {FAMILIES[str(found.family)]}'s"
-            )
-        module: Any = found.layer
-        own = [site for site in sites.sites if model.get_submodule(site.norm) is found.module]
-        reason = self._hindrance(found, own, sites.uncovered, blocked)
-        if reason:
-            return Decision("unsupported", reason=reason)
-        settled: dict[str, Any] = {"apply_act": any(site.activation is not None for site in own)}
-        if self.grouped:
-            settled["groups"], reason = group_count(found.name, module.num_features, options, _GROUPS)
-        return Decision("converted", self.layer, reason, settled)
-
-    def _edits(self, sites: Sites, converted: set[str]) -> tuple[EditRow, ...]:
-        """Take in the activations behind converted layers."""
-        made = []
-        for site in sites.sites:
-            if (act := site.activation) is None:
-                continue
-            row = EditRow(act.name, act.type, "activation", "left", "its norm is not converted", site.norm, site.place)
-            if site.norm in converted:
-                row = replace(row, status="converted", reason="", target=self.layer)
-            made.append(row)
-        return (*made, *left_activations(sites, converted))
-
-    def _hindrance(
-        self, found: NormLayer, sites: list[Site], uncovered: dict[str, str], blocked: dict[str, str]
-    ) -> str:
-        """Why a layer cannot be converted; empty if it can."""
-        module: Any = found.layer
-        if found.known_class not in _MAPS:
+    def _hindrance(self, model: nn.Module, layer: NormLayer, own: list[Site], sites: Sites) -> str:
+        """Why a layer, called at its own sites, cannot be converted; empty if it can."""
+        module = layer.layer
+        if layer.family != "bn":
+            return f"{self.layer} takes BatchNorm's place, not {layer.family_name}'s"
+        if layer.known_class not in _MAPS:
             return f"{self.layer} normalizes maps, (N, C, H, W), alone"
-        if getattr(module, "running_mean", None) is None:
+        if module.running_mean is None:
             return "it tracks no running statistics, so there is nothing to migrate"
         if not isinstance(getattr(module, "drop", nn.Identity()), nn.Identity):
             return "it holds a dropout between normalization and activation"
-        if not sites:
-            return f"what follows it is unknown: {uncovered.get(found.name, 'no trace shows its call')}"
-        if any(site.in_squeeze_excite for site in sites):
+        if not own:
+            return f"what follows it is unknown: {sites.uncovered.get(layer.name, 'no trace shows its call')}"
+        if any(site.in_squeeze_excite for site in own):
             return "inside a squeeze-excite, where a map is a single position"
-        followed = [site.activation is not None for site in sites]
+        followed = [site.activation is not None for site in own]
         if any(followed) and not all(followed):
             return "called at several places, and an activation follows at some of them only"
         if not any(followed) and not isinstance(getattr(module, "act", nn.Identity()), nn.Identity):
-            return sites[0].reason
-        return next((blocked[site.norm] for site in sites if site.norm in blocked), "")
+            return own[0].reason
+        return next(filter(None, (activation_problem(model, site) for site in own)), "")
 
 
 @torch.no_grad()
@@ -189,18 +150,9 @@ def _migrate(new: Any, source: Any) -> None:
         lost = silu(gamma * normal + beta).mean(0) - silu(slope * (mean + sigma * normal)).mean(0)
         values = {"v": slope, "weight": slope * std, "bias": lost}
     for name, value in values.items():
-        parameter: Tensor | None = getattr(new, name)
-        if parameter is not None:
-            parameter.copy_(value)
+        if getattr(new, name) is not None:
+            getattr(new, name).copy_(value)
 
 
-register(
-    "evonorm-s0", "BatchNorm and its activation to EvoNorm-S0", BaselineConverter, layer="EvoNorm2dS0", grouped=True
-)
-register(
-    "frn-tlu",
-    "BatchNorm and its activation to FRN + TLU",
-    BaselineConverter,
-    layer="FilterResponseNormTlu2d",
-    grouped=False,
-)
+TARGETS["evonorm-s0"] = BaselineConverter("EvoNorm2dS0", grouped=True)
+TARGETS["frn-tlu"] = BaselineConverter("FilterResponseNormTlu2d", grouped=False)

@@ -7,7 +7,6 @@ back as parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,15 +14,8 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.surgery.converter import (
-    Converter,
-    Decision,
-    Decisions,
-    adopt,
-    count_batches,
-    register,
-)
-from retrofit.surgery.families import FAMILIES, NormLayer
+from retrofit.surgery.converter import TARGETS, Converter, adopt
+from retrofit.surgery.families import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
 
 
@@ -33,28 +25,23 @@ class FrozenConverter(Converter):
     sources = frozenset({"bn", "frozen-bn"})
     has_strength = False
 
-    def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
-        """Convert every BatchNorm that has running statistics."""
-        return Decisions({layer.name: self._decide(layer) for layer in layers})
+    def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
+        """Convert a BatchNorm that has running statistics."""
+        if layer.family not in self.sources:
+            reason = f"{layer.family_name} is batch-independent already: it has nothing to freeze"
+            return layer.row("unsupported", reason)
+        if isinstance(layer.layer, FrozenBatchNorm):
+            return layer.row("kept", "already converted")
+        if getattr(layer.layer, "running_mean", None) is None:
+            return layer.row("unsupported", "it tracks no running statistics, so there is nothing to freeze")
+        cls = FrozenBatchNormAct if hasattr(layer.layer, "act") else FrozenBatchNorm
+        return layer.row("converted", target=cls.__name__)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         """Build the frozen layer around the source's tensors."""
         cls = FrozenBatchNormAct if row.target == FrozenBatchNormAct.__name__ else FrozenBatchNorm
-        affine, bias = module.weight is not None, module.bias is not None
-        new = adopt(cls(module.running_mean.numel(), module.eps, affine, "meta", bias=bias), module)
-        count_batches(new, device)
+        new: nn.Module = adopt(cls(module.running_mean.numel(), device=device), module)
         return new
 
-    def _decide(self, found: NormLayer) -> Decision:
-        if found.family not in self.sources:
-            family = FAMILIES[str(found.family)]
-            return Decision("unsupported", reason=f"{family} is batch-independent already: it has nothing to freeze")
-        if isinstance(found.layer, FrozenBatchNorm):
-            return Decision("kept", reason="already converted")
-        if getattr(found.layer, "running_mean", None) is None:
-            return Decision("unsupported", reason="it tracks no running statistics, so there is nothing to freeze")
-        target = FrozenBatchNormAct if hasattr(found.layer, "act") else FrozenBatchNorm
-        return Decision("converted", target.__name__)
 
-
-register("frozen", "BatchNorm to the constant affine of its running statistics", FrozenConverter)
+TARGETS["frozen"] = FrozenConverter()

@@ -1,12 +1,12 @@
 """Targets bnn, lnn, gnn, inn and normal: each normalization layer to its normality-normalized counterpart.
 
-Strength 0 is the source layer, so that the network computes the same function, in training too, until its strength
-is raised.
+And dbn and dbnn: BatchNorm to decorrelated batch normalization, plain and with the power transform. Strength 0 is the
+source layer, so that the network computes the same function, in training too, until its strength is raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from typing import Any
 
 import torch
@@ -14,39 +14,10 @@ from torch import nn
 
 from retrofit import layers
 from retrofit.conversion_options import ConversionOptions
-from retrofit.surgery.converter import Converter, Decision, Decisions, adopt, materialize_at_zero, register
-from retrofit.surgery.families import FAMILIES, KNOWN, NormLayer
+from retrofit.layers.decorrelated_batch_norm import GROUP_SIZE, largest_divisor
+from retrofit.surgery.converter import TARGETS, Converter, adopt
+from retrofit.surgery.families import FAMILIES, NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
-
-_COUNTERPARTS: dict[str, type[nn.Module]] = {
-    "BatchNorm1d": layers.BatchNormalNorm1d,
-    "BatchNorm2d": layers.BatchNormalNorm2d,
-    "BatchNorm3d": layers.BatchNormalNorm3d,
-    "SyncBatchNorm": layers.SyncBatchNormalNorm,
-    "BatchNormAct2d": layers.BatchNormalNormAct2d,
-    "SyncBatchNormAct": layers.SyncBatchNormalNormAct,
-    "LayerNorm": layers.LayerNormalNorm,
-    "LayerNormFp32": layers.LayerNormalNorm,
-    "LayerNormNoBias": layers.LayerNormalNorm,
-    "LayerNorm2d": layers.LayerNormalNorm2d,
-    "LayerNorm2dFp32": layers.LayerNormalNorm2d,
-    "LayerNormExp2d": layers.LayerNormalNorm2d,
-    "LayerNorm2dNoBias": layers.LayerNormalNorm2d,
-    "LayerNormAct": layers.LayerNormalNormAct,
-    "LayerNormActFp32": layers.LayerNormalNormAct,
-    "LayerNormAct2d": layers.LayerNormalNormAct2d,
-    "LayerNormAct2dFp32": layers.LayerNormalNormAct2d,
-    "GroupNorm": layers.GroupNormalNorm,
-    "GroupNorm1": layers.GroupNormalNorm,
-    "GroupNorm1NoBias": layers.GroupNormalNorm,
-    "GroupNormAct": layers.GroupNormalNormAct,
-    "GroupNorm1Act": layers.GroupNormalNormAct,
-    "InstanceNorm1d": layers.InstanceNormalNorm1d,
-    "InstanceNorm2d": layers.InstanceNormalNorm2d,
-    "InstanceNorm3d": layers.InstanceNormalNorm3d,
-}
-_BY_KIND = {kind: _COUNTERPARTS[kind.rpartition(".")[2]] for kind, family in KNOWN.items() if family != "frozen-bn"}
-_BY_NAME = {cls.__name__: cls for cls in _COUNTERPARTS.values()}
 
 
 class NormalityConverter(Converter):
@@ -60,63 +31,77 @@ class NormalityConverter(Converter):
         self.family = family
         self.sources = frozenset(FAMILIES) - {"frozen-bn"} if family is None else frozenset({family})
 
-    def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
-        """Convert every known layer of the target's own family."""
-        return Decisions({layer.name: self._decide(layer, options) for layer in layers})
+    def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
+        """Convert a layer of the target's own family."""
+        if layer.family not in self.sources:
+            own = "its normality counterpart" if self.family is None else f"{FAMILIES[self.family]}; use `to='normal'`"
+            return layer.row("unsupported", f"{layer.family_name} has no function-preserving path to {own}")
+        # timm's variants in float32, without a bias, or of one group are their class with other arguments
+        plain = re.sub("Fp32|NoBias|Exp|(?<=GroupNorm)1", "", layer.known_class)
+        return layer.row("converted", target=plain.replace("Norm", "NormalNorm"), **_options(options))
 
-    def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
-        """Build the counterpart on the meta device and move the source's tensors in."""
-        cls = _BY_NAME[str(row.target)]
-        new = cls(*arguments(module), **affine_arguments(module), **row.options, device="meta", strength=0.0)
-        adopt(new, module)
-        materialize_at_zero(new, device)
-        mean = getattr(module, "running_mean", None)
-        if mean is not None:
-            new.register_buffer("running_lambda", torch.ones_like(mean))
+    def build(self, module: Any, row: LayerRow, device: torch.device) -> Any:
+        """Build the counterpart, a layer of `retrofit.layers`, around the source's tensors."""
+        cls, mean = getattr(layers, str(row.target)), getattr(module, "running_mean", None)
+        given = {**row.options, "strength": 0.0, "device": device, "dtype": None if mean is None else mean.dtype}
+        if isinstance(module, nn.LayerNorm):
+            new = cls(module.normalized_shape, **given)
+        elif isinstance(module, nn.GroupNorm):
+            new = cls(module.num_groups, module.num_channels, **given)
+        else:
+            new = cls(module.num_features, track_running_stats=mean is not None, **given)
+        return adopt(new, module)
+
+
+class DecorrelatedConverter(NormalityConverter):
+    """Swaps BatchNorm for its decorrelated form: the source's tensors, its own scaling as whitening, strength 0.
+
+    Args:
+        normality: Whether the whitened values are gaussianized.
+    """
+
+    def __init__(self, normality: bool) -> None:
+        super().__init__("bn")
+        self.normality = normality
+
+    def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
+        """Convert a BatchNorm that has running statistics and keeps them to itself."""
+        if layer.family != "bn":
+            reason = f"{layer.family_name} has no function-preserving path to whitening over the batch"
+            return layer.row("unsupported", reason)
+        norm = "BatchNormalNorm" if self.normality else "BatchNorm"
+        target = layer.known_class.replace("BatchNorm", f"Decorrelated{norm}")
+        if not hasattr(layers, target):
+            reason = "whitening matrices are not synchronized between processes; convert it to BatchNorm first"
+            return layer.row("unsupported", reason)
+        if layer.layer.running_mean is None:
+            reason = "it tracks no running statistics, so there would be no whitening matrix at test time"
+            return layer.row("unsupported", reason)
+        most, channels = options.group_size or GROUP_SIZE, layer.layer.num_features
+        size = largest_divisor(channels, most)
+        reason = f"whitened {size} channels at a time: {most} do not divide {channels} channels" if size != most else ""
+        given = _options(options) if self.normality else {}
+        return layer.row("converted", reason, target, **given, group_size=size)
+
+    def build(self, module: Any, row: LayerRow, device: torch.device) -> Any:
+        """Build the decorrelated layer around the source's tensors."""
+        new = super().build(module, row, device)
+        new.reset_running_whitening()  # by the source's running variance
         return new
 
-    def _decide(self, found: NormLayer, options: ConversionOptions) -> Decision:
-        target = _BY_KIND.get(found.kind)
-        if target is None or (self.family is not None and found.family != self.family):
-            other = FAMILIES[str(found.family)]
-            own = "its normality counterpart" if self.family is None else f"{FAMILIES[self.family]}; use `to='normal'`"
-            return Decision("unsupported", reason=f"{other} has no function-preserving path to {own}")
-        return Decision("converted", target=target.__name__, options=layer_options(options))
+
+def _options(options: ConversionOptions) -> dict[str, Any]:
+    """Return the constructor's options of a normality-normalized layer: the noise, and those that are set."""
+    # the layers' own default is the paper's noise
+    noise = {} if options.noise == "paper" else {"noise": float(options.noise or 0)}
+    others = {"noise_kind": options.noise_kind, "alpha": options.alpha}
+    return noise | {name: value for name, value in others.items() if value is not None}
 
 
-def layer_options(options: ConversionOptions) -> dict[str, Any]:
-    """Return the constructor options of a normality-normalized layer: those that are asked for, and the noise."""
-    noise = 0.0 if options.noise is None else options.noise
-    asked = {
-        "noise": None if noise == "paper" else float(noise),  # the layers' default is the paper's
-        "noise_kind": options.noise_kind,
-        "alpha": options.alpha,
-    }
-    return {name: value for name, value in asked.items() if value is not None}
-
-
-def arguments(module: Any) -> tuple[Any, ...]:
-    """Return the positional arguments that a counterpart of `module` is built with."""
-    if isinstance(module, nn.LayerNorm):
-        return (module.normalized_shape, module.eps)
-    if isinstance(module, nn.GroupNorm):
-        return (module.num_groups, module.num_channels, module.eps)
-    return (module.num_features, module.eps, module.momentum)
-
-
-def affine_arguments(module: Any) -> dict[str, Any]:
-    """Return what a counterpart of `module` has of affine parameters, statistics and processes, as arguments."""
-    given: dict[str, Any] = {"bias": module.bias is not None}
-    given["elementwise_affine" if isinstance(module, nn.LayerNorm) else "affine"] = module.weight is not None
-    if isinstance(module, nn.modules.batchnorm._NormBase):
-        given["track_running_stats"] = module.track_running_stats
-    if isinstance(module, nn.SyncBatchNorm):
-        given["process_group"] = module.process_group
-    return given
-
-
-register("bnn", "BatchNorm to batch normality normalization", NormalityConverter, family="bn")
-register("lnn", "LayerNorm to layer normality normalization", NormalityConverter, family="ln")
-register("gnn", "GroupNorm to group normality normalization", NormalityConverter, family="gn")
-register("inn", "InstanceNorm to instance normality normalization", NormalityConverter, family="in")
-register("normal", "every norm to its own normality-normalized counterpart", NormalityConverter)
+TARGETS["bnn"] = NormalityConverter("bn")
+TARGETS["lnn"] = NormalityConverter("ln")
+TARGETS["gnn"] = NormalityConverter("gn")
+TARGETS["inn"] = NormalityConverter("in")
+TARGETS["normal"] = NormalityConverter()
+TARGETS["dbnn"] = DecorrelatedConverter(normality=True)
+TARGETS["dbn"] = DecorrelatedConverter(normality=False)

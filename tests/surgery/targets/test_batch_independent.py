@@ -16,97 +16,25 @@ import retrofit
 from retrofit import RetrofitError, UsageError
 from retrofit.layers import ProxyNorm
 from retrofit.surgery import Plan, apply, plan
+from tests.surgery.networks import Shared, TwoConsumers, trained
 
 TV = torchvision.models
 
 
-def trained(model: nn.Module) -> nn.Module:
-    """Give statistics and affines values that training could have left there."""
-    generator = torch.Generator().manual_seed(3)
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.running_mean.copy_(torch.randn(module.num_features, generator=generator) * 0.2)
-            module.running_var.copy_(torch.rand(module.num_features, generator=generator) + 0.5)
-            if module.weight is not None:
-                module.weight.data.copy_(torch.rand(module.num_features, generator=generator) * 0.5 + 0.5)
-                module.bias.data.copy_(torch.randn(module.num_features, generator=generator) * 0.2)
-    return model.eval()
-
-
-def first(out: Any) -> Tensor:
-    if isinstance(out, Tensor):
-        return out
-    return first(next(iter(out.values())) if isinstance(out, dict) else out[0])
-
-
-class Functional(nn.Module):
-    """Functional activations, one after the norm and one after an addition."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.bn = nn.BatchNorm2d(8)
-        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
-        self.bn2 = nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.silu(self.bn(self.conv(x)))
-        return F.relu(y + self.bn2(self.conv2(y)))
-
-
-class Shared(nn.Module):
-    """One in-place activation for both norms, and for the sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.bn = nn.BatchNorm2d(8)
-        self.bn2 = nn.BatchNorm2d(8)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.bn(self.conv(x)))
-        z = self.relu(self.bn2(y * 2 - 1))
-        return self.relu(y - z)
-
-
-class TwoConsumers(nn.Module):
-    """The norm's output is used beside its activation: no direct site."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
-        self.bn = nn.BatchNorm2d(8)
-        self.act = nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn(self.conv(x))
-        return self.act(y) + y
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], int, int | None]] = {
-    # name: how to build it, image side, activations that must be proxied (None: as many as there are direct sites)
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    # name: how to build it, image side, activations that are proxied
     "resnet18": (lambda: timm.create_model("resnet18"), 64, 9),
-    "resnet50": (lambda: timm.create_model("resnet50"), 64, 33),
     "tv:vgg11_bn": (TV.vgg11_bn, 64, 8),
     "densenet121": (lambda: timm.create_model("densenet121"), 64, 121),
     "efficientnet_lite0": (lambda: timm.create_model("efficientnet_lite0"), 64, 33),
-    "resnetv2_50 with BatchNorm": (
-        lambda: timm.models.resnetv2.ResNetV2([1, 1, 1, 1], norm_layer=timm.layers.BatchNormAct2d),
-        64,
-        None,
-    ),
     "tv:inception_v3": (lambda: TV.inception_v3(init_weights=False, aux_logits=False), 96, 94),
-    "functional": (Functional, 16, 1),
-    "shared": (Shared, 16, 2),
+    "shared": (Shared, 16, 3),
 }
+LARGE = ("tv:vgg11_bn", "densenet121", "tv:inception_v3")
 
 
-def proxied(made: Plan) -> list[str]:
-    return [row.name for row in made.edits if row.kind == "activation" and row.status == "converted"]
-
-
-LARGE = ("resnet50", "tv:vgg11_bn", "densenet121", "tv:inception_v3")
+def proxies(model: nn.Module) -> list[ProxyNorm]:
+    return [module for module in model.modules() if isinstance(module, ProxyNorm)]
 
 
 @pytest.mark.parametrize(
@@ -115,40 +43,29 @@ LARGE = ("resnet50", "tv:vgg11_bn", "densenet121", "tv:inception_v3")
 def test_identical_at_zero_and_trains(name: str) -> None:
     build, side, count = MODELS[name]
     model = trained(build())
-    kind = type(model)
     x = torch.randn(2, 3, side, side)
-    expected = first(model(x))
-    keys = set(model.state_dict())
+    expected = model(x)
     model, report = retrofit.convert(model, "gn-pn")
-    assert isinstance(model, kind)
-    assert keys <= set(model.state_dict())
     assert report.plan.counts["converted"] == len(report.plan.layers)
-    if count is not None:
-        assert len(proxied(report.plan)) == count
-    assert len(proxied(report.plan)) == sum(isinstance(m, ProxyNorm) for m in model.modules())
+    assert sum(row.status == "converted" for row in report.plan.edits) == len(proxies(model)) == count
     assert all(row.reason for row in report.plan.edits if row.status == "left")
-    out = first(model(x))
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
-
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     retrofit.set_strength(model, 1.0)
-    assert torch.equal(first(copy.deepcopy(model)(x)), first(model(x)))
-    model.train()
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    for _ in range(2):
-        optimizer.zero_grad()
-        first(model(x)).square().mean().backward()
-        optimizer.step()
+    model.train()(x).square().mean().backward()
+    optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_which_activations_of_a_torchvision_resnet() -> None:
     model = TV.ResNet(TV.resnet.Bottleneck, [1, 1, 1, 1])
     names = {name for name, _ in model.named_modules() if name.endswith(("bn1", "bn2"))}
-    _, report = retrofit.convert(model, "gn-pn")
-    left = [row for row in report.plan.edits if row.status == "left"]
-    assert len(left) == 4
-    assert {row.reason for row in left} == {"after a residual addition"}
+    _, report = retrofit.convert(copy.deepcopy(model), "gn-pn", check=False)
+    assert report.notes[0] == "9 of 13 activations are converted, 4 are left (4: after a residual addition)"
     assert {row.norm for row in report.plan.edits if row.status == "converted"} == names
+    replayed, _ = apply(Plan.from_dict(report.plan.to_dict()), model)
+    assert len(proxies(replayed)) == 9
 
 
 def test_only_the_last_activation_before_pooling_keeps_its_scale() -> None:
@@ -174,23 +91,13 @@ def test_strength_one_is_group_norm_of_the_standardised_input(to: str) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-9)  # restored, so PN changes nothing yet
 
 
-def test_batch_independence_in_training_and_eval() -> None:
-    model = retrofit.convert(trained(timm.create_model("resnet18")), "gn-pn")[0]
-    retrofit.set_strength(model, 1.0)
-    x = torch.randn(4, 3, 64, 64)
-    for training in (True, False):
-        model.train(training)
-        torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("to", ["gn", "ln", "gn-pn", "ln-pn", "frozen"])
+@pytest.mark.parametrize(("to", "strength"), [("gn", 1.0), ("gn-pn", 0.5), ("ln-pn", 1.0), ("frozen", 0.0)])
 def test_gradients_of_single_images_add_up_to_those_of_the_batch(to: str, strength: float) -> None:
     torch.manual_seed(0)
-    model, _ = retrofit.convert(trained(timm.create_model("resnet10t", num_classes=3)).double(), to)
+    model, _ = retrofit.convert(trained(timm.create_model("test_resnet", num_classes=3)).double(), to)
     if to != "frozen":
         retrofit.set_strength(model, strength)
-    x, target = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    x, target = torch.randn(4, 3, 64, 64, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
     model.train()
     F.cross_entropy(model(x), target).backward()
     whole = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -202,21 +109,17 @@ def test_gradients_of_single_images_add_up_to_those_of_the_batch(to: str, streng
 
 def test_groups_are_the_largest_divisor_and_adjustments_are_reported() -> None:
     model = nn.Sequential(nn.BatchNorm2d(24), nn.BatchNorm2d(7), nn.BatchNorm2d(12))
-    rows = {row.name: row for row in plan(model, "gn").layers}
-    assert [rows[name].options["num_groups"] for name in "012"] == [8, 7, 6]
-    assert not rows["0"].reason
-    assert rows["2"].reason == "6 groups: 8 do not divide 12 channels"
-    assert [row.options["num_groups"] for row in plan(model, "gn", groups=4).layers] == [4, 1, 4]
-    assert [row.options["num_groups"] for row in plan(model, "ln").layers] == [1, 1, 1]
 
+    def groups(to: str, **options: Any) -> list[int | None]:
+        return [row.options.get("num_groups") for row in plan(model, to, **options).layers]
 
-def test_groups_by_their_channels() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(32), nn.BatchNorm2d(16), nn.BatchNorm2d(24))
-    planned = plan(model, "gn", group_channels=16, skip=["2"])
-    assert [row.options.get("num_groups") for row in planned.layers] == [2, 1, None]
-    assert planned.options["group_channels"] == 16
-    with pytest.raises(UsageError, match="`group_channels=16` does not divide the 24 channels of 2; name a divisor"):
-        plan(model, "gn", group_channels=16)
+    assert groups("gn") == [8, 7, 6]
+    assert [row.reason for row in plan(model, "gn").layers][::2] == ["", "6 groups: 8 do not divide 12 channels"]
+    assert groups("gn", groups=4) == [4, 1, 4]
+    assert groups("ln") == [1, 1, 1]
+    assert groups("gn", group_channels=12, skip="1") == [2, None, 1]
+    with pytest.raises(UsageError, match="`group_channels=12` does not divide the 7 channels of 1; name a divisor"):
+        plan(model, "gn", group_channels=12)
 
 
 def test_auto_groups_follow_the_data() -> None:
@@ -241,8 +144,7 @@ def test_layers_that_cannot_migrate_are_reported() -> None:
 
 def test_paper_mode_for_training_from_scratch() -> None:
     model, report = retrofit.convert(timm.create_model("efficientnet_b0"), "gn-pn", pn_restore=False)
-    proxies = [m for m in model.modules() if isinstance(m, ProxyNorm)]
-    assert all(p.restore_shift is None and p.proxy_bias is not None for p in proxies)
+    assert all(p.restore_shift is None and p.proxy_bias is not None for p in proxies(model))
     last = [row.name for row in report.plan.layers if row.options.get("bias") is False]
     assert len(last) == 16
     assert all(model.get_submodule(name).bias is None for name in last)
@@ -252,31 +154,17 @@ def test_paper_mode_for_training_from_scratch() -> None:
     torch.testing.assert_close(model.eval()(x), source(x), rtol=1e-4, atol=1e-5)
 
 
-def test_without_parameters_nothing_is_added() -> None:
-    model = timm.create_model("resnet18")
-    before = sum(p.numel() for p in model.parameters())
-    _, report = retrofit.convert(model, "gn-pn", pn_params=False)
-    assert report.params_after == before
-    _, report = retrofit.convert(timm.create_model("resnet18"), "gn-pn")
-    assert report.params_after == before + 2 * (64 * 5 + 128 * 2 + 256 * 2 + 512 * 2) - 2 * 64 * 2
-    assert any("optimizer" in note for note in report.notes)
+def test_parameters_are_counted_and_may_be_left_out() -> None:
+    model, report = retrofit.convert(timm.create_model("test_resnet"), "gn-pn", pn_params=False)
+    assert report.params_after == report.params_before
+    model, report = retrofit.convert(timm.create_model("test_resnet"), "gn-pn")
+    added = sum(2 * proxied.num_features for proxied in proxies(model))
+    assert report.params_after == report.params_before + added
+    assert any(note.startswith(f"ProxyNorm adds {added:,} parameters") for note in report.notes)
 
 
-def test_weight_standardization_starts_at_the_identity() -> None:
-    model = trained(timm.create_model("resnet18"))
-    x = torch.randn(2, 3, 64, 64)
-    expected = model(x)
-    model, report = retrofit.convert(model, "gn-pn", ws=True)
-    convolutions = [row for row in report.plan.edits if row.kind == "convolution"]
-    assert {row.status for row in convolutions} == {"converted"}
-    assert len(convolutions) == 20
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
-    assert "convolutions" in report.to_dict()
-
-
-@pytest.mark.parametrize(("name", "proxied_count", "kept"), [("resnet50_gn", 33, 20), ("resnetv2_50x1_bit", 49, 0)])
-def test_group_norm_that_is_there_stays(name: str, proxied_count: int, kept: int) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("name", "proxied", "kept"), [("test_efficientnet_gn", 9, 4), ("resnetv2_50x1_bit", 49, 0)])
+def test_group_norm_that_is_there_stays(name: str, proxied: int, kept: int) -> None:
     model = timm.create_model(name, num_classes=4).eval()
     norms = {name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)}
     for norm in norms.values():
@@ -286,27 +174,10 @@ def test_group_norm_that_is_there_stays(name: str, proxied_count: int, kept: int
     with torch.no_grad():
         expected = model(x)
         model, report = retrofit.convert(model, "gn-pn", input_size=(3, 32, 32))
-        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-    assert report.plan.counts == {"converted": proxied_count, "kept": kept, "unsupported": 0}
-    layers = [module for module in model.modules() if isinstance(module, ProxyNorm)]
-    assert len(layers) == proxied_count
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert report.plan.counts == {"converted": proxied, "kept": kept, "unsupported": 0}
+    assert len(proxies(model)) == proxied
     assert {name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)} == norms
-
-
-def test_proxy_norm_behind_a_group_norm_is_the_papers() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1))
-    nn.init.normal_(model[1].weight)
-    nn.init.normal_(model[1].bias)
-    x = torch.randn(2, 3, 6, 6)
-    plain = copy.deepcopy(model)
-    model, _ = retrofit.convert(model, "gn-pn", pn_restore=False, check=False)
-    retrofit.set_strength(model, 1.0)
-    levels = torch.special.ndtri((torch.arange(256, dtype=torch.float64) + 0.5) / 256)
-    proxy = F.silu(levels[:, None] * plain[1].weight.double() + plain[1].bias.double())
-    mean, var = proxy.mean(0).view(-1, 1, 1), proxy.var(0, correction=0).view(-1, 1, 1)
-    phi = F.silu(plain[1](plain[0](x))).double()
-    torch.testing.assert_close(model[:3](x).double(), (phi - mean) / (var + 0.03).sqrt(), rtol=1e-4, atol=1e-5)
 
 
 def test_proxy_norm_follows_a_norm_that_is_converted_again() -> None:
@@ -326,20 +197,13 @@ def test_groups_of_a_group_norm_are_not_asked_for(options: dict[str, Any]) -> No
 
 
 def test_group_norm_of_one_group_alone_suits_ln_pn() -> None:
-    one = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8, affine=False), nn.ReLU())
-    model, report = retrofit.convert(one, "ln-pn", input_size=(3, 8, 8))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8, affine=False), nn.ReLU())
+    model, report = retrofit.convert(model, "ln-pn", input_size=(3, 8, 8))
     assert report.check is not None
     assert report.check.passed
     assert isinstance(model[2], ProxyNorm)
     with pytest.raises(RetrofitError, match="its 2 groups stay as they are; use `to='gn-pn'`"):
         plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU()), "ln-pn")
-
-
-def test_plans_replay_on_a_fresh_model() -> None:
-    made = plan(TV.resnet18(), "gn-pn", ws=True)
-    model, _ = apply(Plan.from_dict(made.to_dict()), TV.resnet18())
-    reference, _ = retrofit.convert(TV.resnet18(), "gn-pn", ws=True)
-    assert list(model.state_dict()) == list(reference.state_dict())
 
 
 class DataDependent(nn.Module):
@@ -355,32 +219,23 @@ class DataDependent(nn.Module):
         return self.block(torch.stack(list(y)))
 
 
-@pytest.mark.parametrize("to", ["gn-pn", "ln-pn"])
-def test_proxying_nothing_is_refused(to: str) -> None:
-    model = DataDependent()
-    with pytest.raises(RetrofitError, match=rf"{to} would convert no activation.*use `to='{to[:2]}'`, ") as caught:
-        retrofit.convert(model, to)
-    assert "what follows its norm is unknown" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert retrofit.convert(model, to[:2])[1].plan.counts["converted"] == 1
-    with pytest.raises(RetrofitError, match="none follows a norm"):
-        plan(nn.Sequential(nn.BatchNorm2d(8)), to)
-    with pytest.raises(RetrofitError, match="output used twice"):
-        plan(TwoConsumers(), to)
+def test_proxying_nothing_is_refused() -> None:
+    unknown = "ln-pn would convert no activation.*what follows its norm is unknown.*use `to='ln'`, "
+    for model, message in (
+        (DataDependent(), unknown),
+        (nn.Sequential(nn.BatchNorm2d(8)), "none follows a norm"),
+        (TwoConsumers(), "output used twice"),
+    ):
+        with pytest.raises(RetrofitError, match=message):
+            plan(model, "ln-pn")
 
 
 def test_what_is_left_is_said_first() -> None:
     _, report = retrofit.convert(DataDependent(traced=True), "gn-pn")
-    assert report.notes[0].startswith(
-        "1 of 2 activations are converted, 1 are left (1: what follows its norm is unknown"
-    )
-    left = [row for row in report.plan.edits if row.status == "left"]
-    assert [(row.norm, row.name) for row in left] == [("bn", "after bn")]
+    said = "1 of 2 activations are converted, 1 are left (1: what follows its norm is unknown"
+    assert report.notes[0].startswith(said)
+    assert [(row.norm, row.name) for row in report.plan.edits if row.status == "left"] == [("bn", "after bn")]
     assert report.to_dict()["activations"]
-    _, report = retrofit.convert(TV.resnet18(), "gn-pn", check=False)
-    assert report.notes[0] == "9 of 17 activations are converted, 8 are left (8: after a residual addition)"
-    model, _ = apply(Plan.from_dict(report.plan.to_dict()), TV.resnet18())
-    assert sum(isinstance(module, ProxyNorm) for module in model.modules()) == 9
 
 
 def test_auto_groups_measure_only_what_is_to_be_converted() -> None:

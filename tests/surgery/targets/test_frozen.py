@@ -13,21 +13,10 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 import retrofit
-from retrofit import RetrofitError, UsageError
+from retrofit import RetrofitError
 from retrofit.layers import FrozenBatchNorm
 from retrofit.surgery import plan, strength_of
-
-FROM_FROZEN = ["gn", "ln", "gn-pn", "ln-pn", "frozen"]
-
-
-def trained(model: nn.Module) -> nn.Module:
-    """Give norms values that training could have left there, as parameters or buffers."""
-    for module in model.modules():
-        if hasattr(module, "running_var"):
-            for name, low in (("running_mean", -0.2), ("running_var", 0.5), ("weight", 0.5), ("bias", -0.2)):
-                value = getattr(module, name)
-                value.data.copy_(torch.rand_like(value) * 0.5 + low)
-    return model.eval()
+from tests.surgery.networks import trained
 
 
 class Net(nn.Module):
@@ -43,7 +32,7 @@ class Net(nn.Module):
         return self.head(self.bn2(self.conv2(self.act(self.bn1(self.conv1(x))))).mean((2, 3)))
 
 
-@pytest.mark.parametrize("to", FROM_FROZEN)
+@pytest.mark.parametrize("to", ["gn", "ln-pn", "frozen"])
 def test_frozen_layers_are_a_source(to: str) -> None:
     model = trained(Net())
     x = torch.randn(2, 3, 24, 24)
@@ -86,10 +75,8 @@ def test_a_frozen_network_of_the_library_through_everything(tmp_path: Path) -> N
     torch.testing.assert_close(again.eval()(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_options_mean_nothing_and_untracked_layers_are_left() -> None:
-    with pytest.raises(UsageError, match="`groups` means nothing"):
-        plan(nn.Sequential(nn.BatchNorm2d(8)), "frozen", groups=2)
-    with pytest.raises(RetrofitError, match="tracks no running statistics"):
-        plan(nn.Sequential(nn.BatchNorm2d(8, track_running_stats=False)), "frozen")
-    rows = plan(nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8)), "frozen", source=["bn", "gn"]).layers
-    assert [row.status for row in rows] == ["converted", "unsupported"]
+def test_layers_that_have_nothing_to_freeze_are_reported() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(8, track_running_stats=False), nn.GroupNorm(2, 8))
+    rows = plan(model, "frozen", source=["bn", "gn"]).layers
+    assert [row.status for row in rows] == ["converted", "unsupported", "unsupported"]
+    assert "tracks no running statistics" in rows[1].reason

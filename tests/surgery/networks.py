@@ -1,0 +1,45 @@
+"""Small networks that several of the tests here convert."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def trained(model: nn.Module, low: float = 0.5) -> nn.Module:
+    """Give norms of running statistics values that training could have left there, gamma from `low`."""
+    ranges = {"running_mean": (-0.5, 0.5), "running_var": (0.5, 2.0), "weight": (low, 1.5), "bias": (-0.3, 0.3)}
+    for module in model.modules():
+        for name in ranges if getattr(module, "running_var", None) is not None else ():
+            if getattr(module, name) is not None:
+                getattr(module, name).data.uniform_(*ranges[name])
+    return model.eval()
+
+
+class Shared(nn.Module):
+    """One in-place activation for two norms and a sum, a functional one, and a norm without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn1, self.bn2, self.bn3 = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.bn4 = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(me, x: Tensor) -> Tensor:  # noqa: N805
+        y = me.relu(me.bn1(me.conv(x)))
+        z = F.relu6(me.bn2(y * 2 - 1))
+        z = me.relu(me.bn4(z * 2 - 1))
+        return me.relu(me.bn3(y) + z)
+
+
+class TwoConsumers(nn.Module):
+    """The norm's output is used beside its activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.act = nn.BatchNorm2d(8), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(x)
+        return self.act(y) + y
