@@ -205,7 +205,7 @@ def draw(name: str) -> None:
 def record_terminal(args: argparse.Namespace) -> None:
     """Run inspect, convert and evaluate, and write what they print as a picture of a terminal."""
     from rich.console import Console
-    from rich.terminal_theme import DIMMED_MONOKAI, MONOKAI
+    from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
     from rich.text import Text
 
     weights, photographs, names = (os.path.abspath(p) for p in (args.checkpoint, args.data_dir, args.class_map))
@@ -225,7 +225,7 @@ def record_terminal(args: argparse.Namespace) -> None:
             for path, name in shown.items():
                 text = text.replace(path, name).replace(os.path.basename(path), name)
             console.print(Text.from_ansi(text))
-    for theme, colours in (("light", DIMMED_MONOKAI), ("dark", MONOKAI)):
+    for theme, colours in (("light", DEFAULT_TERMINAL_THEME), ("dark", MONOKAI)):
         console.save_svg(str(IMAGES / f"terminal-{theme}.svg"), title="retrofit", theme=colours, clear=False)
 
 

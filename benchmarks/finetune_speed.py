@@ -22,9 +22,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
+from evidence_train import machine
 from PIL import Image
 
 EPOCHS = (1, 4)
+RESULT = Path(__file__).parent / "results" / "finetune_speed.md"
 
 
 def write_images(root: Path, count: int, side: int) -> None:
@@ -78,6 +81,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    torch.set_num_threads(1)
     rates: dict[str, list[tuple[float, float]]] = {"retrofit": [], "timm": []}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
@@ -91,10 +95,16 @@ def main() -> None:
                 seen = args.images * (EPOCHS[1] - EPOCHS[0])
                 found.append((seen / (long[0] - short[0]), seen / (long[1] - short[1])))
                 print(f"{name}: {found[-1][0]:.1f} images a CPU second, {found[-1][1]:.1f} a second")
+    setting = f"{args.model}, {args.size} px, batches of {args.batch}. {machine()}."
+    text = ["# `retrofit finetune` beside timm's train.py", "", setting, ""]
     for kind, which in (("CPU second", 0), ("second", 1)):
         ratios = [ours[which] / theirs[which] for ours, theirs in zip(*rates.values(), strict=True)]
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"retrofit / timm, images a {kind}: {statistics.median(ratios):.3f} ({spread}, {args.rounds} rounds)")
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        text.append(
+            f"- images a {kind}, retrofit / timm: {statistics.median(ratios):.2f} ({spread}, {args.rounds} rounds)"
+        )
+    print("\n".join(text))
+    RESULT.write_text("\n".join(text) + "\n")
 
 
 if __name__ == "__main__":
