@@ -125,7 +125,7 @@ def test_activations(name: str, channel_dim: int, used: list[str], monkeypatch: 
     assert "channels_backward" in used
 
 
-@pytest.mark.parametrize("activation", [nn.PReLU(11), nn.GELU("tanh"), torch.sigmoid], ids=str)
+@pytest.mark.parametrize("activation", [nn.PReLU(11), nn.GELU("tanh"), torch.sigmoid], ids=["PReLU", "GELU", "sigmoid"])
 def test_other_activations_stay_with_torch(
     activation: nn.Module, used: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
