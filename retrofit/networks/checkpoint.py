@@ -25,6 +25,7 @@ from retrofit.utils.text import one_line, printable, shortlist
 # Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's order).
 _NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 _COUNTERS = {"num_batches_tracked", "n_averaged"}  # BatchNorm's and AveragedModel's: no weights
+_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and AveragedModel, and of torch.compile
 _ROLES = {"weight", "bias", "running_mean", "running_var"}
 _DEPTH = 3  # levels of a file in which weights are looked for
 _PARTS = 6  # of a name that may be a prefix: "model.backbone.module." has three
@@ -292,6 +293,8 @@ def _hint(
 def _prefix(model: nn.Module, state: Tensors) -> str:
     """Return what stands before the network's own names in a checkpoint's, if at least half of them are there.
 
+    Of a part of the network's tensors, or where the checkpoint has other names, it is what a wrapper put before all.
+
     Raises:
         RetrofitError: If two prefixes fit equally well: the file holds two sets of weights.
     """
@@ -302,8 +305,10 @@ def _prefix(model: nn.Module, state: Tensors) -> str:
         for length in range(min(_PARTS, len(parts))):
             counts["".join(f"{part}." for part in parts[:length])] += ".".join(parts[length:]) in own
     best = max(counts.values(), default=0)
-    if 2 * best < len(own) or counts[""] == best:
+    if best and counts[""] == best:
         return ""
+    if not best or 2 * best < len(own):
+        return _wrapper_prefix(_weights(state))
     fitting = [prefix for prefix, count in counts.items() if count == best]
     if len(fitting) > 1:
         raise RetrofitError(
@@ -311,6 +316,13 @@ def _prefix(model: nn.Module, state: Tensors) -> str:
             f"choose with `checkpoint_key={printable(fitting[0].strip('.'), 64)!r}`"
         )
     return fitting[0]
+
+
+def _wrapper_prefix(names: list[str]) -> str:
+    prefix = ""
+    while names and (one := next((w for w in _WRAPPERS if all(n.startswith(prefix + w) for n in names)), "")):
+        prefix += one
+    return prefix
 
 
 def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:

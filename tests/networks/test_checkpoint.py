@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -254,6 +255,24 @@ def test_an_average_of_torch_is_loaded() -> None:
     model = small_net()
     assert load_into(model, average.state_dict()) == Loaded()
     assert same_tensors(dict(model.state_dict()), small_state())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+def test_what_a_wrapper_put_before_a_few_of_the_names_is_taken_off(prefix: str) -> None:
+    model, classifier = small_net(), {"3.weight": torch.ones(3, 16), "3.bias": torch.ones(3)}
+    loaded = load_into(model, under(prefix, classifier), partial=True)
+    assert (len(loaded.left_random), loaded.left_out) == (6, [])
+    assert torch.equal(model[3].weight, classifier["3.weight"])
+
+
+def test_what_a_wrapper_put_before_foreign_names_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def translate(state: dict[str, Tensor], _model: nn.Module) -> dict[str, Tensor]:
+        return {name.removeprefix("layer"): value for name, value in state.items()}
+
+    monkeypatch.setattr(sys.modules[nn.Sequential.__module__], "checkpoint_filter_fn", translate, raising=False)
+    model, state = small_net(), small_state()
+    assert load_into(model, under("module.layer", state)) == Loaded()
+    assert same_tensors(dict(model.state_dict()), state)
 
 
 def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
