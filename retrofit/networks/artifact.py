@@ -31,7 +31,15 @@ from retrofit.networks.library import parse, with_options
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, artifact_behind, damaged
 from retrofit.networks.preprocess import preprocess_of
 from retrofit.networks.sampled_outputs import NotRunError, SampledOutputs, is_small, sample_outputs, sample_outputs_at
-from retrofit.networks.tensors import checksum, fill, misfit, set_training_settings, to_write, training_settings
+from retrofit.networks.tensors import (
+    checksum,
+    fill,
+    misfit,
+    set_training_settings,
+    tensors_of,
+    to_write,
+    training_settings,
+)
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
@@ -88,6 +96,10 @@ def save(
         source, structure = _identified(model, source, model_kwargs)
     tensors = to_write(model, structure)
     preprocess = preprocess or record.preprocess or preprocess_of(model, source)
+    try:
+        Preprocess.from_dict(json.loads(json.dumps(preprocess.to_dict())))  # as `load` will read it
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"`preprocess` is none that images can have ({one_line(error)}); pass another") from error
     outputs: SampledOutputs | None = None
     try:
         outputs = sample_outputs(model, preprocess.input_size)
@@ -207,6 +219,8 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
             raise RetrofitError(
                 "the network to load into is converted already; pass it as it was before its conversion"
             )
+        if any(tensor.is_meta for tensor in tensors_of(into).values()):
+            raise RetrofitError("the network to load into is on the meta device, without memory; build it on the CPU")
         if source.library == "own":
             source = record_of(into).source or ModelSource("own", own.name_of(into))
     elif source.library == "own":

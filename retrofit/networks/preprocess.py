@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from retrofit.errors import RetrofitError
 from retrofit.record import ModelSource, Preprocess
+from retrofit.utils.text import one_line
 
 
 def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
@@ -14,6 +16,9 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
 
     A network of one's own may say what it expects as timm's do, in a dict `pretrained_cfg`; else it gets timm's usual
     one, images of 224 pixels with ImageNet's mean and standard deviation.
+
+    Raises:
+        RetrofitError: If that dict names sizes and numbers that no images have.
     """
     import timm.data
 
@@ -25,7 +30,12 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
         first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
         cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
         cfg |= getattr(model, "pretrained_cfg", None) or {}
-        usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
+        try:
+            usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
+        except (TypeError, ValueError) as error:
+            raise RetrofitError(
+                f"the network's `pretrained_cfg` is none that images can have ({one_line(error)}); mend it"
+            ) from error
     size = source.kwargs.get("img_size", source.kwargs.get("image_size"))
     height, width = (size, size) if isinstance(size, int) else size or usual.input_size[1:]
     channels = source.kwargs.get("in_chans", usual.input_size[0])

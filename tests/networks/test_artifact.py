@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import struct
@@ -215,6 +216,14 @@ def test_saving_and_loading_leave_the_random_numbers_alone(tmp_path: Path, tied:
     save(tied, tmp_path / "a.safetensors")
     load(tmp_path / "a.safetensors")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("changes", [{"std": (0.0,) * 3}, {"interpolation": "area"}, {"input_size": (3, 0, 64)}])
+def test_a_preprocessing_that_load_would_refuse_is_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
+    preprocess = dataclasses.replace(Preprocess((3, 64, 64), (0.0,) * 3, (1.0,) * 3), **changes)
+    with pytest.raises(UsageError, match="`preprocess` is none that images can have"):
+        save(_network("test_resnet"), tmp_path / "a.safetensors", preprocess=preprocess)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_failing_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,14 @@ def test_another_network_is_refused_and_stays_as_it_was(saved: Path, case: str) 
     assert all(torch.equal(tensor, before[name]) for name, tensor in into.state_dict().items())
 
 
+def test_a_network_without_memory_is_refused(saved: Path) -> None:
+    with torch.device("meta"):
+        into = mynet.build()
+    with pytest.raises(RetrofitError, match="the network to load into is on the meta device"):
+        retrofit.load(saved, into=into)
+    assert type(into.down1.norm1) is nn.BatchNorm2d
+
+
 def test_a_librarys_network_may_be_saved_as_ones_own(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = build(ModelSource("timm", "test_resnet"))

@@ -12,6 +12,7 @@ from PIL import Image
 from timm.data import create_transform
 from torchvision.models import get_model_weights, list_models
 
+from retrofit.errors import RetrofitError
 from retrofit.networks.library import build
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
 from retrofit.record import ModelSource
@@ -61,6 +62,14 @@ def test_timms_follows_the_networks_input(
     assert preprocess.mean == mean
     assert len(preprocess.std) == size[0]
     model(torch.zeros(1, *preprocess.input_size))
+
+
+@pytest.mark.parametrize("cfg", [{"std": (0.0, 0.0, 0.0)}, {"interpolation": "area"}, {"input_size": (3, 0, 64)}])
+def test_what_a_network_of_ones_own_says_of_images_is_checked(cfg: dict[str, object]) -> None:
+    model = torch.nn.Conv2d(3, 4, 1)
+    model.pretrained_cfg = cfg
+    with pytest.raises(RetrofitError, match="the network's `pretrained_cfg` is none that images can have"):
+        preprocess_of(model, ModelSource("own", "mine:Net"))
 
 
 def test_timms_crop_mode_is_kept() -> None:
