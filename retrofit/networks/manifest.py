@@ -105,7 +105,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         raise damaged(path, one_line(error)) from error
     if text is None:
         raise RetrofitError(
-            f"{path} is a plain checkpoint, which holds no network; give the network's name, and `checkpoint='{path}'`"
+            f"{path} is a plain checkpoint, which holds no network; give the network's name, and `checkpoint='{path}'` "
+            "(in Python build the network and call its load_state_dict)"
         )
     try:
         values = json.loads(text)
