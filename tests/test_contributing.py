@@ -17,12 +17,7 @@ from retrofit.errors import RetrofitError
 from retrofit.surgery import TARGETS
 
 ROOT = Path(__file__).parents[1]
-IMPORTS = """
-from torch.nn import functional as F
-from retrofit.layers import FrozenBatchNorm, StrengthMixin
-from retrofit.layers.converted_layer import _ThenActivate
-from retrofit.surgery.converter import TARGETS, Converter, adopt
-"""
+IMPORTS = "from retrofit.surgery.converter import TARGETS, Converter, adopt"
 
 
 @pytest.fixture
