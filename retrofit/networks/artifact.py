@@ -98,7 +98,7 @@ def save(
     preprocess = preprocess or record.preprocess or preprocess_of(model, source)
     try:
         Preprocess.from_dict(json.loads(json.dumps(preprocess.to_dict())))  # as `load` will read it
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"`preprocess` is none that images can have ({one_line(error)}); pass another") from error
     outputs: SampledOutputs | None = None
     try:

@@ -32,7 +32,7 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
         cfg |= getattr(model, "pretrained_cfg", None) or {}
         try:
             usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise RetrofitError(
                 f"the network's `pretrained_cfg` is none that images can have ({one_line(error)}); mend it"
             ) from error
