@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -17,7 +18,7 @@ import torch
 from click.testing import CliRunner
 
 import retrofit
-from retrofit.cli import main
+from retrofit.cli import COMMANDS, main
 from tests.pictures import write_folder, write_tar
 
 ROOT = Path(__file__).parents[2]
@@ -164,3 +165,11 @@ def test_every_public_name_has_an_entry() -> None:
     for name in set(retrofit.__all__) - {"__version__", "callbacks", "layers"}:
         assert f"::: retrofit.{name}\n" in page, name
         assert getattr(retrofit, name).__doc__
+
+
+def test_every_flag_of_the_reference_and_of_troubleshooting_exists() -> None:
+    commands = [importlib.import_module(f"retrofit.cli.{name}").command for name in COMMANDS]
+    options = [option for command in commands for option in command.params]
+    known = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+    for page in (ROOT / "docs" / "troubleshooting.md", *(ROOT / "docs" / "reference").glob("*.md")):
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text())) <= known, page.name
