@@ -43,7 +43,7 @@ from retrofit.networks.tensors import (
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
-from retrofit.utils.text import one_line, plural, printable
+from retrofit.utils.text import one_line, plural, printable, with_class
 from retrofit.version import __version__
 
 UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
@@ -229,8 +229,8 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
         )
     try:
         tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, one_line(error)) from error
+    except Exception as error:  # torch raises anything on types and shapes that it does not have
+        raise damaged(path, with_class(error)) from error
     if checksum(tensors) != manifest.checksum:
         raise RetrofitError(
             f"the tensors of {path} were changed after it was saved: they do not match its checksum; write or fetch it "

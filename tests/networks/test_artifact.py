@@ -297,6 +297,15 @@ def test_a_truncated_artifact_is_refused(saved: Path, share: float) -> None:
     assert not is_artifact(saved)
 
 
+def test_a_type_that_this_torch_does_not_have_is_one_line(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_file(_path: object) -> None:
+        raise AttributeError("module 'torch' has no attribute 'float2'")
+
+    monkeypatch.setattr(artifact, "load_file", load_file)
+    with pytest.raises(RetrofitError, match=r"not a whole artifact \(AttributeError: module 'torch' has no .*float2"):
+        load(saved)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
