@@ -18,20 +18,22 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
     one, images of 224 pixels with ImageNet's mean and standard deviation.
 
     Raises:
-        RetrofitError: If that dict names sizes and numbers that no images have.
+        RetrofitError: If `pretrained_cfg` names sizes and numbers that no images have.
     """
     import timm.data
 
-    if source.library == "timm":
-        usual = Preprocess.from_dict(timm.data.resolve_model_data_config(model))
-    elif source.library == "torchvision":
+    if source.library == "torchvision":
         usual = _torchvision_preprocess(source)
     else:
-        first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-        cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
-        cfg |= getattr(model, "pretrained_cfg", None) or {}
+        if source.library == "timm":
+            config = timm.data.resolve_model_data_config(model)
+        else:
+            first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+            cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
+            cfg |= getattr(model, "pretrained_cfg", None) or {}
+            config = timm.data.resolve_data_config(pretrained_cfg=cfg)
         try:
-            usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
+            usual = Preprocess.from_dict(config)
         except (TypeError, ValueError, OverflowError) as error:
             raise RetrofitError(
                 f"the network's `pretrained_cfg` is none that images can have ({one_line(error)}); mend it"

@@ -65,11 +65,12 @@ def test_timms_follows_the_networks_input(
 
 
 @pytest.mark.parametrize("cfg", [{"std": (0.0, 0.0, 0.0)}, {"interpolation": "area"}, {"input_size": (3, 0, 64)}])
-def test_what_a_network_of_ones_own_says_of_images_is_checked(cfg: dict[str, object]) -> None:
+@pytest.mark.parametrize("source", [ModelSource("own", "mine:Net"), ModelSource("timm", "resnet18")])
+def test_what_a_network_says_of_images_is_checked(cfg: dict[str, object], source: ModelSource) -> None:
     model = torch.nn.Conv2d(3, 4, 1)
-    model.pretrained_cfg = cfg
+    model.pretrained_cfg = {"input_size": (3, 64, 64), **cfg}
     with pytest.raises(RetrofitError, match="the network's `pretrained_cfg` is none that images can have"):
-        preprocess_of(model, ModelSource("own", "mine:Net"))
+        preprocess_of(model, source)
 
 
 def test_timms_crop_mode_is_kept() -> None:
