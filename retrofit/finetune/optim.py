@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
+from retrofit.layers.frozen_batch_norm import TrainedAffine
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.text import one_line
 
@@ -62,7 +63,9 @@ def parameter_groups(
         layer_decay: Factor of the learning rate from each layer to the one before; None for none.
         decay_norms: Whether everything is decayed, as both papers do with ResNets.
     """
-    undecayed = getattr(model, "no_weight_decay", lambda: ())()
+    affines = {id(module.weight) for module in model.modules() if isinstance(module, TrainedAffine)}  # (C, 1, 1) each
+    undecayed = {name for name, parameter in model.named_parameters() if id(parameter) in affines}
+    undecayed |= {*getattr(model, "no_weight_decay", lambda: ())()}
     if layer_decay is None:
         groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed)
     else:

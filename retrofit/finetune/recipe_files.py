@@ -68,7 +68,8 @@ def recipe_settings(name: str | Path) -> dict[str, Any]:
 
 def _small_text(path: Path, what: str) -> str:
     if not os.path.isfile(path):  # opening a pipe would wait for ever
-        raise RetrofitError(f"cannot read the {what}, which is not a regular file; check the path")
+        problem = "is not a regular file" if os.path.exists(path) else "is not there"
+        raise RetrofitError(f"cannot read the {what}, which {problem}; check the path")
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:
             raise RetrofitError(f"{what} has {size:,} bytes, more than {_MOST_BYTES:,}; check the path")

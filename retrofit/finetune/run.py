@@ -334,12 +334,12 @@ class Run:
         better = position.is_best(row["val_top1"], 0.0 if self.schedule is None else 1 - self.schedule.remaining)
         figures = {name: value for name, value in row.items() if name.startswith("val_") and value is not None}
         self.accelerator.log(figures, step=position.step)
-        self.callback.epoch(row)
         if not self.accelerator.is_main_process:
             return
         if better:
             self._write_artifact(self.validated, self.folder / "best.safetensors")
         run_report.write_metrics(self.folder, position.rows)
+        self.callback.epoch(row)  # which may look at the files
         if accuracy is not None:
             warning = self.chance.warning(row, accuracy.images, self.validated, self._few_images)
             if warning is not None:

@@ -44,7 +44,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     layers = estimated_layers(model)
     if not layers:
         return 0
-    momenta = {layer: layer.momentum for layer in layers}
+    momenta = {layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)}  # frozen or not
     former = [(layer, *named, named[1].clone()) for layer in layers for named in layer.named_buffers(recurse=False)]
     modes = modes_of(model)
     estimated: list[Any] = []

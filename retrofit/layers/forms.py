@@ -105,7 +105,7 @@ class ConstantNorm(nn.Module):
     def __init__(self, centre: Tensor, scale: Tensor, shift: Tensor) -> None:
         """Keep (C,) constants in float32."""
         super().__init__()
-        variance = torch.full_like(centre, 1 - NORM_EPS)
+        variance = torch.full_like(centre, 1 - NORM_EPS, dtype=torch.float32)  # bfloat16 would round it to 1
         for name, value in (("centre", centre), ("variance", variance), ("scale", scale), ("shift", shift)):
             self.register_buffer(name, value.float())
 

@@ -41,12 +41,7 @@ def hold_settings(module: nn.Module, settings: Mapping[str, Callable[[float], An
     vars(module)["_held_settings"] = dict(settings)
     for name in settings:
         module.register_buffer(PREFIX + name, torch.zeros((), dtype=torch.float32, device=device))
-
-
-def move_settings(module: nn.Module, device: torch.device) -> None:
-    """Make the buffers of the settings anew on `device`, from the meta device for example."""
-    if "_held_settings" in vars(module):
-        hold_settings(module, vars(module)["_held_settings"], device)
+    _write(module)  # a trace saves the buffers as they are
 
 
 def check_groups(channels: int, groups: float) -> int:

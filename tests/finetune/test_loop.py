@@ -71,6 +71,24 @@ def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.
     assert sorted(os.listdir(folder / "state")) == ["last.pt", "previous.pt", "start.safetensors"]
 
 
+class Reader(RunCallback):
+    """Reads what lies in the folder when an epoch is told of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.read: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        *_, line = (self.folder / "metrics.jsonl").read_text().splitlines()
+        self.read.append((row, json.loads(line), (self.folder / "best.safetensors").exists()))
+
+
+def test_an_epoch_is_told_of_once_its_files_are_there(train: Train, tmp_path: Path) -> None:
+    reader = Reader(tmp_path / "run")
+    result = train("run", callback=reader)
+    assert reader.read == [(row, row, True) for row in result.rows]
+
+
 @pytest.mark.parametrize(("start", "end"), [(0.0, 1.0), (1.0, 0.0)])
 def test_the_best_is_of_the_strength_at_the_end(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: float, end: float
@@ -205,6 +223,12 @@ def test_a_run_goes_on_with_the_same_data_and_settings_alone(train: Train, tmp_p
         with pytest.raises(RetrofitError, match=f"^{what} {began}"):
             resume()
         (tmp_path / "elsewhere").rename(pictures / gone)
+    file = tmp_path / "run" / "state" / "last.pt"
+    state, whole = load_state(tmp_path / "run"), file.read_bytes()
+    torch.save({**state, "kept": {**state["kept"], "processes": 2}}, file)
+    with pytest.raises(RetrofitError, match=f"^processes {began}"):
+        resume()
+    file.write_bytes(whole)
     resume()
 
 

@@ -10,7 +10,8 @@ import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm, parameter_groups
 from retrofit.finetune.recipe import Recipe
-from retrofit.layers import ProxyNorm
+from retrofit.layers import FrozenBatchNorm, ProxyNorm
+from retrofit.layers.frozen_batch_norm import TrainedAffine
 
 
 def converted(to: str, **options: object) -> nn.Module:
@@ -34,6 +35,16 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
         scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
         assert scale[id(model.fc.weight)] == 1.0
         assert scale[id(proxies[0].proxy_bias)] < scale[id(proxies[-1].proxy_bias)]
+
+
+def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
+    """It has three dimensions there, as the weights of convolutions have."""
+    norm = FrozenBatchNorm(8).plain_layer()[1]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm)
+    decay = {id(p): group["weight_decay"] for group in parameter_groups(model, 0.1) for p in group["params"]}
+    (affine,) = (module for module in model.modules() if isinstance(module, TrainedAffine))
+    assert decay[id(affine.weight)] == decay[id(affine.bias)] == 0.0
+    assert decay[id(model[0].weight)] == 0.1
 
 
 @pytest.mark.parametrize("layer_decay", [None, 0.5])

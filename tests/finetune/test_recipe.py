@@ -105,7 +105,7 @@ def test_no_schedule_has_no_warm_up_and_a_constant_one_has() -> None:
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no recipe 'digit'; did you mean digits"):
         load_recipe("digit", {})
-    with pytest.raises(RetrofitError, match="cannot read the recipe"):
+    with pytest.raises(RetrofitError, match=r"cannot read the recipe .*, which is not there; check the path"):
         load_recipe(tmp_path / "absent.yaml", {})
 
 

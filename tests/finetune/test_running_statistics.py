@@ -88,6 +88,7 @@ def test_frozen_layers_evaluate_in_training(to: str | None) -> None:
 def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(to: str, wrong: list[Tensor], said: str) -> None:
     model = network(to)
     retrofit.update_bn(LOADER, model)
+    model.bn1.frozen = True
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises((RetrofitError, RuntimeError), match=said):
         retrofit.update_bn(wrong, model)

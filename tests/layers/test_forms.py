@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from retrofit import layers
 from retrofit.errors import RetrofitError
-from retrofit.layers.forms import EstimatedTransform, TwoBranch
+from retrofit.layers.forms import ConstantNorm, EstimatedTransform, TwoBranch
 from retrofit.layers.frozen_batch_norm import ConstantAffine
 from tests.oracles import normality as oracle
 
@@ -122,6 +122,12 @@ def test_the_form_is_the_layer_in_plain_operations(name: str, strength: float) -
     assert not any(parameter.requires_grad for parameter in form.parameters())
     expected = precise(layer.eval(), x)
     torch.testing.assert_close(form(x.float()).double(), expected, rtol=2e-5, atol=2e-5 * expected.std().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_constant_norm_of_half_precision_scales_exactly(dtype: torch.dtype) -> None:
+    form, x = ConstantNorm(*torch.tensor([[0.0] * C, [2.0] * C, [1.0] * C]).to(dtype)), torch.randn(IMAGES)
+    torch.testing.assert_close(form(x), 2 * x + 1, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])

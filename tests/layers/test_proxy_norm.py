@@ -220,6 +220,20 @@ def test_channels_last_is_kept() -> None:
         assert layer.eval()(x).is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Constants are computed in float32, so the only errors are those of the input, the activation and the output."""
+    norm = affine(torch.float32)
+    layer, x = ProxyNorm(F.silu, 5, norm=norm), torch.randn(8, 5, 6).to(dtype)
+    out = layer(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), layer(x.float()), atol=0.02, rtol=0.01)
+    out.float().square().sum().backward()
+    assert layer.proxy_bias.grad.dtype == norm.weight.grad.dtype == torch.float32
+    low = ProxyNorm(F.silu, 5, norm=affine(dtype), restore=True, dtype=dtype)
+    assert (low(x).dtype, low.proxy_bias.dtype, low.restore_shift.dtype) == (dtype, dtype, torch.float32)
+
+
 class Swish(nn.Module):
     """An activation of a user's own, with a slope a channel that is trained and an offset that is not."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 
 from retrofit import layers
 from tests.layers.cases import CASES
@@ -142,6 +143,19 @@ def test_a_gradient_penalty_is_refused_rather_than_dropped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_ensembles_of_layers(name: str) -> None:
+    members = [build(name)[0] for _ in range(2)]
+    members[0].apply(lambda m: m.set_strength(0.0) if isinstance(m, layers.StrengthMixin) else None)
+    _, x = build(name)
+    state = stack_module_state(members)
+    blank = copy.deepcopy(members[0])
+    if name == "proxy":  # which holds its norm by a reference: the copy's
+        blank[1].follow(blank[0])
+    found = vmap(lambda *tensors: functional_call(blank, tensors, (x,)))(*state)
+    torch.testing.assert_close(found, torch.stack([member(x) for member in members]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_traces_hold_the_strength(name: str, tmp_path: Any) -> None:
     layer, x = build(name, 0.0)
     if name.startswith("batch"):
@@ -157,3 +171,20 @@ def test_traces_hold_the_strength(name: str, tmp_path: Any) -> None:
     other.eval().apply(lambda m: m.set_strength(1.0) if isinstance(m, layers.StrengthMixin) else None)
     traced.load_state_dict(other.state_dict())
     torch.testing.assert_close(traced(x), other(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "other", "setting"),
+    [
+        (layers.GroupNormalNorm(2, 8, alpha=0.5), layers.GroupNormalNorm(2, 8), "alpha"),
+        (layers.MigratedGroupNorm(4, 8), layers.MigratedGroupNorm(2, 8), "num_groups"),
+        (layers.ProxyNorm(nn.SiLU(), 8), layers.ProxyNorm(nn.SiLU(), 8, scale=False), "scale"),
+    ],
+    ids=["alpha", "groups", "scale"],
+)
+def test_the_state_of_a_trace_holds_the_settings(layer: nn.Module, other: nn.Module, setting: str) -> None:
+    """A trace keeps the buffers, and none of the methods that fill them in when a layer is saved."""
+    with torch.no_grad():
+        traced = torch.jit.trace(layer.eval(), (torch.randn(SHAPE),), check_trace=False)
+    other.load_state_dict(traced.state_dict())
+    assert getattr(other, setting) == getattr(layer, setting)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+_PATIENCE = 180.0  # seconds: longer than what another process does under the lock
 
 
 def folder() -> Path:
@@ -39,10 +42,22 @@ def publish(file: Path, final: Path) -> None:
 
 @contextlib.contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Hold the lock of a folder, one process at a time; go on without it on a file system that has no locks."""
+    """Hold the lock of a folder, one process at a time.
+
+    Go on without it on a file system that has no locks, and where a process that was stopped holds it for ever.
+    """
     import fcntl  # not on every platform that imports this module
 
     with (place / "lock").open("w") as handle:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+            except OSError:
+                break
         yield

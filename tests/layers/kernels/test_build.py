@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from retrofit.layers import kernels
-from retrofit.layers.kernels import VARIABLE, build, cpp, eager
+from retrofit.layers.kernels import VARIABLE, build, cache_folder, cpp, eager
 from retrofit.layers.kernels.cache_folder import folder
 
 pytestmark = pytest.mark.compiler
@@ -99,6 +99,30 @@ def test_where_nothing_can_be_kept_a_temporary_folder_serves(
     assert builds(cache) == 2
     assert "built anew by each process" in caplog.text
     assert not Path("~").exists()
+
+
+def test_a_full_cache_is_not_where_the_compiler_writes(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = Path(os.environ["CXX"])
+    full = f'case "$*" in *{cache}*) printf "\\351 No space left" >&2; exit 1;; esac\n'  # not UTF-8
+    compiler.write_text(compiler.read_text().replace("\n", "\n" + full, 1))
+    assert works()
+    assert kept(cache) == []
+    assert "failed: \ufffd No space left" in caplog.text
+
+
+def test_what_a_killed_build_left_goes_with_the_next(cache: Path) -> None:
+    left = folder() / "build-killed"
+    left.mkdir()
+    (left / "object").touch()
+    assert works()
+    assert [Path(name).suffix for name in kept(cache)] == [".so"]
+
+
+def test_a_lock_that_nobody_gives_back_is_not_waited_for_for_ever(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process was stopped while it built."""
+    monkeypatch.setattr(cache_folder, "_PATIENCE", 0.2)
+    with cache_folder.locked(folder()):
+        assert works()
 
 
 DAMAGES = {

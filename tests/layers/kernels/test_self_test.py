@@ -161,7 +161,9 @@ def test_what_is_broken_is_replaced_and_it_is_said_once(
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "CASES", [case for case in ALL_CASES if "share" in case.name])
+    torch._dynamo.utils.counters.clear()
     assert self_test.fault(inductor, CPU, torch.float32) is None
+    assert not torch._dynamo.utils.counters["graph_break"]  # after which the formulas would run as they are, and pass
     assert self_test.fault(inductor, CPU, torch.bfloat16) is None
     monkeypatch.setenv(kernels.VARIABLE, "inductor")
     kernels._fault.cache_clear()

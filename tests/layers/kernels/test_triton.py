@@ -76,6 +76,9 @@ def test_kernels_fit_gpus_that_are_not_here(capability: int, columns: int, dtype
         variants += [(kernels._forward, {"STAGE": stage}) for stage in range(5)]
         variants += [(kernels._backward, {"STAGE": stage}) for stage in range(2)]
         variants += [(kernels._forward, {"STAGE": -1, **quiet}), (kernels._affine_gradients, {}), (kernels._apply, {})]
+        ones = dict.fromkeys(("inner", "length", "sets", "elements", "share"), 1)  # which Triton takes for constants
+        variants += [(kernels._forward, {"STAGE": stage, **ones}) for stage in (-1, 4)]
+        variants += [(kernels._backward, {"STAGE": -1, **ones}), (kernels._apply, ones)]
     for kernel, constants in variants:
         used = resources(built(kernel, capability, columns, dtype, **constants), tmp_path)
         assert all(used[name] <= most for name, most in MOST.items()), (kernel.__name__, constants, used)
