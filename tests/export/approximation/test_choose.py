@@ -218,6 +218,7 @@ def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
         ({"freeze_lambda": True}, "`calibrate`"),
         ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
         ({"calibrate": [torch.zeros(2, 4, 8, 9)]}, r"batches of images, \(N, 4, 9, 9\); got images of \(4, 8, 9\)"),
+        ({"dynamic_size": True, "calibrate": [torch.zeros(1, 4, n, 9) for n in (8, 9)]}, "images of one size; got"),
         ({"batch": 0}, "no number of samples"),
         ({"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]}, "takes 4 `calibrate` images or more; got 3"),
         ({"tolerance": -1.0}, "more than 0"),
