@@ -94,8 +94,8 @@ class Preprocess:
         """Rebuild from `to_dict`'s values, which may come from anyone.
 
         Raises:
-            KeyError, TypeError, ValueError: If `values` did not come from `to_dict`, or no images have such sizes and
-                numbers.
+            KeyError, OverflowError, TypeError, ValueError: If `values` did not come from `to_dict`, or no images have
+                such sizes and numbers.
         """
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         found = cls(**plain)

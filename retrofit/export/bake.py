@@ -28,6 +28,7 @@ from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
 from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.batches import images_of
+from retrofit.utils.evaluating import evaluating, kept_values, put_back
 from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import placement_of
 from retrofit.utils.text import one_line, plural
@@ -146,9 +147,21 @@ def bake(
             f"deviation, more than {tolerance:g}; raise `tolerance`, or train there and back "
             "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched there-and-back`)"
         )
-    chosen, left, constants = max(within, key=lambda choice: choice[0].layers)
-    for name, (weight, bias) in constants.items():
-        settle(model.get_submodule(name), weight, bias)
+    stage, left, constants = max(within, key=lambda choice: choice[0].layers)
+    layers = {name: model.get_submodule(name) for name in constants}
+    before = kept_values(tensor for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers()))
+    try:
+        for name, layer in layers.items():
+            settle(layer, *constants[name])
+        chosen = trial.judge(model, stage)
+        if not chosen.error <= 1.001 * tolerance:
+            raise RetrofitError(
+                f"the baked network's output changes by {chosen.error:.2g} of its standard deviation, in the trial by "
+                f"{stage.error:.2g}: other code may read the tensors of its layers; the model is left as it was"
+            )
+    except BaseException:
+        put_back(before)
+        raise
     reasons = {name: "" if name in constants else trial.reasons.get(name, "costs too much") for name in trial.names}
     rows = tuple(BakedLayer(name, left.get(name), name in constants, reason) for name, reason in reasons.items())
     return model, BakeReport(rows, tuple(stages), chosen, tolerance, trial.images)
@@ -217,6 +230,12 @@ class _Trial:
             fitting = False
             answers = _answers(self._net, self._check)
         return self._stage(threshold, answers, len(constants)), errors, constants
+
+    def judge(self, model: nn.Module, stage: Stage) -> Stage:
+        """Judge the network itself after the baking of a choice: what reads its layers' tensors shows there alone."""
+        with evaluating(model):
+            answers = _answers(model, self._check)
+        return self._stage(stage.threshold, answers, stage.layers)
 
     def _stage(self, threshold: float, answers: Sequence[Tensor], layers: int) -> Stage:
         per_image = []

@@ -71,7 +71,7 @@ class Affine:
 
 def affine(x: Node) -> Node:
     """Stand for an `Affine` in a graph that is being folded; it is never called."""
-    return x
+    raise NotImplementedError
 
 
 @torch.no_grad()
@@ -306,7 +306,8 @@ class _Folding:
     def _insert(self, before: Node, op: str, target: Any, x: Any) -> Node:
         with self.graph.inserting_before(before):
             node = self.graph.create_node(op, target, (x,))
-        node.meta["val"] = before.meta["val"]
+        value = before.meta["val"]  # of a batch normalization its output, and statistics of training
+        node.meta["val"] = value[0] if isinstance(value, (tuple, list)) else value
         return node
 
     def _replace(self, node: Node, other: Any) -> None:

@@ -73,6 +73,9 @@ class Examples:
             if image.ndim != len(sample) or image.shape[:fixed] != sample[:fixed]:
                 shape = ", ".join(str(size) for size in ("N", *sample))
                 raise UsageError(f"`calibrate` takes batches of images, ({shape}); got images of {tuple(image.shape)}")
+            if image.shape != images[0].shape:
+                both = f"{tuple(images[0].shape)} and {tuple(image.shape)}"
+                raise UsageError(f"`calibrate` takes images of one size; got images of {both}")
         return examples
 
     @property

@@ -9,6 +9,8 @@ from types import CodeType
 
 from retrofit.errors import RetrofitError
 
+_ANNOTATIONS = annotations.compiler_flag  # `from __future__ import annotations` in an earlier cell of a notebook
+
 
 class RewriteError(RetrofitError):
     """A block's code cannot be rewritten; the message is the reason."""
@@ -22,7 +24,7 @@ def file_tree(code: CodeType) -> ast.Module:
     """
     try:
         source = "".join(inspect.findsource(code)[0])
-        compiled = code_in(_compiled(source, code.co_filename), code)
+        compiled = code_in(_compiled(source, code.co_filename, code.co_flags & _ANNOTATIONS), code)
     except (OSError, TypeError, SyntaxError):
         raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
     if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
@@ -31,8 +33,8 @@ def file_tree(code: CodeType) -> ast.Module:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(source: str, filename: str) -> CodeType:
-    return compile(source, filename, "exec", dont_inherit=True)
+def _compiled(source: str, filename: str, flags: int) -> CodeType:
+    return compile(source, filename, "exec", flags, dont_inherit=True)
 
 
 def code_in(outer: CodeType, code: CodeType) -> CodeType | None:

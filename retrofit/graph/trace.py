@@ -157,7 +157,7 @@ class Tracer(fx.Tracer):
         if isinstance(owner, fx.GraphModule):
             after = (step for step in dis.get_instructions(caller.f_code) if step.offset > caller.f_lasti)
             code, at = None, next(step.argval for step in after if step.opname == "STORE_FAST")
-        elif code is nn.Sequential.forward.__code__:
+        elif code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
             entries = [name for name, entry in owner._modules.items() if entry is target]
             before = sum((place.owner, place.target) == (owner, target) for place in self.places.values())
             at = entries[before % len(entries)]

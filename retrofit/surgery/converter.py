@@ -73,6 +73,7 @@ class Converter(ABC):
 
 
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
+_OPTIONS = {"alpha", "group_size", "noise", "noise_kind", "strength"}  # of our layers, which the plan settles
 
 TARGETS: dict[str, Converter] = {}
 """The converter of every target."""
@@ -93,7 +94,8 @@ def adopt(new: nn.Module, old: Any) -> Any:
     """Move parameters, buffers, children, hooks, training flag and all other attributes of `old` into `new`.
 
     The parameters are the same objects, so that an optimizer that holds them keeps working. What `new` has and `old`
-    lacks stays as built; where `new` has a parameter and `old` a buffer, as frozen layers do, it becomes a parameter.
+    lacks stays as built, and so do the options of `new`; where `new` has a parameter and `old` a buffer, as frozen
+    layers do, it becomes a parameter.
     """
     for store in ("_parameters", "_buffers", "_modules"):
         getattr(new, store).update(getattr(old, store))
@@ -102,6 +104,6 @@ def adopt(new: nn.Module, old: Any) -> Any:
         new._parameters[name] = None if value is None else nn.Parameter(value)
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set
     for key, value in vars(old).items():
-        if key not in _OWN and key not in new._buffers:
+        if key not in _OWN and key not in new._buffers and not (key in _OPTIONS and hasattr(new, key)):
             object.__setattr__(new, key, value)
     return new

@@ -7,17 +7,18 @@ not in the table may compute something else: it is taken for a known class where
 
 from __future__ import annotations
 
-import inspect
+import dis
 import re
 import types
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.layers import StrengthMixin
@@ -190,10 +191,12 @@ def _holds_own_tensors(module: nn.Module) -> bool:
     return own and not any(classify("", child) for child in module.modules() if child is not module)
 
 
-_FUNCTION = re.compile(
-    r"(?:\b(?:F|functional|torch)\.|(?<![\w.])(?<!def ))"
-    r"((?:batch|instance|layer|group|rms|local_response)_norm)\(([^,)]*)"
-)
+_FUNCTIONS = {
+    getattr(home, name): name
+    for home in (functional, torch)
+    for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm", "local_response_norm")
+    if hasattr(home, name)
+}
 
 
 def functional_norms(model: nn.Module) -> list[str]:
@@ -212,13 +215,30 @@ def functional_norms(model: nn.Module) -> list[str]:
 
 @cache
 def _called_norms(cls: Any) -> list[str]:
-    """Return the names of the normalizations that a class's own methods call, but for those of weights."""
+    """Return the names of the normalizations of torch that a class's own methods call, but for those of weights."""
     own = [
         base for base in cls.__mro__ if base is not object and not base.__module__.startswith(("torch.", "retrofit."))
     ]
     methods = [value for base in own for value in vars(base).values() if isinstance(value, types.FunctionType)]
-    names: dict[str, None] = {}
-    for method in methods:
-        with suppress(OSError):  # without source
-            names |= {name: None for name, x in _FUNCTION.findall(inspect.getsource(method)) if "weight" not in x}
-    return list(names)
+    return list(dict.fromkeys(name for method in methods for name in _calls(method.__code__, method.__globals__)))
+
+
+def _calls(code: types.CodeType, names: dict[str, Any]) -> Iterator[str]:
+    """Yield the normalizations that a function calls by a global name, as `F.layer_norm` and `layer_norm` are."""
+    value: Any = None
+    steps = list(dis.get_instructions(code))
+    for number, step in enumerate(steps):
+        if step.opname == "LOAD_GLOBAL":
+            value = names.get(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and value is not None:
+            value = getattr(value, step.argval, None)
+        elif step.opname != "CACHE":
+            value = None
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType) and value in _FUNCTIONS:
+            attributes = [later.argval for later in steps[number + 1 : number + 4] if later.opname == "LOAD_ATTR"]
+            if "weight" not in attributes:  # weight standardization
+                yield _FUNCTIONS[value]
+            value = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _calls(constant, names)

@@ -198,6 +198,8 @@ def test_refusals_of_exported_files(run: Run, words: list[str], code: int, patte
         {"interpolation": "sideways"},
         {"strength": [1.0]},
         {"strength": "half"},
+        {"strength": 10**400},
+        {"mean": [10**400, 0, 0]},
         {"labels": {"a": 1}},
         {"labels": "[" * 9999},
     ],

@@ -176,6 +176,22 @@ def test_the_reported_error_is_that_of_the_network_which_is_returned(seed: int) 
         bake(before.half(), given)
 
 
+class Reading(Plain):
+    """Reads a tensor of a norm besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1000 * self.first[1].bias.abs().sum()
+
+
+def test_code_that_reads_what_is_baked_is_told_by_the_network_itself() -> None:
+    torch.manual_seed(0)
+    model = at_full_strength(Reading())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RetrofitError, match=r"the baked network's output changes by .*the model is left as it was"):
+        bake(model, images(), tolerance=10.0)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 class Tokens(nn.Module):
     """A transformer's layer on (tokens, images, channels), or on (images, tokens, channels)."""
 

@@ -346,6 +346,36 @@ def test_layers_that_serve_several_places() -> None:
     assert forms["batch norm.norm"] == "folded"  # into either convolution
 
 
+class Scaled(nn.Module):
+    """A product by a number for each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+def scaled_beside(net: Any, x: Tensor) -> Tensor:
+    y = net.feeder(x)
+    return net.consumer(net.relu(net.norm(y) * net.feeder.bias.view(8, 1, 1)) + y)
+
+
+def test_a_batch_norm_that_nothing_before_it_takes_merges_with_a_scale_behind_it() -> None:
+    forms = check({"first": nn.Sequential(batch_norm(), Scaled(), nn.ReLU(), point())}, size=(8, 9, 9))
+    assert forms == {"first.0": "affine"}
+    assert check({"beside": Odd(batch_norm(), scaled_beside, point())}) == {"beside.norm": "affine"}
+
+
+def test_a_norm_with_a_forward_of_its_own_keeps_it() -> None:
+    model, x = nn.Sequential(nn.Conv2d(4, 8, 3), norm(8), point()).eval(), torch.randn(2, 4, 9, 9)
+    patched(model[1])
+    program = capture(model, Call((x,)))
+    assert program.layers == {"1": "kept"}
+    torch.testing.assert_close(program.module(x), model(x))
+
+
 ACTIVATIONS = [nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.Hardtanh(-1, 1), nn.LeakyReLU(0.1)]
 
 

@@ -1,5 +1,7 @@
 """Replacing single calls: the same function bit for bit, and a model that works as before."""
 
+import __future__
+
 import copy
 import inspect
 import io
@@ -231,6 +233,13 @@ class Chosen(blocks.Block):
         return self.acts[0](self.bn2(self.conv2(self.acts[0](self.bn1(self.conv1(x))))))
 
 
+class Again(nn.Sequential):
+    """Calls one of its entries once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](super().forward(x) - x)
+
+
 def test_what_cannot_be_rewritten_is_left_as_it_was() -> None:
     own = blocks.Functional()
     own.forward = own.forward  # type: ignore[method-assign]
@@ -239,6 +248,7 @@ def test_what_cannot_be_rewritten_is_left_as_it_was() -> None:
         (own, ["set on the instance"] * 2),
         (PicklesItself(), ["its own pickling"] * 2),
         (Chosen(), ["does not name what it calls"] * 2),
+        (Again(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()), ["which is no method of Again"]),
     ]
     for model, messages in cases:
         before = dict(vars(model)), type(model), list(model.state_dict())
@@ -262,10 +272,12 @@ class Written(Block):
 """
 
 
-def test_the_source_must_be_what_runs(tmp_path: Path) -> None:
+# a notebook compiles a cell with the `from __future__` imports of earlier cells
+@pytest.mark.parametrize("flags", [0, __future__.annotations.compiler_flag])
+def test_the_source_must_be_what_runs(flags: int, tmp_path: Path) -> None:
     file, names = tmp_path / "written.py", {"__name__": "written"}
-    exec(compile(SOURCE, str(file), "exec"), names)
-    model: Any = names["Written"]()
+    exec(compile(SOURCE, str(file), "exec", flags, dont_inherit=True), names)
+    model: Any = names["Written"]().eval()
     (site,) = direct(model)
     assert "is not at hand" in problem(model, site)
     for changed in (SOURCE.replace("F.relu", "F.silu"), SOURCE.replace("(self.bn1", "( self.bn1")):
@@ -275,6 +287,8 @@ def test_the_source_must_be_what_runs(tmp_path: Path) -> None:
     file.write_text(SOURCE)
     linecache.clearcache()
     assert not problem(model, site)
+    replace_activation(model, site, nn.Tanh(), "new")
+    assert torch.equal(model(X), torch.tanh(model.bn1(model.conv1(X))))
 
 
 @pytest.mark.parametrize("name", GRAPHS)

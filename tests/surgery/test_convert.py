@@ -189,6 +189,16 @@ def test_left_out_they_are_the_papers_but_for_the_noise(asked: str | None, noise
     assert all(row.options == ({} if asked else {"noise": 0.0}) for row in report.plan.layers)
 
 
+def test_an_attribute_of_the_source_becomes_no_option() -> None:
+    source: Any = nn.BatchNorm2d(4)
+    source.alpha, source.noise, source.strength = 0.5, 3.0, 1.0  # somebody's own
+    layer: Any = retrofit.convert(nn.Sequential(source), "bnn", input_size=(4, 8, 8))[0][0]
+    assert (layer.alpha, layer.noise, float(layer.strength)) == (1, 0, 0)
+    kept: Any = nn.BatchNorm2d(4)
+    kept.alpha = 0.5
+    assert retrofit.convert(nn.Sequential(kept), "frozen", input_size=(4, 8, 8))[0][0].alpha == 0.5
+
+
 def test_a_report_prints_as_a_small_table() -> None:
     _, report = retrofit.convert(timm.create_model("resnet18"), "gn-pn", skip="layer4", check=False)
     text = str(report)

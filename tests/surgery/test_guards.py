@@ -15,10 +15,12 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.functional import group_norm as in_groups
 from torch.nn.utils import fuse_conv_bn_eval, parametrize, prune
 
 import retrofit
 from retrofit.errors import RetrofitError
+from retrofit.surgery.families import functional_norms
 from retrofit.surgery.guards import allow_fusing
 
 SIZE = (3, 16, 16)
@@ -291,7 +293,16 @@ class Functional(nn.Module):
         return sum((functional.instance_norm(x) for _ in range(2)), torch.nn.functional.group_norm(x, 2))
 
 
+class ByAnotherName(nn.Module):
+    """Normalization under a name that the file gives it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call no F.layer_norm(x)."""
+        return in_groups(x, 2)
+
+
 def test_normalization_that_is_called_as_a_function_is_named() -> None:
+    assert [note.split()[0] for note in functional_norms(ByAnotherName())] == ["group_norm"]
     _, report = retrofit.convert(nn.Sequential(Functional()), "lnn", input_size=SIZE)
     said = [note for note in report.notes if "as a function" in note]
     assert sorted(note.split()[0] for note in said) == ["group_norm", "instance_norm"]

@@ -138,7 +138,7 @@ def _difference(
     for call, leaves in zip(calls, expected, strict=True):
         gaps = map(largest_gap, leaves, answers(module, call, instead))
         shares = [gap / scale if scale else math.inf if gap else 0.0 for gap, scale in zip(gaps, scales, strict=True)]
-        largest = max(largest, *shares)
+        largest = max([largest, *shares])
         if largest > limit:
             break
     return largest
@@ -171,7 +171,8 @@ def _options(
             costs += [(fitter.fit(size), base + size * each) for size in range(2, MAX_SIZE + 1)]
         probe = costs[1][0]
         changed = answers(module, few, approximated(transforms, {node: probe}))
-        gaps = [(a.double() - b) / (scale_of(a) or 1.0) for a, b in zip(expected, changed, strict=True)]
+        pairs = list(zip(expected, changed, strict=True))
+        gaps = [torch.where(a == b, 0.0, a.double() - b) / (scale_of(a) or 1.0) for a, b in pairs]  # also of infinity
         harm = sum(float(gap.square().sum()) for gap in gaps) / max(probe.rms_error**2, 1e-30)
         elements = math.prod(shape_of(node)[1:])
         options[node] = [Candidate(fit, elements * cost, harm * fit.rms_error**2) for fit, cost in costs]
@@ -189,7 +190,7 @@ def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[No
     while fits := {node: option.fit for node, option in state.items() if option.fit is not None}:
         yield fits
         error = sum(option.error for option in state.values())
-        if error == 0:
+        if not 0 < error < math.inf:  # nothing is left, or no number says how much
             return
         while sum(option.error for option in state.values()) > error / _FALL:
             steps = [

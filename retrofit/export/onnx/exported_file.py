@@ -84,7 +84,7 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
             f"{path} does not say how its images are prepared (its metadata lack {lacking}); "
             "evaluate takes files that `retrofit.export_onnx` or `retrofit export` wrote"
         ) from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RetrofitError(
             f"{path} has metadata that export does not write ({one_line(error)}); export it again"
         ) from error

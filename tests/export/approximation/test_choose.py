@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from itertools import pairwise, product
 from typing import Any
@@ -147,6 +148,30 @@ def test_each_output_is_met_by_its_own_scale_on_images_that_were_not_fitted(imag
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
+class Masked(nn.Module):
+    """Scores, and some that are ruled out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = network(0.2, 1.8, nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(x)
+        return torch.cat([scores, torch.full_like(scores, -math.inf)], 1)
+
+
+def test_outputs_of_infinity_say_nothing_of_errors(images: list[Tensor]) -> None:
+    model, x = Masked().eval(), torch.cat(images)
+    options: Any = {"input_size": (4, 9, 9), "calibrate": images}
+    folded = retrofit.fold(model, "poly", tolerance=0.02, **options)
+    with torch.no_grad():
+        found, expected = folded(x[1::2]), model(x[1::2])
+    assert found[:, 5:].isneginf().all()
+    assert (found - expected)[:, :5].abs().max() <= 0.02 * expected[:, :5].abs().max()
+    with pytest.raises(RetrofitError, match="raise `tolerance`"):
+        retrofit.fold(model, "poly", tolerance=1e-9, **options)
+
+
 def test_nearly_affine_layer_folds_away(images: list[Tensor]) -> None:
     folded = Folded(network(0.9999, 1.0001, nn.ReLU()), images)
     assert (folded.layers, folded.degrees) == ({"1": "folded"}, [1])
@@ -193,6 +218,7 @@ def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
         ({"freeze_lambda": True}, "`calibrate`"),
         ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
         ({"calibrate": [torch.zeros(2, 4, 8, 9)]}, r"batches of images, \(N, 4, 9, 9\); got images of \(4, 8, 9\)"),
+        ({"dynamic_size": True, "calibrate": [torch.zeros(1, 4, n, 9) for n in (8, 9)]}, "images of one size; got"),
         ({"batch": 0}, "no number of samples"),
         ({"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]}, "takes 4 `calibrate` images or more; got 3"),
         ({"tolerance": -1.0}, "more than 0"),
@@ -220,6 +246,8 @@ def test_harm_and_size_decide_who_is_next() -> None:
     found = sizes([options(errors), options(errors, harm=9.0), options(errors, elements=5)])
     assert found[:4] == [[1, 1, 1], [1, 2, 1], [2, 2, 1], [2, 2, 2]]
     assert found[-1].count(None) == 2  # that all stay exact is no choice
+    for error in (math.nan, math.inf):  # of which nothing can be taken off
+        assert sizes([options([error, 0.1])]) == [[1]]
     for errors, expected in (([0.0, 0.0], [1]), ([0.5, 0.3, 0.3], [1, 2]), ([0.5, 0.49, 0.1], [1, 3])):
         assert sizes([options(errors)]) == [[size] for size in expected]
 
