@@ -270,10 +270,10 @@ def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]
     with evaluating(network):
         batches = [lambda_values(network, call.args[0]) for call in calls]
     means = {}
-    for name in batches[0]:
+    for name in dict.fromkeys(name for values in batches for name in values):
         layer: Any = network.get_submodule(name)
         if layer.channel_map() is None:
-            mean = float(torch.cat([values[name].double() for values in batches]).mean())
+            mean = float(torch.cat([values[name].double() for values in batches if name in values]).mean())
             means[name] = 1 + float(layer.effective_alpha) * (mean - 1)
     return means
 
