@@ -133,7 +133,7 @@ def load_state(folder: Path) -> dict[str, Any]:
         if state["schema"] != SCHEMA:
             raise RetrofitError(f"{path} was written by another version of retrofit; resume it with that")
         return state
-    raise RetrofitError(f"no state to resume in {folder} ({reason}); start it anew in another folder, with its {RECIPE}")
+    raise RetrofitError(f"no state to resume in {folder} ({reason}); start anew in another folder with its {RECIPE}")
 
 
 def random_state() -> dict[str, Any]:
