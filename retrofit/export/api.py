@@ -201,10 +201,19 @@ def export_onnx(
         judged_on = "images"
     with report_beside(report, force) as keep, written(proto, file, force, checks) as (parity, length):
         result = ExportReport(
-            **shared, model=None if record.source is None else record.source.name, weights=record.weights,
-            opset=opset, output=str(path), bytes=length, parity=parity, judged_on=judged_on, nodes=node_counts(proto),
-            preprocess=preprocess or None, labels=None if labels is None else len(labels), layers=tuple(layers),
-        )  # fmt: skip
+            **shared,
+            model=None if record.source is None else record.source.name,
+            weights=record.weights,
+            opset=opset,
+            output=str(path),
+            bytes=length,
+            parity=parity,
+            judged_on=judged_on,
+            nodes=node_counts(proto),
+            preprocess=preprocess or None,
+            labels=None if labels is None else len(labels),
+            layers=tuple(layers),
+        )
         keep(result)
     return result
 

@@ -34,8 +34,6 @@ from retrofit.utils.placement import placement_of
 from retrofit.utils.text import one_line, plural
 
 TOLERANCE = 0.1
-IMAGES = 128
-"""As many images as are used at once, half of them to fit on."""
 _BATCH = 32
 _TRIALS = 5  # of thresholds between all layers and none
 _WORST = 0.01  # share of the images that count as the worst

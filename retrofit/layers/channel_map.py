@@ -42,9 +42,3 @@ class ChannelMap:
     def affine(self) -> tuple[Tensor, Tensor]:
         """Return scale and shift of the whole map, where lambda is 1."""
         return self.gamma * self.scale, self.gamma * self.shift + self.beta
-
-    def upright(self) -> ChannelMap:
-        """Return the same function with gamma >= 0, by gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda)."""
-        sign = torch.where(self.gamma < 0, -1.0, 1.0).to(self.gamma.dtype)
-        lmbda = torch.where(self.gamma < 0, 2 - self.lmbda, self.lmbda)
-        return ChannelMap(self.scale * sign, self.shift * sign, lmbda, self.gamma.abs(), self.beta)
