@@ -146,16 +146,16 @@ def path(figure: Figure) -> None:
         )
         psi = yeo_johnson(h, torch.tensor(1 + t * (0.3 - 1)))
         transform.plot(h, psi, color=mix, label=f"t = {t:g}")
-    transform.set_title("bnn: ψ(h; λ), λ = 1 + t (0.3 - 1)")
+    transform.set_title("bnn: ψ(h; λ)\nwith λ = 1 + t (0.3 - 1)")
     transform.set_xlabel("normalized value h")
     t = np.linspace(0, 1, 2)
     share.plot(t, 1 - t, color=BASELINE, label="running statistics")
     share.plot(t, t, color=OURS, label="statistics of the image")
-    share.set_title("ln, gn: what normalizes")
+    share.set_title("ln, gn: what\nnormalizes")
     share.set_xlabel("strength t")
-    share.set_ylim(-0.05, 1.35)
-    share.legend(fontsize=8, frameon=False, loc="upper center")
-    transform.legend(fontsize=8, frameon=False)
+    share.set_ylim(-0.05, 1.5)
+    share.legend(fontsize=9, frameon=False, loc="upper center", handlelength=1)
+    transform.legend(fontsize=9, frameon=False, handlelength=1)
 
 
 def horizontal(figure: Figure, bars: Sequence[tuple[str, float, str]], label: str) -> None:
@@ -181,7 +181,7 @@ FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "strengths": (strengths, (5.2, 5.6)),
     "batch-size": (batch_size, (5.2, 3.6)),
     "privacy": (privacy, (5.2, 3.6)),
-    "path": (path, (6.4, 3.0)),
+    "path": (path, (5.2, 3.2)),
 }
 
 
