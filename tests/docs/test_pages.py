@@ -128,7 +128,7 @@ FIGURES = [
     first("34.3%", BN, 2, *HALF),
     first("47.6%", FROZEN, 2, *HALF),
     first("49.3%", "ln-pn, t to 1", 2, *HALF),
-    first("41.8%", "mean of all", 0, *CORRUPTED),
+    first("43.5%", "mean of all", 2, *CORRUPTED),
     first("25.3%", "mean of all", 1, *CORRUPTED),
     first("27.3%", "mean of all", 5, *CORRUPTED),
 ]
