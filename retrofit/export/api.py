@@ -37,6 +37,7 @@ from retrofit.utils.files import ensure_writable
 from retrofit.utils.onnx_runtimes import Runtime
 
 NARROW = {"float16": 0.02, "int8": 0.3}  # tolerances
+CALIBRATED_AT_ONCE = 4  # images: ONNX Runtime holds every value of the network in memory to take its range
 _REPORT_IT = "please report it, or raise `tolerance` if you can accept that"
 
 
@@ -297,7 +298,8 @@ def _narrowed(
     """Return a model in less than 32 bits, and what it has to answer."""
     reference = Reference(examples.network, examples.judged, tolerance=tolerance or NARROW[precision])
     if precision == "int8":
-        fitted = [call.args[0] for call in examples.fitted]
+        few = examples.batch or CALIBRATED_AT_ONCE
+        fitted = [images for call in examples.fitted for images in call.args[0].split(few)]
         advice = "bake the network first, give other images, or raise `tolerance` if you can accept that"
         return to_int8(proto, fitted), [(reference, advice)]
     advice = "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"

@@ -48,7 +48,7 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
                 quantize_static(
                     source,
                     target,
-                    _Images(model.graph.input[0].name, batches),
+                    CalibrationImages(model.graph.input[0].name, batches),
                     quant_format=QuantFormat.QDQ,
                     op_types_to_quantize=_QUANTIZED,
                     nodes_to_exclude=_in_float(model),
@@ -129,7 +129,7 @@ def _as_written(value: float) -> float:
     return float(np.float16(np.clip(value, -largest, largest))) if math.isfinite(value) else value
 
 
-class _Images:
+class CalibrationImages:
     """What ONNX Runtime's calibration reads."""
 
     def __init__(self, name: str, batches: Sequence[Tensor]) -> None:
