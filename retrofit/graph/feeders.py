@@ -7,12 +7,13 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
+from typing import Any
 
 from torch import fx, nn
 
 from retrofit.graph import kinds
 from retrofit.graph.flow import Flow, Flows
-from retrofit.graph.trace import Place
+from retrofit.graph.trace import VARIADIC, Place
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SETTING_UP = ("init", "reset_parameters", "extra_repr")  # in the names of methods that compute nothing
@@ -42,34 +43,33 @@ def sole_feeders(
         for node, module in flow.modules.items():
             places[module].add(flow.places[node])
             if is_norm(module):
-                feeder = _feeder(flow, node)
-                proved = feeder is not None and not any(_has_other_paths(flow, call) for call in (node, feeder))
-                feeders[module].add(flow.modules[feeder] if feeder is not None and proved else None)
+                feeders[module].add(_feeder(flow, node))
     holders_of = Counter(parameter for module in model.modules() for parameter in set(module._parameters.values()))
     uncalled = {module for module in flows.names if is_norm(module) and module not in flows.counts}
     found = {}
-    for norm, convs in feeders.items():
-        conv, *others = convs
+    for norm, (conv, *others) in feeders.items():
         if conv is None or others or flows.counts[conv] != flows.counts[norm] or conv in flows.read:
             continue
-        (place, *more), above = places[norm] | places[conv], flows.above(norm, conv)
-        one_method = len(more) == 1 and place[::2] == more[0][::2] and place.code is not None
-        if not one_method or above & flows.failures.keys() or uncalled.intersection(place.owner.modules()):
-            continue
+        calls = places[norm] | places[conv]
+        methods = {(place.owner, place.code) for place in calls}
+        owner, code = methods.pop()
+        above = {module for module, inside in flows.inside.items() if inside & {norm, conv}} - {norm, conv}
         shared = any(holders_of[parameter] > 1 for parameter in conv.parameters())
-        if place.code is not None and not shared and not _mentioned(flows, conv, place.code, above):
+        if len(calls) > 2 or methods or shared or above & flows.failures.keys() or uncalled & flows.inside[owner]:
+            continue
+        if code is not None and not _mentioned(conv, code, above):
             found[norm] = conv
     return found, {norm for norm in flows.read if is_norm(norm)}
 
 
-def _feeder(flow: Flow, norm: fx.Node) -> fx.Node | None:
-    """The convolution's call, at most with identities behind it, that gives all that it puts out to a norm's."""
+def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
+    """The convolution that gives all that it puts out to a norm's call, at most past identities, on every path."""
     node = flow.source(norm)
     while node is not None and len(flow.consumers(node)) == 1:
         module = flow.modules.get(node)
         if not isinstance(module, nn.Identity):
             conv = isinstance(module, nn.modules.conv._ConvNd) and kinds.is_plain_affine(module)
-            return node if conv else None
+            return module if conv and not any(_has_other_paths(flow, call) for call in (norm, node)) else None
         node = flow.source(node)
     return None
 
@@ -80,25 +80,24 @@ def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
     It does if it takes optional arguments, or one that is no value under trace.
     """
     place, (_, constants) = flow.places[node], flow.variables[node]
-    if place.code is None or flow.size is not None:
+    method: Any = getattr(type(place.owner), place.code.co_name if place.code else "", None)
+    if flow.size is not None or getattr(inspect.unwrap(method), "__code__", "") is not place.code:
         return True
-    method = inspect.getattr_static(type(place.owner), place.code.co_name, None)
-    options = getattr(method, "__defaults__", None) or place.code.co_kwonlyargcount
-    variadic = place.code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    arguments = place.code.co_varnames[1 : place.code.co_argcount]
-    return bool(options or variadic or constants.keys() & arguments)
+    arguments = list(inspect.signature(method).parameters.values())[1:]
+    return any(one.default is not one.empty or one.kind in VARIADIC or one.name in constants for one in arguments)
 
 
-def _mentioned(flows: Flows, conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
+def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
     """Whether a method besides `method` mentions a convolution by name, or its container but for a call of it."""
-    mentions: list[tuple[nn.Module, bool]] = [(conv, False)]
-    for module, _ in mentions:
-        mentions += [(holder, True) for holder, _ in flows.holders[module] if type(holder) in _CONTAINERS]
+    mentions = [conv]
+    for module in mentions:
+        mentions += [holder for holder in above if type(holder) in _CONTAINERS and module in holder.children()]
     return any(
-        code != method and _uses(code, name, other, module, inside)
-        for module, inside in mentions
-        for holder, name in flows.holders[module]
+        code != method and _uses(code, name, other, module, calls=module is not conv)
+        for holder in above
         if type(holder) not in _CONTAINERS
+        for name, module in holder._modules.items()
+        if module in mentions
         for other in above
         for code in _methods(type(other))
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import fx, nn
@@ -26,6 +26,14 @@ _CALLS = {
 }
 """The kind of step that a function or method is, by its name."""
 _KIND_OF = {name: kind for kind, names in _CALLS.items() for name in names.split()}
+_MODULES = {
+    nn.Identity: "same",
+    nn.Linear: "linear",
+    nn.modules.conv._ConvNd: "convolution",
+    nn.modules.pooling._AvgPoolNd: "window",
+    nn.Flatten: "shape",
+    nn.Unflatten: "shape",
+}
 
 # Steps that leave a value's channels to themselves, on the way to a mean pooling.
 _TO_POOL = {"same", "shape", "concatenation", "constant"}
@@ -52,17 +60,11 @@ class Flow:
         steps: The kind of each node.
     """
 
-    def __init__(
-        self,
-        trace: Tracer,
-        names: dict[nn.Module, str],
-        is_norm: Callable[[nn.Module], bool],
-        activations: Collection[nn.Module],
-    ) -> None:
+    def __init__(self, trace: Tracer, flows: Flows) -> None:
         self.module, self.graph = trace.root, trace.graph
         self.places, self.variables, self.size = trace.places, trace.variables, trace.size
-        self.name = names[self.module]
-        self._names, self._is_norm, self._activations = names, is_norm, activations
+        self.name = flows.names[self.module]
+        self._flows = flows
         by_name = dict(self.module.named_modules(remove_duplicate=False))
         self.modules = {node: by_name[node.target] for node in self.graph.nodes if node.op == "call_module"}
         self.steps = {node: self._step(node) for node in self.graph.nodes}
@@ -94,7 +96,7 @@ class Flow:
         """Words for a node: a module's class and name, or a function's name."""
         if node.op == "call_module":
             module = self.modules[node]
-            return f"{type(module).__name__} {self._names[module]}".rstrip()
+            return f"{type(module).__name__} {self._flows.names[module]}".rstrip()
         if node.op == "placeholder":
             return f"the input of {self.name or 'the model'}"
         return f"{call_name(node)}()" if node.op.startswith("call") else str(node.target)
@@ -156,23 +158,17 @@ class Flow:
         return {"output": "output", "placeholder": "input"}.get(node.op, "constant")
 
     def _module_step(self, module: nn.Module) -> str:
-        if self._is_norm(module) or kinds.is_norm(module):
+        if self._flows.is_norm(module) or kinds.is_norm(module):
             return "norm"
         if kinds.is_altered(module):
             return "module"
-        if module in self._activations:
+        if module in self._flows.activations:
             return "activation"
-        if isinstance(module, nn.Identity) or kinds.is_drop(module):
-            return "same"
-        if isinstance(module, nn.Linear):
-            return "linear"
-        if isinstance(module, nn.modules.conv._ConvNd):
-            return "convolution"
         if isinstance(module, nn.modules.pooling._AdaptiveAvgPoolNd):
             return _pool_step(module.output_size)
-        if isinstance(module, nn.modules.pooling._AvgPoolNd):
-            return "window"
-        return "shape" if isinstance(module, (nn.Flatten, nn.Unflatten)) else "module"
+        if kinds.is_drop(module):
+            return "same"
+        return next((kind for cls, kind in _MODULES.items() if isinstance(module, cls)), "module")
 
 
 def _call_step(node: fx.Node) -> str:
@@ -214,8 +210,8 @@ class Flows:
         activations: The modules that are activations.
         flows: Every path of every traced module; a call belongs to one module's paths.
         failures: The modules that could not be traced, with the reason in one line.
-        holding: The modules that hold one of the norms asked for.
-        holders: What holds a module, with its name there.
+        inside: What each module holds, itself included.
+        traceable: The modules that hold one of the norms asked for.
         counts: How often each module is called, on all paths together.
         read: The modules whose parameters or buffers another module's code reads.
     """
@@ -223,23 +219,17 @@ class Flows:
     def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> None:
         self.is_norm = is_norm
         self.names = {module: name for name, module in model.named_modules()}
-        self.activations = {module for module in self.names if kinds.is_activation(module)}
+        self.inside = {module: set(module.modules()) for module in self.names}
+        self.activations = set(filter(kinds.is_activation, self.names))
         self.failures: dict[nn.Module, str] = {}
-        self.holders: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
-        for module in self.names:
-            for name, child in module._modules.items():
-                if child is not None:
-                    self.holders[child].append((module, name))
-        norms = {module for module in self.names if is_norm(module)}
-        self.holding = self.above(*norms)
-        self._leaves = norms.union(m for m in self.names if m in self.activations or kinds.is_leaf(m))
-        self._traceable = self.holding - norms
-        self._covered: set[tuple[nn.Module, bool]] = set()
-        self._traces: list[tuple[bool, Tracer]] = []
+        norms = set(filter(is_norm, self.names))
+        self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
+        self.traceable = {module for module in self.names if self.inside[module] & norms} - norms
+        self._traces: dict[nn.Module, list[tuple[bool, Tracer]]] = {}
         with untouched(model):
-            self._cover(model, (False, True))
-        self._traces.sort(key=lambda trace: trace[0])
-        self.flows = [Flow(trace, self.names, is_norm, self.activations) for _, trace in self._traces]
+            self._cover(model)
+        traces = sorted((trace for traces in self._traces.values() for trace in traces), key=lambda trace: trace[0])
+        self.flows = [Flow(trace, self) for _, trace in traces]
         self.counts = Counter(module for flow in self.flows for module in flow.modules.values())
         # Nodes without users come from those who look at a module while it is traced (`is_norm` does).
         self.read = {
@@ -249,38 +239,22 @@ class Flows:
             if node.op == "get_attr" and node.users
         }
 
-    def _cover(self, module: nn.Module, modes: Collection[bool]) -> None:
-        """Trace a module and what it calls; its children where it cannot be traced."""
-        if module not in self._traceable:
+    def _cover(self, module: nn.Module) -> None:
+        """Trace a module in both modes, and what it calls; its children where it cannot be traced."""
+        if module not in self.traceable or module in self._traces:
             return
-        parts: dict[nn.Module, list[bool]] = defaultdict(list)
-        for training in modes:
-            if (module, training) in self._covered:
-                continue
-            alike = False
-            called: Iterable[nn.Module] = module.children()
+        self._traces[module] = []
+        called: list[nn.Module] = []
+        for training in (False, True):
+            module.train(training)
             try:
-                paths, alike = traced(module, self._leaves.__contains__, training)
+                paths = traced(module, self._leaves.__contains__)
             except Exception as error:  # anything may come out of a model's own code
                 self.failures.setdefault(module, with_class(error).split(". ")[0])
+                called += module.children()
             else:
+                self._traces[module] += [(training, path) for path in paths]
                 nodes = (node for path in paths for node in path.graph.nodes if node.op == "call_module")
-                called = [module.get_submodule(node.target) for node in nodes]
-                self._traces += [(training, path) for path in paths]
-            covered = modes if alike else (training,)
-            self._covered.update((module, mode) for mode in covered)
-            for part in called:
-                parts[part] += covered
-        for part, covered in parts.items():
-            self._cover(part, covered)
-
-    def above(self, *modules: nn.Module) -> set[nn.Module]:
-        """All that holds one of some modules, at any depth."""
-        above: set[nn.Module] = set()
-        ahead = list(modules)
-        while ahead:
-            for holder, _ in self.holders[ahead.pop()]:
-                if holder not in above:
-                    above.add(holder)
-                    ahead.append(holder)
-        return above
+                called += [module.get_submodule(node.target) for node in nodes]
+        for part in called:
+            self._cover(part)

@@ -72,38 +72,30 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
     if site.places > 1:
         child += f"_{site.place}"
     block: Any = model.get_submodule(act.owner)
-    change = _rewritten_block(block, act, child)
-    if isinstance(change, str):
-        setattr(block, change, module)
-        return
-    block.add_module(child, module)
-    if isinstance(change, type):
-        block.__class__ = change
-    else:
-        for attribute, graph in change.items():
-            setattr(block, attribute, graph)
+    for name, value in _changes(block, act, child, module).items():
+        setattr(block, name, value)
 
 
 def rewrite_problem(model: nn.Module, act: Activation) -> str:
     """Why `replace_activation` cannot replace an activation; empty if it can. Changes nothing."""
     try:
         if act.kind == "call":
-            _rewritten_block(model.get_submodule(act.owner), act, "_retrofit_probe")
+            _changes(model.get_submodule(act.owner), act, "_retrofit_probe", nn.Identity())
     except RewriteError as error:
         return str(error)
     return ""
 
 
-def _rewritten_block(block: nn.Module, act: Activation, child: str) -> str | dict[str, fx.Graph] | type[nn.Module]:
-    """The entry to replace in a sequence, the graphs of a GraphModule that call a child, or the class that does."""
+def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -> dict[str, Any]:
+    """The attributes to set in a block: an entry of a sequence, or a child and the graphs or the class that call it."""
     assert act.place is not None
     _, target, code, at = act.place
     if isinstance(at, str) and code is not None:
-        return at
+        return {at: module}
     if hasattr(block, child):
         raise RewriteError(f"{type(block).__name__} {act.owner} already has an attribute {child}".replace("  ", " "))
     if code is None or isinstance(at, str):
-        return _rewired(block, str(at), child)
+        return {child: module, **_rewired(block, str(at), child)}
     method = code.co_name
     if method in block.__dict__:
         raise RewriteError(f"{act.owner or 'the model'} has a {method} of its own, set on the instance")
@@ -121,7 +113,7 @@ def _rewritten_block(block: nn.Module, act: Activation, child: str) -> str | dic
         raise RewriteError(f"the call in {code.co_qualname} is replaced already")
     function = None if isinstance(target, nn.Module) else target
     edit = _Edit(method, function, end, child, zlib.crc32(functions[0].__code__.co_code), act.selector)
-    return _rewritten_class(base, (*edits, edit))
+    return {child: module, "__class__": _rewritten_class(base, (*edits, edit))}
 
 
 def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:

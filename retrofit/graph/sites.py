@@ -6,7 +6,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import fx, nn
 
@@ -70,8 +70,7 @@ class Site:
     in_squeeze_excite: bool
 
 
-@dataclass(frozen=True)
-class UnmatchedActivation:
+class UnmatchedActivation(NamedTuple):
     """An activation that directly follows none of the norms asked for, and why; `name` and `type` as `Activation`'s."""
 
     name: str
@@ -227,7 +226,7 @@ class _Search(Flows):
         """Whether a target is a module, and called at one place only."""
         if not isinstance(target, nn.Module) or self.calls[target] > 1:
             return False
-        return not any(holder in self.failures for holder, _ in self.holders[target])
+        return not any(target in failed._modules.values() for failed in self.failures)
 
     def unmatched(self, sites: dict[Place, Site]) -> Iterator[UnmatchedActivation]:
         """The activations that traces show and no site claims."""
@@ -253,25 +252,25 @@ class _Search(Flows):
 
     def unseen(self) -> Iterator[UnmatchedActivation]:
         """The activations inside norms that were not asked for, and those that no trace shows."""
+        norms = set(filter(kinds.is_norm, self.names))
+        parts = {child for module in norms | self.activations for child in module.children()}
         for module, name in self.names.items():
-            fused = _fused_activation(module) if kinds.is_norm(module) and not self.is_norm(module) else None
+            fused = _fused_activation(module) if module in norms and not self.is_norm(module) else None
             if fused is not None:
                 reason = f"its norm, {type(module).__name__}, is not one of those asked for"
                 yield UnmatchedActivation(f"{name}.act", type(fused).__name__, reason)
-            holders = {holder for holder, _ in self.holders[module]}
-            inside = holders & self.activations or any(map(kinds.is_norm, holders))
-            if module in self.activations and module not in self.counts and not inside:
+            if module in self.activations and module not in self.counts and module not in parts:
                 yield UnmatchedActivation(name, type(module).__name__, self.why_unseen(module))
 
     def why_unseen(self, module: nn.Module) -> str:
         """Why no trace shows a call of `module`."""
-        if not self.holders[module]:
+        if not (name := self.names[module]):
             return "it is the whole model"
-        holder = module
-        while self.holders[holder]:
-            holder, _ = self.holders[holder][0]
-            label = f"{type(holder).__name__} {self.names[holder]}".rstrip()
-            if holder not in self.holding:
+        modules = {name: module for module, name in self.names.items()}
+        while name:
+            name = name.rpartition(".")[0]
+            holder, label = modules[name], f"{type(modules[name]).__name__} {name}".rstrip()
+            if holder not in self.traceable:
                 return f"{label} holds none of the norms asked for"
             if holder in self.failures:
                 return f"{label} cannot be traced: {self.failures[holder]}"

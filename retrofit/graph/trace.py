@@ -18,7 +18,7 @@ from torch import fx, nn
 from retrofit.graph import kinds
 from retrofit.utils.evaluating import modes_of, restore_modes
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _CONDITIONS = 6  # on one path
 _PATHS = 16
 _SIZES = (64, 63)  # stand for a value that the code under trace turns into a number
@@ -53,25 +53,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module, attributes in saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-
-
-@contextlib.contextmanager
-def _mode_watched() -> Iterator[list[nn.Module]]:
-    """List the modules whose `training` code asks for."""
-    asked: list[nn.Module] = []
-
-    def get(module: nn.Module) -> Any:
-        asked.append(module)
-        return vars(module)["training"]
-
-    def put(module: nn.Module, value: Any) -> None:
-        vars(module)["training"] = value
-
-    nn.Module.training = property(get, put)  # type: ignore[assignment]
-    try:
-        yield asked
-    finally:
-        del nn.Module.training
 
 
 class _Value(fx.Proxy):
@@ -172,17 +153,12 @@ class Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         """Make placeholders of the required arguments; optional ones take their default and variadic ones are empty."""
-        args: list[Any] = [self.root]
-        named: dict[str, Any] = {}
-        for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
-            if parameter.kind in _VARIADIC or parameter.default is not parameter.empty:
-                continue
-            value = self.create_proxy("placeholder", parameter.name, (), {})
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                named[parameter.name] = value
-            else:
-                args.append(value)
-        return functools.partial(root_fn, **named) if named else root_fn, args
+        signature = inspect.signature(root_fn)
+        bound = signature.bind_partial(self.root)
+        for parameter in list(signature.parameters.values())[1:]:
+            if parameter.default is parameter.empty and parameter.kind not in VARIADIC:
+                bound.arguments[parameter.name] = self.create_proxy("placeholder", parameter.name, (), {})
+        return functools.partial(root_fn, **bound.kwargs), list(bound.args)
 
 
 def _outside_machinery(frame: FrameType | None) -> FrameType:
@@ -197,23 +173,12 @@ def _first_argument(frame: FrameType) -> object:
     return frame.f_locals.get(names[0]) if names else None
 
 
-def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool], training: bool) -> tuple[list[Tracer], bool]:
-    """Trace a module in one mode, on every path that its conditions on values allow.
-
-    Returns:
-        The paths, and whether they are those of the other mode too: no code asks for the mode, or changes with it.
+def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Tracer]:
+    """Trace a module in its mode, on every path that its conditions on values allow.
 
     Raises:
         Exception: What the module's code raises under trace, unless it does so itself on some paths alone.
     """
-    module.train(training)
-    with _mode_watched() as asked:
-        paths = _paths(module, is_leaf)
-    own = any(getattr(one.train, "__func__", None) is not nn.Module.train for one in module.modules())
-    return paths, not (asked or own)
-
-
-def _paths(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Tracer]:
     paths: list[Tracer] = []
     refusal: Exception | None = None
     pending: list[tuple[bool, ...]] = [()]
