@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from retrofit.layers.converted_layer import ConvertedLayer, library_class, no_plain_layer
 from retrofit.layers.forms import EstimatedTransform, constants_of
-from retrofit.layers.functional import Sets
 from retrofit.layers.normality_norm import NoiseKind, NormalityOptions
 from retrofit.layers.settings import hold_settings
 from retrofit.layers.transforms import transformed
@@ -155,14 +154,6 @@ class NormalityMixin(StrengthMixin):
     def keeps_statistics(self) -> bool:
         """Whether the layer evaluates by running statistics."""
         return False
-
-    def _sets(self) -> Sets:
-        """Return the function that views an input as its normalized sets."""
-        raise NotImplementedError
-
-    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return a view of the input `x`, and the dimensions that span a normalized set there."""
-        return self._sets()(x)
 
     def _form(self) -> list[nn.Module]:
         """Return the operations of the layer in evaluation: by its running statistics, or an estimate of lambda."""

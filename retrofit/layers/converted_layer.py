@@ -13,6 +13,7 @@ from torch.nn.modules.module import _forward_unimplemented
 from retrofit.errors import RetrofitError
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.forms import channel_form, constant_copy, in_sequence
+from retrofit.layers.functional import Sets, no_sets
 from retrofit.layers.settings import SettingsMixin
 
 
@@ -103,7 +104,11 @@ class ConvertedLayer(SettingsMixin):
 
     def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """Return a view of the input `x` and the dimensions that span a set of training; none if constants do."""
-        return x, ()
+        return self._sets()(x)
+
+    def _sets(self) -> Sets:
+        """Return the function that views an input so."""
+        return no_sets
 
     def fused_modules(self) -> list[nn.Module]:
         """Return the dropout and the activation of a fused layer, in the order in which they follow."""

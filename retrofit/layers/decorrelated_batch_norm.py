@@ -24,7 +24,7 @@ from retrofit.layers.batch_norm import (
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form
-from retrofit.layers.functional import batch_sets, memory_format_of, update_running
+from retrofit.layers.functional import Sets, batch_sets, memory_format_of, update_running
 from retrofit.layers.kernels.formulas import affine
 from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize
 from retrofit.layers.transforms import differentiable_once, transformed
@@ -171,9 +171,8 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
         scale = scale.flatten()
         return replace(self._behind_whitening(), scale=scale, shift=-self.running_mean.double() * scale)
 
-    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return a view of `x` and the dimensions that span a channel's set in training."""
-        return batch_sets(x)
+    def _sets(self) -> Sets:
+        return batch_sets
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the source's layer, at strength 0; refuse any other."""

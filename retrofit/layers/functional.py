@@ -21,6 +21,11 @@ from retrofit.layers.transforms import transformed
 Sets = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 
 
+def no_sets(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """No values share statistics: they are constants."""
+    return x, ()
+
+
 def batch_sets(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Each channel of (N, C, *) over (N, *)."""
     return x, (0, *range(2, x.ndim))

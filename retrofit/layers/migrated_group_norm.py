@@ -16,7 +16,7 @@ from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import ConstantNorm, MigratedForm
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
-from retrofit.layers.functional import group_sets
+from retrofit.layers.functional import Sets, group_sets
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.normality_norm import compute_dtype
 from retrofit.layers.settings import check_groups, hold_settings
@@ -313,9 +313,8 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
             return None
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
 
-    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return a view of `x` and the dimensions that span a set there; the layer standardises `x` before."""
-        return group_sets(self.num_groups, x)
+    def _sets(self) -> Sets:
+        return partial(group_sets, self.num_groups)  # of what the layer standardises before
 
     def _form(self) -> list[nn.Module]:
         if float(self.strength) == 0:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers import distributed, kernels
+from retrofit.layers import kernels
+from retrofit.layers.distributed import Reductions
 from retrofit.layers.kernels import formulas
 from retrofit.layers.kernels.eager import KernelOptions, blocks
-from retrofit.layers.kernels.formulas import Noise, Reductions, affine, compute_dtype
+from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
 from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds, step_derivative
@@ -113,8 +114,8 @@ def normality_norm(
         var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
         h = (values - mean) * torch.rsqrt(var + eps)
         y, lmbda = gaussianize(h, dim, strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha)
-        size = distributed.set_size(x, dim, None)
-        return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), size)
+        statistics = Statistics(mean.detach(), var.detach(), lmbda.detach(), Reductions(dim).size(x))
+        return affine(y, weight, bias).to(x.dtype), statistics
     factor = noise * t if noise else None
     if factor is not None and noise_kind != "scaled":
         y, statistics = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
@@ -122,7 +123,7 @@ def normality_norm(
     effective_alpha = t if alpha == 1 else t * alpha
     weight, bias = (None if p is None else p.view((1,) * (x.ndim - p.ndim) + p.shape) for p in (weight, bias))
     out, (mean, var, _, step) = _NormalityNorm.apply(x, weight, bias, effective_alpha, factor, dim, eps, group)
-    return out, Statistics(mean, var, 1 + step, distributed.set_size(x, dim, group))
+    return out, Statistics(mean, var, 1 + step, Reductions(dim, group).size(x))
 
 
 class _NormalityNorm(torch.autograd.Function):

@@ -223,8 +223,7 @@ class ProxyNorm(StrengthMixin):
             tensors = *self._affine(), self.proxy_scale, self.proxy_bias, self.restore_scale, self.restore_shift
             layout = channelwise.layout_of(x, *tensors, channel_dim=self.channel_dim)
             if layout is not None:
-                numbers = kind, self.eps, float(self.strength), self.scale, self.samples
-                constants = channelwise.ProxyConstants(*numbers)
+                constants = kind, self.eps, float(self.strength), self.scale, self.samples
                 out: Tensor = channelwise.ProxyActivation.apply(x, layout, constants, *tensors)
                 return out
         scale, shift = self.constants(compute_dtype(x))

@@ -105,25 +105,20 @@ def layout_of(x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample
     return layout
 
 
-class ProxyConstants(NamedTuple):
-    """What a proxy-normalized activation is made of beside its parameters."""
-
-    phi: ActivationCode
-    eps: float
-    strength: float
-    divide: bool
-    samples: int
-
-
 class ProxyActivation(torch.autograd.Function):
     """A proxy-normalized activation, see `ProxyNorm`; its derivatives by x and the first four of the tensors given.
 
-    These are gamma, beta, proxy_scale, proxy_bias, restore_scale and restore_shift, each (C,) or None.
+    These are gamma, beta, proxy_scale, proxy_bias, restore_scale and restore_shift, each (C,) or None; `constants` are
+    the activation, eps, the strength, whether to divide by the deviation, and the number of samples.
     """
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, x: Tensor, layout: ChannelLayout, constants: ProxyConstants, *given: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        layout: ChannelLayout,
+        constants: tuple[ActivationCode, float, float, bool, int],
+        *given: Tensor | None,
     ) -> Tensor:
         phi, eps, strength, divide, samples = constants
         channels = layout.channels

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from retrofit.layers.distributed import Reductions
 from retrofit.layers.kernels import formulas
-from retrofit.layers.kernels.formulas import Noise, Reductions
+from retrofit.layers.kernels.formulas import Noise
 from retrofit.layers.kernels.noise import advance, normal
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)

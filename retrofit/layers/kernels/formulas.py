@@ -7,14 +7,12 @@ Nothing here is seen by autograd. Everything is computed in float32 (float64 for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from retrofit.layers import distributed
+from retrofit.layers.distributed import Reductions
 from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds, step_derivative
 from retrofit.layers.yeo_johnson import lmbda_derivative
 
@@ -47,22 +45,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 Noise = Callable[[Tensor], Tensor]
 """The noise to add, of the input's shape, by the spread of each set."""
-
-
-@dataclass(frozen=True)
-class Reductions:
-    """Reduce over `dims` of tensors that hold whole sets, or with a group this rank's share; `dims` are kept as 1."""
-
-    dims: tuple[int, ...]
-    group: ProcessGroup | None = None
-
-    def means(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the mean of each tensor."""
-        return distributed.means(tensors, self.dims, self.group)
-
-    def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest values."""
-        return distributed.extremes(x, self.dims, self.group)
 
 
 def forward(
