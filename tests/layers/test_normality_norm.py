@@ -13,7 +13,7 @@ from tests.layers.cases import CASES, EPS, Case, affine_of, as_sets, assert_same
 from tests.oracles import normality as oracle
 
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-QUICK = ("batch2d", "layer", "group", "instance tracked")
+QUICK = ("batch2d", "layer")
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +41,15 @@ def test_running_lambda_of_one_is_torchs_layer_to_the_bit(case: Case) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("strength", [1.0, 0.35])
-def test_matches_the_papers_algorithm(case: Case, strength: float) -> None:
+@pytest.mark.parametrize(("strength", "alpha"), [(1.0, 1.0), (0.35, 1.0), (0.7, 0.4), (0.7, 0.0)])
+def test_matches_the_papers_algorithm(case: Case, strength: float, alpha: float) -> None:
     ours, _ = pair(case, strength)
+    ours.alpha = alpha
     ours = ours.double().train()
     weight, bias = affine_of(case, ours)
     x, y = (case.input(torch.float64).requires_grad_() for _ in range(2))
     out = ours(x)
-    expected = oracle.normality_norm(as_sets(case, y), weight, bias, case.dim, EPS, strength).reshape(y.shape)
+    expected = oracle.normality_norm(as_sets(case, y), weight, bias, case.dim, EPS, strength * alpha).reshape(y.shape)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
     assert_same_gradient(out, x, expected, y, 1e-5, 1e-7)
 
@@ -106,23 +107,22 @@ def test_compiles_whole_and_strength_recompiles_nothing(case: Case) -> None:
                 assert_same_gradient(out, x, expected, y, 1e-4, 1e-4)
 
 
-@ALL
-def test_noise_is_scaled_and_only_in_training(case: Case) -> None:
+@pytest.mark.parametrize("case", [CASES["batch2d"], CASES["group"]], ids=["batch2d", "group"])
+def test_noise_is_scaled_by_the_spread_of_each_set(case: Case) -> None:
     quiet = case.ours(noise=0.0)
     noisy = case.ours(noise=0.5)
     torch.manual_seed(3)
     x = torch.cat([case.input()] * 64) if case.dim[0] == 0 else case.input()
-    draws = torch.stack([as_sets(case, noisy(x) - quiet(x)).detach() for _ in range(400 // max(1, len(x) // 64))])
+    draws = torch.stack([as_sets(case, noisy(x) - quiet(x)).detach() for _ in range(100 // max(1, len(x) // 64))])
     y = as_sets(case, quiet(x)).detach()
     scale = 0.5 * (y - y.mean(case.dim, keepdim=True)).abs().mean(case.dim, keepdim=True)
     z = (draws / scale).flatten()
     assert abs(z.mean()) < 5 / len(z) ** 0.5
     assert z.std().item() == pytest.approx(1.0, abs=5 / len(z) ** 0.5)
-    assert torch.equal(noisy.eval()(x), noisy(x))
 
 
 @ALL
-def test_noise_follows_the_strength_and_the_seed(case: Case) -> None:
+def test_noise_follows_the_strength_and_the_seed_in_training_only(case: Case) -> None:
     layer = case.ours(noise=0.5, strength=0.5)
     x = case.input()
 
@@ -137,46 +137,9 @@ def test_noise_follows_the_strength_and_the_seed(case: Case) -> None:
     first = noise_of(1)
     assert torch.equal(first, noise_of(1))
     assert not torch.equal(first, noise_of(2))
-    layer.set_strength(0.0)
+    assert torch.equal(layer.eval()(x), layer(x))
+    layer.train().set_strength(0.0)
     assert noise_of(1).abs().max() == 0
-
-
-@ALL
-def test_noise_changes_no_gradient_but_gammas(case: Case) -> None:
-    grads = []
-    for noise in (0.0, 0.5):
-        ours, _ = pair(case, strength=1.0)
-        ours.noise = noise
-        x = case.input().requires_grad_()
-        torch.manual_seed(5)
-        out = ours(x)
-        g = torch.linspace(-1, 1, out.numel()).view_as(out)
-        out.backward(g)
-        grads.append((x.grad, ours.bias.grad, ours.weight.grad, out.detach()))
-    torch.testing.assert_close(grads[0][0], grads[1][0])
-    torch.testing.assert_close(grads[0][1], grads[1][1])
-    # gamma's gradient is sum(g * y) with the noise in y: moving gamma moves the noisy output.
-    assert not torch.allclose(grads[0][2], grads[1][2])
-
-
-@ALL
-def test_gammas_gradient_includes_the_very_noise_that_was_added(case: Case) -> None:
-    ours, _ = pair(case, strength=1.0)
-    ours.noise = 0.5
-    with torch.no_grad():
-        ours.weight.fill_(1.0)
-        ours.bias.zero_()
-    out = ours(case.input())
-    g = torch.randn_like(out)
-    out.backward(g)
-    reduced = as_sets(case, g * out.detach())
-    target = ours.weight.grad
-    if isinstance(ours, nn.LayerNorm):
-        expected = (g * out.detach()).transpose(1, -1) if type(ours).__name__.endswith("2d") else g * out.detach()
-        expected = expected.sum_to_size(target.shape)
-    else:
-        expected = reduced.reshape(out.shape).transpose(0, 1).flatten(1).sum(1)
-    torch.testing.assert_close(target, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items() if len(case.shape) == 4])
@@ -191,9 +154,8 @@ def test_channels_last_is_kept(case: Case) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("affine", [True, False])
-def test_affine_and_bias_are_optional(case: Case, affine: bool) -> None:
-    assert case.ours(**{case.affine: affine})(case.input()).isfinite().all()
+def test_affine_and_bias_are_optional(case: Case) -> None:
+    assert case.ours(**{case.affine: False})(case.input()).isfinite().all()
     no_bias = case.ours(**{case.affine: True}, bias=False)
     assert no_bias.bias is None
     assert no_bias.weight is not None
@@ -259,10 +221,9 @@ def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
         *({"alpha": 1.5}, {"alpha": float("nan")}, {"alpha": -0.1}, {"noise_kind": "none"}, {"noise_kind": ""}),
     ],
 )
-@pytest.mark.parametrize("name", ["batch2d", "layer", "group", "instance2d"])
-def test_options_out_of_range(name: str, kwargs: dict[str, Any]) -> None:
+def test_options_out_of_range(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(kwargs))):
-        CASES[name].ours(**kwargs)
+        CASES["batch2d"].ours(**kwargs)
 
 
 # What the paper compares its layer with: kinds of noise, degrees of gaussianization
@@ -279,8 +240,7 @@ def built(case: Case, **options: Any) -> nn.Module:
 
 
 @SOME
-@pytest.mark.parametrize("kind", ["unscaled", "gaussian-dropout"])
-@pytest.mark.parametrize("alpha", [1.0, 0.4])
+@pytest.mark.parametrize(("kind", "alpha"), [("unscaled", 0.4), ("gaussian-dropout", 1.0)])
 def test_other_kinds_of_noise(case: Case, kind: str, alpha: float) -> None:
     layer = built(case, noise_kind=kind, alpha=alpha)
     x, y = (case.input(torch.float64).requires_grad_() for _ in range(2))
@@ -295,31 +255,6 @@ def test_other_kinds_of_noise(case: Case, kind: str, alpha: float) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
     assert_same_gradient(out, x, expected, y, 1e-5, 1e-7)
     assert torch.equal(layer.eval()(x), layer(x))
-
-
-@SOME
-@pytest.mark.parametrize("alpha", [0.0, 0.4])
-def test_alpha_scales_the_step_of_lambda(case: Case, alpha: float) -> None:
-    layer = built(case, noise=0.0, alpha=alpha)
-    x, y = (case.input(torch.float64).requires_grad_() for _ in range(2))
-    out = layer(x)
-    weight, bias = affine_of(case, layer)
-    expected = oracle.normality_norm(as_sets(case, y), weight, bias, case.dim, EPS, T * alpha).reshape(y.shape)
-    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
-    assert_same_gradient(out, x, expected, y, 1e-5, 1e-7)
-
-
-@SOME
-def test_alpha_zero_leaves_the_plain_normalization_and_the_whole_noise(case: Case) -> None:
-    layer = built(case, alpha=0.0)
-    x = torch.cat([case.input(torch.float64)] * 64)
-    weight, bias = affine_of(case, layer)
-    plain = as_sets(case, x)
-    plain = (plain - plain.mean(case.dim, True)) / (plain.var(case.dim, correction=0, keepdim=True) + EPS).sqrt()
-    noise = (as_sets(case, layer(x).detach()) - bias) / weight - plain
-    z = (noise / (T * XI * (plain - plain.mean(case.dim, True)).abs().mean(case.dim, True))).flatten()
-    assert abs(float(z.mean())) < 5 / len(z) ** 0.5
-    assert float(z.std()) == pytest.approx(1.0, abs=5 / len(z) ** 0.5)
 
 
 @TRACKED
@@ -341,11 +276,9 @@ def test_alpha_enters_evaluation_and_changing_it_is_seen(name: str) -> None:
         assert torch.equal(layer.running_lambda, estimates)
 
 
-@pytest.mark.parametrize("kind", ["unscaled", "gaussian-dropout"])
-@pytest.mark.parametrize("name", ["batch2d", "layer"])
-def test_half_precision_and_compilation(kind: str, name: str) -> None:
-    case = CASES[name]
-    layer = case.ours(noise=XI, noise_kind=kind, alpha=0.4)
+def test_half_precision_and_compilation_of_other_noise() -> None:
+    case = CASES["batch2d"]
+    layer = case.ours(noise=XI, noise_kind="gaussian-dropout", alpha=0.4)
     assert layer(case.input(torch.bfloat16)).dtype == torch.bfloat16
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = case.input().requires_grad_()
