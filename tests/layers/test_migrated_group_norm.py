@@ -16,11 +16,8 @@ from retrofit.layers.migrated_group_norm import (
     MigratedGroupNorm,
     MigratedGroupNormAct,
     group_gain,
-    migrated_group_norm,
 )
 from tests.oracles import proxy as oracle
-
-SHAPES = [(3, 6), (3, 6, 4), (3, 6, 4, 2), (2, 6, 3, 2, 2)]
 
 
 def layer(groups: int = 2, strength: float = 1.0, eps: float = 1e-3, **options: Any) -> MigratedGroupNorm:
@@ -38,68 +35,33 @@ def layer(groups: int = 2, strength: float = 1.0, eps: float = 1e-3, **options: 
 def expected(norm: MigratedGroupNorm, x: Tensor) -> Tensor:
     stats = norm.running_mean, norm.running_var
     t = norm.strength.double().item()
-    affine = norm.weight, norm.bias
+    absent = torch.ones(6).double(), torch.zeros(6).double()
+    affine = [other if p is None else p for p, other in zip((norm.weight, norm.bias), absent, strict=True)]
     return oracle.migrated_group_norm(x, norm.num_groups, *stats, *affine, t, norm.group_eps, norm.eps, norm.gain)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_and_gradients_are_the_formulas(shape: tuple[int, ...], groups: int, strength: float) -> None:
-    norm = layer(groups, strength)
+@pytest.mark.parametrize(
+    ("shape", "groups", "options"),
+    [
+        *(((3, 6), 2, {}), ((3, 6, 4), 1, {}), ((3, 6, 4, 2), 6, {}), ((2, 6, 3, 2, 2), 2, {})),
+        *(((3, 6, 4), 3, {"affine": False}), ((3, 6, 4), 3, {"bias": False})),
+    ],
+)
+def test_outputs_and_gradients_are_the_formulas(
+    shape: tuple[int, ...], groups: int, options: dict[str, bool], strength: float
+) -> None:
+    norm = layer(groups, strength, **options)
     x = (2 * torch.randn(shape, dtype=torch.float64) + 1).requires_grad_()
-    leaves = [x, norm.weight, norm.bias]
+    leaves = [x, *norm.parameters()]
     out, reference = norm(x), expected(norm, x)
     torch.testing.assert_close(out, reference)
     upstream = torch.randn_like(x)
     torch.testing.assert_close(
         torch.autograd.grad(out, leaves, upstream), torch.autograd.grad(reference, leaves, upstream)
     )
-
-
-@pytest.mark.parametrize("mode", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_at_strength_0_it_is_batch_norm_in_evaluation(shape: tuple[int, ...], mode: bool) -> None:
-    norm, x = layer(2, 0.0).float().train(mode), torch.randn(shape)
-    before = copy.deepcopy(norm.state_dict())
-    reference = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps.item())
-    torch.testing.assert_close(norm(x), reference, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(dict(norm.state_dict()), dict(before), atol=0, rtol=0)  # the statistics are constants
-
-
-@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 3), (2, 6, 2, 2)])
-def test_gradcheck(shape: tuple[int, ...], strength: float) -> None:
-    norm = layer(2, strength)
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True), norm.weight, norm.bias]
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        stats = norm.running_mean, norm.running_var
-        return migrated_group_norm(
-            x, 2, *stats, weight, bias, strength=strength, eps=0.02, source_eps=1e-3, gain=norm.gain
-        )
-
-    assert torch.autograd.gradcheck(run, leaves)
-    (first,) = torch.autograd.grad(norm(leaves[0]).sin().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):  # rather than a wrong second derivative
-        first.sum().backward()
-
-
-@pytest.mark.parametrize("options", [{"affine": False}, {"bias": False}])
-def test_without_affine_or_shift(options: dict[str, bool]) -> None:
-    norm, x = layer(3, 0.5, **options), torch.randn(2, 6, 5, dtype=torch.float64, requires_grad=True)
-    weight = torch.ones(6).double() if norm.weight is None else norm.weight
-    stats = norm.running_mean, norm.running_var
-    reference = oracle.migrated_group_norm(
-        x, 3, *stats, weight, torch.zeros(6).double(), 0.5, norm.group_eps, norm.eps, norm.gain
-    )
-    torch.testing.assert_close(norm(x), reference)
-    torch.testing.assert_close(
-        torch.autograd.grad(norm(x).sin().sum(), x), torch.autograd.grad(reference.sin().sum(), x)
-    )
     norm.reset_parameters()
-    assert norm.bias is None
-    assert "bias=False" in repr(norm)
+    assert f"bias={norm.bias is not None}" in repr(norm)
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 16, 16), (1, 6, 1, 1), (4, 6)])
@@ -121,6 +83,7 @@ def test_no_cancellation_at_large_offsets(shape: tuple[int, ...]) -> None:
 
 def test_samples_do_not_see_each_other() -> None:
     norm, x = layer(2).float(), torch.randn(4, 6, 5, 5)
+    before = copy.deepcopy(norm.state_dict())
     for mode in (True, False):
         norm.train(mode)
         together = norm(x)
@@ -128,6 +91,7 @@ def test_samples_do_not_see_each_other() -> None:
         torch.testing.assert_close(together, apart, atol=1e-6, rtol=1e-6)
         spoilt = torch.cat([x[:3], torch.full_like(x[3:], torch.nan)])
         torch.testing.assert_close(norm(spoilt)[:3], together[:3], atol=0, rtol=0)
+    torch.testing.assert_close(dict(norm.state_dict()), dict(before), atol=0, rtol=0)  # the statistics are constants
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, 1e30])
@@ -190,9 +154,8 @@ def test_channels_last_is_kept() -> None:
     assert x.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("shape", [(3, 6, 4, 4), (3, 6)])
-def test_compiles_to_one_graph_that_strength_does_not_break(shape: tuple[int, ...]) -> None:
-    norm, x = layer(2).float(), torch.randn(shape, requires_grad=True)
+def test_compiles_to_one_graph_that_strength_does_not_break() -> None:
+    norm, x = layer(2).float(), torch.randn(3, 6, 4, 4, requires_grad=True)
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(norm, fullgraph=True, backend=counter)

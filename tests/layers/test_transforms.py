@@ -81,7 +81,7 @@ def by_backward(layer: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]
     return {name: value.grad for name, value in layer.named_parameters()}, x.grad
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("strength", [0.0, 0.6])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_those_of_backward(name: str, strength: float) -> None:
     layer, x = build(name, strength)
