@@ -114,8 +114,8 @@ def normality_norm(
         var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
         h = (values - mean) * torch.rsqrt(var + eps)
         y, lmbda = gaussianize(h, dim, strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha)
-        statistics = Statistics(mean.detach(), var.detach(), lmbda.detach(), Reductions(dim).size(x))
-        return affine(y, weight, bias).to(x.dtype), statistics
+        size = Reductions(dim).size(x)
+        return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), size)
     factor = noise * t if noise else None
     if factor is not None and noise_kind != "scaled":
         y, statistics = normality_norm(x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group)
