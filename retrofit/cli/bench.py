@@ -65,7 +65,7 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
     from retrofit.bench.cost import MODES
     from retrofit.cli.network import open_network, placement
     from retrofit.networks.library import build
-    from retrofit.networks.models import is_artifact
+    from retrofit.networks.manifest import artifact_path
 
     if given["runtime"] is not None:
         raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")
@@ -75,7 +75,7 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
     network = open_network(model, given, beside=against)
     if against is not None:
         size = {"img_size": network.preprocess.input_size[-1]}
-        reference = open_network(against, {"network": own} if is_artifact(against) else size)
+        reference = open_network(against, size if artifact_path(against) is None else {"network": own})
     elif network.artifact is not None:
         against, reference = network.source.name, replace(network, model=build(network.source), artifact=None)
     else:

@@ -52,13 +52,13 @@ def command(
     from retrofit.cli.network import file_stem, open_data, open_network, taken
     from retrofit.diagnose import DiagnosisOptions, check_folder, diagnose, labelled_batches, sentences, write_report
     from retrofit.evaluation.attack import attack_on
-    from retrofit.networks.models import is_artifact
+    from retrofit.networks.manifest import artifact_path
     from retrofit.utils.placement import device_named
 
     place = device_named(given["device"])
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
-    shared = "network" if against is not None and is_artifact(against) else "pretrained"
+    shared = "pretrained" if against is None or artifact_path(against) is None else "network"
     second = {shared: given[shared]}
     networks = {file_stem(model): open_network(model, given, beside=against)}
     if against is not None:

@@ -25,10 +25,11 @@ def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]
 
 def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
     """Open MODEL by the options given for it, and say what it is; --network may be for the MODEL `beside` it."""
-    from retrofit.networks.models import is_artifact, open_model
+    from retrofit.networks.manifest import artifact_path
+    from retrofit.networks.models import open_model
 
     own = taken(given, open_model)
-    if beside is not None and is_artifact(beside) and not is_artifact(text):
+    if beside is not None and artifact_path(beside) is not None and artifact_path(text) is None:
         own["network"] = None
     with waiting(f"opening {text}"):
         network = open_model(text, **own)

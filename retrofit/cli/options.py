@@ -130,14 +130,6 @@ def _conversion_option(name: str, known: Option) -> Decorator:
     return click.option(flag, name, type=kind, metavar=metavar, help=text)
 
 
-def _list_or_none(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
-    return list(values) or None
-
-
-def _patterns(flag: str, help: str) -> Decorator:
-    return click.option(flag, multiple=True, callback=_list_or_none, metavar="REGEX", help=help)
-
-
 def choice(flag: str, words: Sequence[str], help: str, *name: str, **rest: Any) -> Decorator:
     """Make an option that takes one of a few words."""
     return click.option(flag, *name, type=click.Choice(words), help=help, **rest)
@@ -228,11 +220,10 @@ plan = _stacked(
         f"Convert layers of this family ({', '.join(FAMILIES)}), not the target's own; repeatable.",
         "source",
         multiple=True,
-        callback=_list_or_none,
         metavar="FAMILY",
     ),
-    _patterns("--only", "Convert only layers so named; repeatable."),
-    _patterns("--skip", "Keep layers so named; repeatable."),
+    click.option("--only", multiple=True, metavar="REGEX", help="Convert only layers so named; repeatable."),
+    click.option("--skip", multiple=True, metavar="REGEX", help="Keep layers so named; repeatable."),
     *(_conversion_option(name, known) for name, known in OPTIONS.items()),
 )
 

@@ -134,7 +134,7 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
             f"cannot tell the classifier of {network.source} from the rest; build it with {classes} outputs before "
             f"it is converted (`retrofit convert --num-classes {classes}`)"
         )
-    identify(network.model, network.source, lambda built: surgery.replay(built, plans))  # nothing was set by hand
+    identify(network.model, network.source)  # nothing was set by hand
     set_training_settings(model, training_settings(network.model))
     for name, tensor in new.items():
         if name not in fresh:

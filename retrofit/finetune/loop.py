@@ -12,7 +12,8 @@ from retrofit.finetune.run import Run
 from retrofit.finetune.run_callback import Result, RunCallback
 from retrofit.finetune.run_state import START, load_state, owned, seed_everything
 from retrofit.finetune.setup import make_accelerator
-from retrofit.networks.models import Network, is_artifact, open_model
+from retrofit.networks.manifest import artifact_path
+from retrofit.networks.models import Network, open_model
 
 
 def finetune(
@@ -76,7 +77,7 @@ def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
         checkpoint=recipe.checkpoint,
         match=recipe.match,
         num_classes=recipe.num_classes if recipe.checkpoint else None,  # else the run replaces the classifier
-        img_size=None if is_artifact(recipe.model) else recipe.img_size,
+        img_size=recipe.img_size if artifact_path(recipe.model) is None else None,
         network=network,
     )
 

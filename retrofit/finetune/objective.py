@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.networks.models import Network, strengths
-from retrofit.surgery import set_strength
+from retrofit.networks.models import Network
+from retrofit.surgery import set_strength, strength_layers
 
 
 class Objective:
@@ -78,7 +78,7 @@ def check_untrained(network: Network) -> None:
 
     Training raises the strength, and `finetune` writes its steps down beside the weights.
     """
-    if network.weights.get("steps") or any(strengths(network.model)):
+    if network.weights.get("steps") or any(layer.strength for layer in strength_layers(network.model)):
         raise RetrofitError(
             "`teacher='source'` is the network at strength 0, but this one was trained since its conversion, or its "
             "strength raised; convert the source anew, at strength 0, and train that, or drop `teacher`"

@@ -26,9 +26,9 @@ from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own
 from retrofit.networks.budget import bounded_by, check_numbers
-from retrofit.networks.identify import candidates, identify, rebuilt, skeleton
+from retrofit.networks.identify import identify, rebuilt, skeleton
 from retrofit.networks.library import parse, with_options
-from retrofit.networks.manifest import KEY, SCHEMA, Manifest, artifact_behind, damaged
+from retrofit.networks.manifest import KEY, SCHEMA, Manifest, artifact_path, damaged
 from retrofit.networks.preprocess import preprocess_of
 from retrofit.networks.sampled_outputs import NotRunError, SampledOutputs, is_small, sample_outputs, sample_outputs_at
 from retrofit.networks.tensors import (
@@ -90,10 +90,8 @@ def save(
     ensure_writable(path, force)
     model = unwrapped(model)
     record = record_of(model)
-    if proved and isinstance(source, ModelSource):
-        structure = model
-    else:
-        source, structure = _identified(model, source, model_kwargs)
+    source = _source(model, source, model_kwargs)
+    source, structure = (source, model) if proved and source is not None else identify(model, source)
     tensors = to_write(model, structure)
     preprocess = preprocess or record.preprocess or preprocess_of(model, source)
     try:
@@ -107,7 +105,7 @@ def save(
     except NotRunError as reason:
         sampled = {"not_checked": str(reason)}
     if outputs is not None and structure is not model:
-        twin = rebuilt(source, lambda fresh: surgery.replay(fresh, record.plans))
+        twin = rebuilt(source, record.plans)
         fill(twin, tensors)
         if problem := _difference(outputs, twin):
             raise RetrofitError(
@@ -140,21 +138,17 @@ def save(
             ) from error
 
 
-def _identified(
+def _source(
     model: nn.Module, source: str | ModelSource | None, model_kwargs: Mapping[str, Any] | None
-) -> tuple[ModelSource, nn.Module]:
-    """Tell where a network comes from, with the skeleton of what is built there; itself if it is nobody's."""
-    stranger = ModelSource("own", own.name_of(model))
+) -> ModelSource | None:
+    """Return the source that the user says a network is of; None if that is for the network to tell."""
     if source == "own":
-        source = stranger
-    elif isinstance(source, str):
-        source = with_options(parse(source), model_kwargs=model_kwargs)
-    elif model_kwargs:
+        return own.source_of(model)
+    if isinstance(source, str):
+        return with_options(parse(source), model_kwargs=model_kwargs)
+    if model_kwargs:
         raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
-    first = next(candidates(model, source), stranger)
-    if first.library == "own" and not own.is_typed(first.name):
-        return first, model
-    return identify(model, source, lambda fresh: surgery.replay(fresh, surgery.plans_of(model)))
+    return source
 
 
 def _labels(model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs | None) -> list[str] | None:
@@ -203,7 +197,7 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
         RetrofitError: If the file is damaged, not an artifact, or of a newer schema, the installed libraries do not
             build the network that it holds, or `into` is another one; `into` is then as it was.
     """
-    model, manifest = opened(artifact_behind(str(path)) or path, into)
+    model, manifest = opened(artifact_path(str(path)) or path, into)
     if manifest.not_checked:
         warnings.warn(f"{path} is {manifest.not_checked}", stacklevel=2)
     return into if into is not None and unwrapped(into) is model else model
@@ -222,7 +216,7 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
         if any(tensor.is_meta for tensor in tensors_of(into).values()):
             raise RetrofitError("the network to load into is on the meta device, without memory; build it on the CPU")
         if source.library == "own":
-            source = record_of(into).source or ModelSource("own", own.name_of(into))
+            source = record_of(into).source or own.source_of(into)
     elif source.library == "own":
         raise RetrofitError(
             f"{path} holds a network of one's own, {printable(source, 100)}; build that network and pass it as `into`"
@@ -246,7 +240,7 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
             )
         with _explained(path, manifest):
             if into is None:
-                model = rebuilt(manifest.source, lambda fresh: surgery.replay(fresh, manifest.plans))
+                model = rebuilt(manifest.source, manifest.plans)
             fill(model, tensors)
             set_training_settings(model, manifest.training)
         if isinstance(manifest.outputs, SampledOutputs) and (problem := _difference(manifest.outputs, model)):
@@ -262,7 +256,7 @@ def _converted(manifest: Manifest, tensors: Mapping[str, Tensor], into: nn.Modul
     with bounded_by(tensors):
         if into is not None:
             return surgery.replay(into, manifest.plans)
-        return skeleton(manifest.source, lambda fresh: surgery.replay(fresh, manifest.plans))
+        return skeleton(manifest.source, manifest.plans)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.errors import RetrofitError
+from retrofit.networks import own
 from retrofit.networks.budget import TooLargeError
-from retrofit.networks.library import build, parse, timm_source
+from retrofit.networks.library import build, timm_source
 from retrofit.networks.tensors import SETTINGS, shapes_of
 from retrofit.record import ModelSource, record_of
+from retrofit.surgery import Plan, plans_of, replay
 from retrofit.utils.text import printable, shortlist
 
 _SIZES = 4  # a detector's head has one for the classes and one for their boxes
@@ -26,52 +28,48 @@ _SIZES = 4  # a detector's head has one for the classes and one for their boxes
 # is called first.
 _NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "scales", "map_levels", *SETTINGS}
 
-Convert = Callable[[nn.Module], nn.Module]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def identify(
-    model: nn.Module, hint: str | ModelSource | None = None, convert: Convert | None = None
-) -> tuple[ModelSource, nn.Module]:
-    """Tell where a network comes from, and hand back the skeleton of what its library builds, which proves it.
+def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[ModelSource, nn.Module]:
+    """Tell where a network comes from, and hand back the skeleton of what is built there, which proves it.
 
     The proof is that of tensors' names and shapes, and of every module's class and plain attributes.
 
     Args:
-        model: A network of timm or torchvision, converted or not.
-        hint: The answer, where the network cannot tell ("tv:resnet50").
-        convert: Repeats on a freshly built network what was done to this one.
+        model: A network, converted or not.
+        source: The answer, where the network cannot tell.
 
     Returns:
         The source, and the converted skeleton, as `model` in all but values, on the meta device where it builds there.
+        Of a network that is the user's own, and that nobody said how to build, the source is its class and the skeleton
+        is the network itself.
 
     Raises:
-        RetrofitError: If it cannot be told, or what the library builds differs.
+        RetrofitError: If what the library builds differs.
     """
     ours = shapes_of(model)
     problems: dict[str, int] = {}  # with the number of tensors that differ
-    for candidate in candidates(model, hint):
+    for candidate in [source] if source is not None else _candidates(model):
+        if candidate.library == "own" and not own.is_typed(candidate.name):
+            return candidate, model
         sources = [candidate]
-        for source in sources:
+        for likely in sources:
             try:
-                built = skeleton(source, convert)
+                built = skeleton(likely, plans_of(model))
             except RetrofitError as error:
                 problems[str(error)] = len(ours)
                 continue
             theirs = shapes_of(built)
             unlike = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-            problem = _difference(ours, theirs, source) if unlike else _module_difference(model, built, source)
+            problem = _difference(ours, theirs, likely) if unlike else _module_difference(model, built, likely)
             if problem is None:
-                return source, built
+                return likely, built
             problems[problem] = len(unlike)
-            if unlike and source is candidate:
-                sources += _other_classes(source, model, [ours[name] for name in unlike if name in ours])
+            if unlike and likely is candidate:
+                sources += _other_classes(likely, model, [ours[name] for name in unlike if name in ours])
     if not problems:
-        kind = type(model).__name__
-        raise RetrofitError(
-            f"cannot tell which network this {kind} is; say it, as in `save(source='resnet50')` or "
-            "`save(source='tv:resnet50')`"
-        )
+        return own.source_of(model), model
     nearest = min(problems, key=lambda problem: problems[problem])
     raise RetrofitError(
         f"this network is not the one that the library builds: {nearest}; say which it is with "
@@ -122,23 +120,21 @@ def _plain(value: object) -> Any:
     return json.loads(json.dumps(value), parse_constant=str)
 
 
-def skeleton(source: ModelSource, convert: Convert | None = None) -> nn.Module:
-    """Build a network for its structure: without memory for its tensors, where it can be built so."""
+def skeleton(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
+    """Build a network, converted, for its structure: without memory for its tensors, where it can be built so."""
     try:
         with torch.device("meta"):
-            model = build(source)
-            return model if convert is None else convert(model)
+            return replay(build(source), plans)
     except TooLargeError:
         raise
     except Exception:  # some builders compute with values; then the real ones are needed
-        return rebuilt(source, convert)
+        return rebuilt(source, plans)
 
 
-def rebuilt(source: ModelSource, convert: Convert | None = None) -> nn.Module:
-    """Build a network whose tensors are about to be loaded: what would be random is zero, and nothing is drawn."""
+def rebuilt(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
+    """Build a network, converted, whose tensors are about to be loaded: what would be random is zero."""
     with torch.random.fork_rng(devices=[]), _NoRandomValues():
-        model = build(source)
-        return model if convert is None else convert(model)
+        return replay(build(source), plans)
 
 
 class _NoRandomValues(TorchDispatchMode):
@@ -150,13 +146,10 @@ class _NoRandomValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def candidates(model: nn.Module, hint: str | ModelSource | None = None) -> Iterator[ModelSource]:
+def _candidates(model: nn.Module) -> Iterable[ModelSource]:
     """List the sources that a network may be of, likely ones first; none for a network of nobody's."""
-    likely = parse(hint) if isinstance(hint, str) else hint or record_of(model).source or timm_source(model)
-    if likely is not None:
-        yield likely
-    else:
-        yield from _torchvision_sources(model)
+    known = record_of(model).source or timm_source(model)
+    return _torchvision_sources(model) if known is None else [known]
 
 
 def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:

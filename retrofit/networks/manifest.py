@@ -136,12 +136,17 @@ def _manifest_text(path: Path) -> str | None:
         return text
 
 
-def artifact_behind(text: str) -> Path | None:
-    """Return the artifact that `hf-hub:OWNER/NAME[@REVISION]` or `local-dir:FOLDER` holds, fetched if need be.
+def artifact_path(text: str) -> Path | None:
+    """Return the artifact that MODEL names, which has weights and sizes of its own; None if it names a network.
 
-    None if the text is of another form, the hub gives no answer, or what lies there is not ours; RetrofitError if the
-    artifact is there and cannot be fetched.
+    An artifact is named by its path, `*.safetensors`, or is what `hf-hub:OWNER/NAME[@REVISION]`, from where it is
+    fetched, or `local-dir:FOLDER` holds. None also if the hub gives no answer, or what lies there is not ours.
+
+    Raises:
+        RetrofitError: If the artifact is on the hub and cannot be fetched.
     """
+    if Path(text).suffix == ".safetensors":
+        return Path(text)
     prefix, colon, rest = text.partition(":")
     prefix = prefix.replace("_", "-").lower()
     if prefix == "local-dir" and colon:

@@ -43,7 +43,7 @@ class Network:
     @property
     def source(self) -> ModelSource:
         """Where its structure comes from."""
-        return self.record.source or ModelSource("own", own.name_of(self.model))
+        return self.record.source or own.source_of(self.model)
 
     @property
     def preprocess(self) -> Preprocess:
@@ -82,14 +82,9 @@ class Network:
         artifact.save(self.model, path, force=force)
 
 
-def strengths(model: nn.Module) -> list[float]:
-    """Return the strength of each converted layer that has one."""
-    return [float(layer.strength) for layer in strength_layers(model)]
-
-
 def strength_sentence(model: nn.Module) -> str | None:
     """Say how far a network is on its way from its source to its target; None if no layer has a strength."""
-    values = strengths(model)
+    values = [float(layer.strength) for layer in strength_layers(model)]
     if not values:
         return None
     low, high = min(values), max(values)
@@ -112,11 +107,6 @@ def weights_sentence(weights: Mapping[str, Any]) -> str:
             return f"weights: checkpoint {printable(weights.get('from'), 200)}{part}{instead}"
         case _:
             return "weights: of unknown origin (saved from Python without weights=)"
-
-
-def is_artifact(text: str) -> bool:
-    """Whether `text` names an artifact, which has weights and sizes of its own, rather than a network."""
-    return Path(text).suffix == ".safetensors" or manifest.artifact_behind(text) is not None
 
 
 def open_model(
@@ -159,11 +149,11 @@ def open_model(
         "img_size": img_size,
         "model_kwargs": model_kwargs,
     }
-    if is_artifact(text):
+    if (file := manifest.artifact_path(text)) is not None:
         others = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
         if given := [f"`{name}`" for name, value in others.items() if value not in (None, False)]:
             raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}")
-        return _open_artifact(str(manifest.artifact_behind(text) or text), network)
+        return _open_artifact(str(file), network)
     if network is not None:
         raise UsageError(f"`network` builds what an artifact of your own network holds; {text} is none, drop it")
     if text.endswith(".onnx") and ":" not in text:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.record import PREFIX
+from retrofit.record import PREFIX, ModelSource
 from retrofit.utils.text import printable, with_class
 
 _typed: dict[str, Callable[..., Any]] = {}
@@ -88,6 +88,6 @@ def takes(name: str, argument: str) -> bool:
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def name_of(model: nn.Module) -> str:
-    """Name the class of a network that no name was typed for."""
-    return f"{type(model).__module__}:{type(model).__qualname__}"
+def source_of(model: nn.Module) -> ModelSource:
+    """Return the source of a network that no name was typed for: its class."""
+    return ModelSource("own", f"{type(model).__module__}:{type(model).__qualname__}")

@@ -63,7 +63,6 @@ def test_exported_files(run: Run) -> None:
         (["test_resnet"], "--against"),
         (["test_resnet", "--against", "test_resnet"], "against itself"),
         (["test_resnet", "--against", "net.onnx"], "compare two of a kind"),
-        (["test_resnet", "--against", "test_resnet2"], "test_resnet2"),
         (["test_resnet", "--against", "test_vit", "--amp-dtype", "bfloat16"], "give --amp too"),
         (["test_resnet", "--against", "test_vit", "--runtime", "openvino"], "--runtime runs exported files"),
         (["test_resnet", "--device", "abacus"], "cannot use --device abacus"),

@@ -79,28 +79,21 @@ def test_what_the_data_leaves_open_is_said(run: Run, pictures: Path) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-@pytest.mark.parametrize(("labels", "warned"), [(["ant", "bat", "bee"], True), (["cat", "bee", "ant"], False)])
-def test_classes_that_the_model_calls_otherwise_are_said(labels: list[str], warned: bool, run: Run) -> None:
+def test_classes_that_the_model_calls_otherwise_are_said(run: Run) -> None:
     """As many classes as outputs prove nothing: bee would be taken for bat, and cat for bee."""
-    retrofit.save(timm.create_model("test_resnet", num_classes=3), "a.safetensors", labels=labels)
+    retrofit.save(timm.create_model("test_resnet", num_classes=3), "a.safetensors", labels=["ant", "bat", "bee"])
     result = done(run("evaluate", "a.safetensors", "-j", "0", *DATA))
-    assert ("are not what the model calls its outputs: the classes, sorted" in result.stderr) is warned, result.stderr
+    assert "are not what the model calls its outputs: the classes, sorted" in result.stderr
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_strength_that_nobody_set_is_warned_of(run: Run) -> None:
+def test_a_strength_that_nobody_set_is_warned_of_in_mixed_precision_too(run: Run) -> None:
     model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3), "gn")
-    for strength, warned in ((0.25, False), (0.02531, True)):
-        retrofit.set_strength(model, strength)
-        retrofit.save(model, f"{strength}.safetensors", source="test_resnet")
-        result = run("evaluate", f"{strength}.safetensors", *DATA, "-j", "0")
-        assert ("warning: layers stand at strength 0.0253" in result.stderr) is warned, result.stderr
-
-
-@pytest.mark.usefixtures("pictures")
-@pytest.mark.parametrize("words", [["--amp"], ["--amp", "--amp-dtype", "bfloat16", "--channels-last"]])
-def test_ways_of_running(run: Run, words: list[str]) -> None:
-    done(run("evaluate", *MODEL, *DATA, "--device", "cpu", *words))
+    retrofit.set_strength(model, 0.02531)
+    retrofit.save(model, "a.safetensors")
+    precision = ["--device", "cpu", "--amp", "--amp-dtype", "bfloat16", "--channels-last"]
+    result = done(run("evaluate", "a.safetensors", *DATA, "-j", "0", *precision))
+    assert "warning: layers stand at strength 0.0253" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -108,21 +101,12 @@ def test_ways_of_running(run: Run, words: list[str]) -> None:
     [
         ([], 2, "give --data-dir or --dataset"),
         ([*DATA, "--num-classes", "2"], 1, "class 2 .* gives 2 scores"),
-        ([*DATA, "--class-map", "short.txt"], 1, r"2 of the data's 3 classes .*\(bee, cat\)"),
-        ([*DATA, "--device", "quantum"], 2, "cannot use --device quantum"),
-        ([*DATA, "--amp-dtype", "float16"], 2, "give --amp too"),
-        (["--data-dir", "damaged"], 1, "none of the 1 images can be read"),
         (["--data-dir", "parted"], 2, r"no part to validate on, but test, train; give --split .* --split \. for all"),
     ],
 )
 def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: str) -> None:
     for folder in ("pictures", "parted/test", "parted/train"):
-        if folder.partition("/")[0] in words:
-            write_folder(here / folder, each=1, wrong=0)
-    (here / "short.txt").write_text("ant\n")
-    if "damaged" in words:
-        (here / "damaged" / "ant").mkdir(parents=True)
-        (here / "damaged" / "ant" / "0.jpg").write_bytes(b"x")
+        write_folder(here / folder, each=1, wrong=0)
     result = run("evaluate", *MODEL, *words)
     assert result.exit_code == code
     assert re.search(pattern, complaint(result)), result.stderr

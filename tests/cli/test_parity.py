@@ -53,7 +53,11 @@ def test_convert(run: Run, pictures: Path) -> None:
 
 def test_bake(run: Run, pictures: Path) -> None:
     network = artifact(run, "--to", "ln", "--strength", "1")
-    result = answer(run("bake", "a.safetensors", "--calibrate", pictures, "--tolerance", "9", "--json"))
+    called = run("bake", "a.safetensors", "--calibrate", pictures, "--tolerance", "9", "--json")
+    result = answer(called)
+    layers = len(result["layers"])
+    assert f"baked {layers} of {layers} layers on 6 images" in called.stderr
+    assert "next: retrofit export a-baked.safetensors" in called.stderr
     images = sample_batches(pictures, network.preprocess)
     model, report = retrofit.bake(network.model, images, tolerance=9)
     assert result == {"model": "test_resnet", "output": "a-baked.safetensors", **plain(report.to_dict())}

@@ -55,11 +55,10 @@ def test_follows_reset_classifier(make: Callable[[str], nn.Module]) -> None:
 def test_a_hint_settles_it() -> None:
     model = timm.create_model("resnet18")
     del model.pretrained_cfg
-    with pytest.raises(RetrofitError, match=r"save\(source='resnet50'\)"):
-        identify(model)
-    assert identify(model, "resnet18")[0] == ModelSource("timm", "resnet18")
+    assert identify(model) == (ModelSource("own", "timm.models.resnet:ResNet"), model)
+    assert identify(model, ModelSource("timm", "resnet18"))[0] == ModelSource("timm", "resnet18")
     with pytest.raises(RetrofitError, match=r"resnet34 has also layer1.2.bn1.bias, .*say which it is with `save"):
-        identify(model, "resnet34")
+        identify(model, ModelSource("timm", "resnet34"))
     with pytest.raises(RetrofitError, match="build it from names and numbers"):
         identify(timm.create_model("test_vit", act_layer=nn.ReLU))
 

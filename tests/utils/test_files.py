@@ -34,13 +34,6 @@ def test_writes_beside_and_renames(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_permissions_are_those_of_an_ordinary_file_though_the_writer_made_it_private(tmp_path: Path) -> None:
-    (tmp_path / "plain").write_text("")
-    with atomic_write(tmp_path / "ours") as temporary:
-        temporary.chmod(0o600)
-    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
 def test_an_interrupted_body_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         _write(tmp_path / "a.bin", "half", KeyboardInterrupt())
