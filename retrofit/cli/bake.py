@@ -62,7 +62,7 @@ def command(
     with waiting("baking"):
         network.model, report = retrofit.bake(network.model, batches, tolerance=tolerance)
     _show(report)
-    network.save(output, force)
+    retrofit.save(network.model, output, force=force)
     say_written(output)
     say(f"next: retrofit export {output}")
     if as_json:

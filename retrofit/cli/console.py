@@ -46,9 +46,9 @@ def warn(text: str) -> None:
     say(f"warning: {text}", "yellow")
 
 
-def say_written(path: Path, details: str = "") -> None:
+def say_written(path: Path) -> None:
     """Say which file was written, and its size."""
-    say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB{details})", "bold")
+    say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)", "bold")
 
 
 def emit(values: dict[str, Any]) -> None:

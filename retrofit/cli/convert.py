@@ -82,7 +82,7 @@ def command(model: str, to: str, output: Path | None, force: bool, as_json: bool
             f"{error.problem}; nothing was written, keep the layers concerned with --skip REGEX"
         ) from error
     _show(report)
-    network.save(output, force)
+    retrofit.save(network.model, output, force=force)
     _show_artifact(output, network.source, report.classifies)
     if as_json:
         emit(_answer(network, report, output))

@@ -14,7 +14,7 @@ from retrofit.networks import artifact, manifest, own
 from retrofit.networks.checkpoint import load_into, read_checkpoint
 from retrofit.networks.library import build, parse, with_options
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
-from retrofit.record import ModelSource, Preprocess, Record, record_of, set_record
+from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
 from retrofit.utils.text import plural, printable, shortlist
 
@@ -36,50 +36,31 @@ class Network:
     artifact: str | None = None
 
     @property
-    def record(self) -> Record:
-        """What is known about the network."""
-        return record_of(self.model)
-
-    @property
     def source(self) -> ModelSource:
         """Where its structure comes from."""
-        return self.record.source or own.source_of(self.model)
+        return record_of(self.model).source or own.source_of(self.model)
 
     @property
     def preprocess(self) -> Preprocess:
         """What it expects of its images."""
-        return self.record.preprocess or preprocess_of(self.model, self.source)
+        return record_of(self.model).preprocess or preprocess_of(self.model, self.source)
 
     @property
     def labels(self) -> list[str] | None:
         """Names of its outputs; None if unknown."""
-        return self.record.labels
+        return record_of(self.model).labels
 
     @property
     def weights(self) -> dict[str, Any]:
         """Whose weights it has."""
-        return dict(self.record.weights or artifact.UNKNOWN_WEIGHTS)
+        return dict(record_of(self.model).weights or artifact.UNKNOWN_WEIGHTS)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What it is, as JSON values: `model`, `target`, `strength` and `weights`."""
-        source = {"model": self.source.name, "target": self.target}
-        return {**source, "strength": self.strength, "weights": self.weights}
-
-    @property
-    def target(self) -> str | None:
-        """What it was converted to last; None if it was not."""
-        plans = plans_of(self.model)
-        return plans[-1].to if plans else None
-
-    @property
-    def strength(self) -> float | None:
-        """Strength of its converted layers; None where there are none, or they differ."""
-        return artifact.common_strength(self.model)
-
-    def save(self, path: str | Path, force: bool = False) -> None:
-        """Write it as an artifact, with what is known about it; see `retrofit.save`."""
-        artifact.save(self.model, path, force=force)
+        """What it is, as JSON values: `model`, `target` (what it was converted to last), `strength` and `weights`."""
+        plans, strength = plans_of(self.model), artifact.common_strength(self.model)
+        source = {"model": self.source.name, "target": plans[-1].to if plans else None}
+        return {**source, "strength": strength, "weights": self.weights}
 
 
 def strength_sentence(model: nn.Module) -> str | None:

@@ -40,7 +40,7 @@ def test_a_converted_network_comes_back_and_timm_refuses_it(to: str, tmp_path: P
     folder = retrofit.save_for_hub(model, tmp_path / "model")
     torch.testing.assert_close(answers(retrofit.load(f"local-dir:{folder}")), answers(model))
     network = open_model(f"local-dir:{folder}")
-    assert network.target == to
+    assert network.facts["target"] == to
     torch.testing.assert_close(answers(network.model), answers(model))
     with pytest.raises(RuntimeError, match=f"{to} of test_resnet.*: open it with retrofit.load"):
         timm.create_model(f"local-dir:{folder}", pretrained=True)
@@ -131,7 +131,7 @@ def test_pushed_and_loaded_again(hub: Hub) -> None:
     assert "license:" not in card
     torch.testing.assert_close(answers(retrofit.load("hf-hub:me/net@v2")), answers(model))
     assert ("me/net", "model.safetensors", "v2") in hub.asked
-    assert open_model("hf-hub:me/net").target == "bnn"
+    assert open_model("hf-hub:me/net").facts["target"] == "bnn"
 
 
 def test_an_artifact_that_is_not_there_whole(hub: Hub) -> None:
