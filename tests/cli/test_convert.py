@@ -126,7 +126,7 @@ def test_names_of_output_files(model: str, stem: str) -> None:
     ("words", "code", "pattern"),
     [
         (["test_vit", "--to", "bnn"], 1, "BatchNorm.* LayerNorm.*--to lnn"),
-        ([*BNN, "--model-kwargs", "depht=3"], 2, "depht"),
+        ([*BNN, "-o", "b.safetensors", "--model-kwargs", "depht=3"], 2, "depht"),
         (BNN, 1, "exists; pass --force"),
         (["no_model", "--to", "bnn", "-o", "no/a.safetensors"], 1, "no does not exist"),  # said before it is opened
         ([*BNN, "-o", "a.pth"], 2, "ends in .safetensors"),
