@@ -60,9 +60,8 @@ def before_training(figure: Figure) -> None:
     rows = table("retention.md", "migrated")
     source = number(re.search(r"scores (\S+)%", (RESULTS / "retention.md").read_text())[1])  # type: ignore[index]
     bars = [("source", source, BASELINE)]
-    for target, name in (("ln", "ln"), ("gn-pn --groups 4", "gn-pn")):
-        migrated, swapped = (number(cell) for cell in rows[target])
-        bars += [(f"{name}, by retrofit", migrated, OURS), (f"{name}, weights copied", swapped, TODAY)]
+    migrated, swapped = (number(cell) for cell in rows["ln"])
+    bars += [("LayerNorm by retrofit", migrated, OURS), ("LayerNorm, weights copied", swapped, TODAY)]
     horizontal(figure, bars, "top-1 before any training, %")
 
 
@@ -151,7 +150,7 @@ def path(figure: Figure) -> None:
     t = np.linspace(0, 1, 2)
     share.plot(t, 1 - t, color=BASELINE, label="running statistics")
     share.plot(t, t, color=OURS, label="statistics of the image")
-    share.set_title("ln, gn: what\nnormalizes")
+    share.set_title("ln, gn: weight of\neach statistic")
     share.set_xlabel("strength t")
     share.set_ylim(-0.05, 1.5)
     share.legend(fontsize=9, frameon=False, loc="upper center", handlelength=1)
@@ -177,7 +176,7 @@ def legend(figure: Figure, axes: Any = None) -> None:
 
 
 FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
-    "before-training": (before_training, (5.6, 2.4)),
+    "before-training": (before_training, (5.6, 1.8)),
     "strengths": (strengths, (5.2, 5.6)),
     "batch-size": (batch_size, (5.2, 3.6)),
     "privacy": (privacy, (5.2, 3.6)),

@@ -104,12 +104,12 @@ def _report(line: str, error: BaseException, code: int) -> int:
     return code
 
 
-HELP = """Turn trained networks into normality-normalized or batch-independent ones, with the same outputs at the start.
+HELP = """Replace the normalization layers of a trained network and keep what it has learned.
 
 \b
-$ retrofit inspect resnet50 --to bnn
-$ retrofit convert resnet50 --to bnn --pretrained
-$ retrofit evaluate resnet50-bnn.safetensors --data-dir imagenet
+$ retrofit inspect resnet50 --to ln
+$ retrofit convert resnet50 --to ln --pretrained
+$ retrofit evaluate resnet50-ln.safetensors --data-dir imagenet
 """
 
 

@@ -54,6 +54,7 @@ _GROUPS = {
 }
 """The first option of each group of the help."""
 _METAVARS: dict[Any, str] = {float: "F", int: "N", str: "NAME", tuple: "F,F", list: "A,B,..."}
+_PATHS = {"data_dir": "DIR", "checkpoint": "FILE", "class_map": "FILE"}
 
 
 class _Grouped(click.Command):
@@ -82,7 +83,9 @@ def _settings(function: Any) -> Any:
         if field.annotation is bool:
             function = click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)(function)
         elif name != "model":
-            metavar = next((_METAVARS[kind] for kind in _kinds(field.annotation) if kind in _METAVARS), "VALUE")
+            kinds = list(_kinds(field.annotation))
+            metavar = _PATHS.get(name) or "|".join(kind for kind in kinds if isinstance(kind, str))
+            metavar = metavar or next(_METAVARS[kind] for kind in kinds if kind in _METAVARS)
             flags = [_SHORT[name], flag] if name in _SHORT else [flag]
             function = click.option(*flags, name, metavar=metavar, help=text)(function)
     return function

@@ -63,7 +63,7 @@ class Recipe(BaseModel):
 
     model: str | None = Field(None, description="Artifact or network to train.")
     pretrained: bool = Field(False, description="Fetch the library's weights, for a network that is no artifact.")
-    checkpoint: str | None = Field(None, description="Load .safetensors, .pth, .pt or .bin, likewise.")
+    checkpoint: str | None = Field(None, description="Load .safetensors, .pth, .pt or .bin, for a network that is no artifact.")
     match: Literal["name", "order"] | None = Field(None, description="Pair its tensors by name (default) or by order.")
 
     data_dir: str | None = Field(None, description="Folder or .tar with one folder a class; or a dataset's name.")
@@ -80,13 +80,13 @@ class Recipe(BaseModel):
     batch_size: Count = Field(64, description="Images a process and step.")
     grad_accum_steps: Count = Field(1, description="Batches a step.")
     epochs: Count = Field(10, description="Passes over the training images.")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Of everything random.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of every random choice.")
 
     opt: str = Field("adamw", description="timm's optimizer.")
     lr: Positive = Field(5e-4, description="Learning rate.")
     weight_decay: NotNegative = Field(0.05, description="Not for biases and norms, but for ProxyNorm's parameters.")
     decay_norms: bool = Field(False, description="Decay biases, gamma and beta too: everything that is trained.")
-    opt_eps: Positive | None = Field(None, description="Of the optimizer; timm's if left out.")
+    opt_eps: Positive | None = Field(None, description="The optimizer's eps; timm's if left out.")
     momentum: Fraction = Field(0.9, description="For optimizers that have one.")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
     clip_grad: NotNegative | None = Field(1.0, description="Largest norm of the gradient; 0: any.")
@@ -118,18 +118,18 @@ class Recipe(BaseModel):
     precise_bn: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Training images to estimate running statistics anew on before each validation."
     )
-    freeze: Literal["none", "all-but-norm"] = Field("none", description="What not to train.")
+    freeze: Literal["none", "all-but-norm"] = Field("none", description="What stays; all-but-norm trains the converted layers and the classifier alone.")
     sync_norm: bool = Field(False, description="Take batch statistics over all processes.")
 
     teacher: Literal["none", "source"] = Field("none", description="source: the network before its conversion teaches.")
-    distill_loss_weight: NotNegative = Field(1.0, description="Of the teacher's loss.")
-    task_loss_weight: NotNegative = Field(1.0, description="Of the labels' loss; 0 for images without labels.")
+    distill_loss_weight: NotNegative = Field(1.0, description="Weight of the teacher's loss.")
+    task_loss_weight: NotNegative = Field(1.0, description="Weight of the labels' loss; 0 for images without labels.")
     kd_temperature: Positive = Field(1.0, description="Softens teacher and student.")
 
     no_aug: bool = Field(False, description="No augmentation at all.")
     scale: Pair = Field((0.08, 1.0), description="Area of random crops.")
     ratio: Pair = Field((0.75, 4 / 3), description="Aspect ratio of random crops.")
-    train_interpolation: str = Field("random", description="Of random crops.")
+    train_interpolation: str = Field("random", description="Interpolation of random crops.")
     hflip: Fraction = Field(0.5, description="Probability of a horizontal flip.")
     color_jitter: NotNegative = Field(0.4, description="Strength of colour jitter.")
     aa: str | None = Field(None, description="AutoAugment policy (rand-m9-mstd0.5-inc1, ...).")
@@ -139,14 +139,14 @@ class Recipe(BaseModel):
     cutmix: NotNegative = Field(0.0, description="CutMix alpha.")
 
     model_ema: bool = Field(False, description="Keep an average of the weights; it is validated, and saved as best.")
-    model_ema_decay: Fraction = Field(0.9998, description="Of that average.")
+    model_ema_decay: Fraction = Field(0.9998, description="Decay of that average.")
 
     workers: Annotated[int, Field(ge=0, le=1024)] = Field(2, description="Processes that decode images.")
     device: str | None = Field(None, description="cpu, or an accelerator if there is one.")
     amp: bool = Field(False, description="Mixed precision.")
-    amp_dtype: Literal["float16", "bfloat16"] | None = Field(None, description="Of mixed precision (cpu: bfloat16).")
+    amp_dtype: Literal["float16", "bfloat16"] | None = Field(None, description="Data type of mixed precision (cpu: bfloat16).")
     channels_last: bool = Field(False, description="Use the channels-last memory format.")
-    checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between states; 0: at epochs' ends.")
+    checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Save the state every N steps; 0: after each epoch.")
     log_with: Annotated[list[str], BeforeValidator(_listed)] = Field([], description="Trackers of accelerate.")
 
     @model_validator(mode="before")
