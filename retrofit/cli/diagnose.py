@@ -27,9 +27,7 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @click.option("--images", type=click.IntRange(min=2), default=200, metavar="N", help="At most (default: 200).")
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
 @click.option("-b", "--batch-size", type=click.IntRange(min=2), default=6, metavar="N", help="Default: 6.")
-@click.option(
-    "--channels", type=click.IntRange(min=1), default=20, metavar="N", help="Channels plotted for each layer and batch (20)."
-)
+@click.option("--channels", type=click.IntRange(min=1), default=20, metavar="N", help="Channels a plot (20).")
 @options.device
 @click.option("--seed", type=int, default=0, metavar="N", help="Chooses channels, values and noise (default: 0).")
 @options.output("folder", "NAME-diagnosis", metavar="DIR")

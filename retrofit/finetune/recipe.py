@@ -63,7 +63,7 @@ class Recipe(BaseModel):
 
     model: str | None = Field(None, description="Artifact or network to train.")
     pretrained: bool = Field(False, description="Fetch the library's weights, for a network that is no artifact.")
-    checkpoint: str | None = Field(None, description="Load .safetensors, .pth, .pt or .bin, for a network that is no artifact.")
+    checkpoint: str | None = Field(None, description="Load .safetensors, .pth, .pt or .bin, for the same.")
     match: Literal["name", "order"] | None = Field(None, description="Pair its tensors by name (default) or by order.")
 
     data_dir: str | None = Field(None, description="Folder or .tar with one folder a class; or a dataset's name.")
@@ -118,7 +118,9 @@ class Recipe(BaseModel):
     precise_bn: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Training images to estimate running statistics anew on before each validation."
     )
-    freeze: Literal["none", "all-but-norm"] = Field("none", description="What stays; all-but-norm trains the converted layers and the classifier alone.")
+    freeze: Literal["none", "all-but-norm"] = Field(
+        "none", description="What stays; all-but-norm trains the converted layers and the classifier alone."
+    )
     sync_norm: bool = Field(False, description="Take batch statistics over all processes.")
 
     teacher: Literal["none", "source"] = Field("none", description="source: the network before its conversion teaches.")
@@ -144,9 +146,9 @@ class Recipe(BaseModel):
     workers: Annotated[int, Field(ge=0, le=1024)] = Field(2, description="Processes that decode images.")
     device: str | None = Field(None, description="cpu, or an accelerator if there is one.")
     amp: bool = Field(False, description="Mixed precision.")
-    amp_dtype: Literal["float16", "bfloat16"] | None = Field(None, description="Data type of mixed precision (cpu: bfloat16).")
+    amp_dtype: Literal["float16", "bfloat16"] | None = Field(None, description="Its data type (cpu: bfloat16).")
     channels_last: bool = Field(False, description="Use the channels-last memory format.")
-    checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Save the state every N steps; 0: after each epoch.")
+    checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between saved states; 0: an epoch.")
     log_with: Annotated[list[str], BeforeValidator(_listed)] = Field([], description="Trackers of accelerate.")
 
     @model_validator(mode="before")
