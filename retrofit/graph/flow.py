@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import fx, nn
@@ -46,6 +46,17 @@ def call_name(node: fx.Node) -> str:
     """The bare name of the function or method that a node calls, e.g. "add" for `operator.add`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return name.strip("_") + ("_" if name.endswith("_") and not name.startswith("_") else "")
+
+
+def reached(start: fx.Node, ahead: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """A node and all that is reached from it, in one direction."""
+    seen: set[fx.Node] = set()
+    left = [start]
+    while left:
+        if (node := left.pop()) not in seen:
+            seen.add(node)
+            left += ahead(node)
+    return seen
 
 
 class Flow:
@@ -141,14 +152,11 @@ class Flow:
 
     def _downstream(self, node: fx.Node, through: Collection[str] | None = None) -> set[fx.Node]:
         """The nodes that follow `node`, not going on past steps other than `through`."""
-        seen: set[fx.Node] = set()
-        ahead = self.consumers(node)
-        while ahead:
-            if (later := ahead.pop()) not in seen:
-                seen.add(later)
-                if through is None or self.steps[later] in through:
-                    ahead += self.consumers(later)
-        return seen
+
+        def ahead(step: fx.Node) -> list[fx.Node]:
+            return self.consumers(step) if through is None or step is node or self.steps[step] in through else []
+
+        return reached(node, ahead) - {node}
 
     def _step(self, node: fx.Node) -> str:
         if node.op == "call_module":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -86,20 +85,11 @@ class Sites:
         sites: One entry for each place that calls one of the norms asked for.
         unmatched: The activations that follow none of them, with the reason.
         uncovered: Names of the norms asked for that no trace shows, with the reason.
-        model: The model that was searched.
     """
 
     sites: list[Site]
     unmatched: list[UnmatchedActivation]
     uncovered: dict[str, str]
-    model: weakref.ref[nn.Module] | None = field(default=None, compare=False, repr=False)
-
-    def describe(self, model: nn.Module) -> bool:
-        """Whether `model` is the one that was searched, with the activations that it had."""
-        if self.model is None or self.model() is not model:
-            return False
-        acts = (site.activation for site in self.sites)
-        return all(act is None or act.kind == "call" or model.get_submodule(act.name) is act.module for act in acts)
 
 
 def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> Sites:
@@ -123,7 +113,6 @@ def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is
         sites=sorted(sites.values(), key=lambda site: (order.index(site.norm), site.place)),
         unmatched=[*search.unmatched(sites), *search.unseen()],
         uncovered={n: search.why_unseen(m) for m, n in search.names.items() if is_norm(m) and m not in covered},
-        model=weakref.ref(model),
     )
 
 
@@ -139,18 +128,15 @@ class _Search(Flows):
                 if (kind := flow.steps[node]) in ("norm", "activation"):
                     (self.norms if kind == "norm" else self.acts)[place].append((flow, node))
         self.calls = Counter(place.target for place in (*self.norms, *self.acts))  # from how many places
-        self.claimed: set[Place] = set()  # of the activations of sites
 
     def site(self, place: Place) -> Site:
-        """Describe a norm's call, and claim the activation that follows it."""
+        """Describe a norm's call, and the activation that follows it."""
         norm, steps = place.target, self.norms[place]
         name, act, reason, ends = self.names[norm], None, "", steps
         if (fused := _fused_activation(norm)) is None:
-            follower, reason = self._follower(place)
-            if follower is not None:
-                self.claimed.add(follower)
-                ends = [step for step in self.acts[follower] if _norm_before(*step) == place]
-                act = self._called(follower, None if ends == self.acts[follower] else self._selector(place, follower))
+            act, reason = self._following(place)
+            if act is not None and act.place is not None:
+                ends = [step for step in self.acts[act.place] if _norm_before(*step) == place]
         elif fused in self.activations:
             act = Activation("fused", f"{name}.act".lstrip("."), fused)
         else:
@@ -166,23 +152,24 @@ class _Search(Flows):
             in_squeeze_excite=any(flow.in_squeeze_excite(node) for flow, node in steps),
         )
 
-    def _called(self, place: Place, selector: tuple[str, str] | None) -> Activation:
-        flow, node = self.acts[place][0]
-        kind: Literal["module", "call"] = "module" if selector is None and self._is_own(place.target) else "call"
-        return Activation(kind, self._name(place), flow.activation(node), self.names[place.owner], place, selector)
-
-    def _follower(self, norm: Place) -> tuple[Place | None, str]:
+    def _following(self, norm: Place) -> tuple[Activation | None, str]:
         """The activation that directly follows a norm on every call, or why there is none."""
-        followers = {self._follower_of(*step) for step in self.norms[norm]}
+        followers = {self._follower(*step) for step in self.norms[norm]}
         if len(followers) > 1:
             return None, "followed by different layers on different calls"
         place, reason = followers.pop()
-        shared = place is not None and any(_norm_before(*step) != norm for step in self.acts[place])
-        if place is not None and shared and self._selector(norm, place) is None:
-            return None, "the call of its activation follows other layers too"
-        return place, reason
+        if place is None:
+            return None, reason
+        selector = None
+        if any(_norm_before(*step) != norm for step in self.acts[place]):
+            selector = self._selector(norm, place)
+            if selector is None:
+                return None, "the call of its activation follows other layers too"
+        flow, node = self.acts[place][0]
+        kind: Literal["module", "call"] = "module" if selector is None and self._is_own(place.target) else "call"
+        return Activation(kind, self._name(place), flow.activation(node), self.names[place.owner], place, selector), ""
 
-    def _follower_of(self, flow: Flow, node: fx.Node) -> tuple[Place | None, str]:
+    def _follower(self, flow: Flow, node: fx.Node) -> tuple[Place | None, str]:
         users = flow.after(node)
         if not users:
             return None, "output unused"
@@ -230,8 +217,9 @@ class _Search(Flows):
 
     def unmatched(self, sites: dict[Place, Site]) -> Iterator[UnmatchedActivation]:
         """The activations that traces show and no site claims."""
+        claimed = {site.activation.place for site in sites.values() if site.activation is not None}
         for place, steps in self.acts.items():
-            if place not in self.claimed:
+            if place not in claimed:
                 flow, node = steps[0]
                 kind = type(flow.activation(node)).__name__
                 yield UnmatchedActivation(self._name(place), kind, self._why_unmatched(flow, node, sites))

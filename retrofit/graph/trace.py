@@ -9,7 +9,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -92,11 +92,6 @@ class Tracer(fx.Tracer):
         self.others: list[tuple[bool, ...]] = []
         self.size: int | None = None
 
-    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace `root`, a module; see `fx.Tracer.trace`."""
-        with warnings.catch_warnings(action="ignore"):  # code under trace warns about proxies, not about the model
-            return super().trace(root, concrete_args)
-
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Wrap a node for the code under trace."""
         return _Value(node, self)
@@ -129,10 +124,10 @@ class Tracer(fx.Tracer):
         return node
 
     def _note(self, node: fx.Node, target: Any) -> None:
-        caller = _outside_machinery(sys._getframe(2))
-        frame = caller
-        while not isinstance(owner := _first_argument(frame), nn.Module):
-            frame = _outside_machinery(frame.f_back)
+        callers = _callers()
+        caller = next(callers)
+        arguments = map(_first_argument, chain([caller], callers))
+        owner = next(argument for argument in arguments if isinstance(argument, nn.Module))
         code: CodeType | None = caller.f_code
         at: tuple[int, int] | str
         if isinstance(owner, fx.GraphModule):
@@ -161,11 +156,13 @@ class Tracer(fx.Tracer):
         return functools.partial(root_fn, **bound.kwargs), list(bound.args)
 
 
-def _outside_machinery(frame: FrameType | None) -> FrameType:
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_MACHINERY):
+def _callers() -> Iterator[FrameType]:
+    """Yield the frames of the code under trace, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_MACHINERY):
+            yield frame
         frame = frame.f_back
-    assert frame is not None  # the code under trace
-    return frame
 
 
 def _first_argument(frame: FrameType) -> object:
@@ -185,7 +182,8 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Trac
     for _ in range(_PATHS):
         tracer = Tracer(is_leaf, pending.pop())
         try:
-            tracer.trace(module)
+            with warnings.catch_warnings(action="ignore"):  # code under trace warns about proxies, not about the model
+                tracer.trace(module)
         except Exception as error:
             if not tracer.conditions or not _is_refusal(error):
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,25 +11,12 @@ from torch import nn
 from retrofit.graph.rewrite import rewrite_problem
 from retrofit.graph.sites import Site, Sites, find_sites
 from retrofit.surgery.families import classify
-from retrofit.surgery.plan_and_report import EditRow, Plan
+from retrofit.surgery.plan_and_report import EditRow
 
 
 def sites_of(model: nn.Module, families: frozenset[str]) -> Sites:
     """Find the places that call the normalization layers of some families, and the activations behind them."""
     return find_sites(model, lambda module: getattr(classify("", module), "family", None) in families)
-
-
-def planned_sites(model: nn.Module, plan: Plan, families: frozenset[str]) -> Mapping[tuple[str, int], Site]:
-    """Return the sites that a plan is about, by what an `EditRow` says of its own: the norm, and the place of its call.
-
-    They are the plan's own, or found again in another model than it was made for.
-    """
-    if not any(row.kind == "activation" and row.status == "converted" for row in plan.edits):
-        return {}
-    sites = plan.sites
-    if sites is None or not sites.describe(model):
-        sites = sites_of(model, families)
-    return {(site.norm, site.place): site for site in sites.sites}
 
 
 def activation_problem(model: nn.Module, site: Site) -> str:

@@ -20,7 +20,7 @@ from retrofit.surgery.converter import converter_for
 from retrofit.surgery.execute import apply, strength_layers, unchanged_on_failure
 from retrofit.surgery.families import find_norms, functional_norms
 from retrofit.surgery.plan_and_report import Report
-from retrofit.surgery.planning import Patterns, plan
+from retrofit.surgery.planning import Patterns, plan_and_sites
 from retrofit.utils.batches import images_of
 from retrofit.utils.text import plural, shortlist
 
@@ -87,7 +87,7 @@ def convert(
         raise UsageError(f"`strength` must lie in [0, 1], not {strength}; 0 is the source network, 1 the target's")
     network = guards.network_in(model)
     images = None if options.get("calibrate") is None else list(images_of(options["calibrate"]))
-    decisions = plan(network, to, only=only, skip=skip, source=source, **{**options, "calibrate": images})
+    decisions, sites = plan_and_sites(network, to, only, skip, source, {**options, "calibrate": images})
     norms = {norm.name: norm for norm in find_norms(network)}
     earlier = strength_layers(network)
     notes = [*functional_norms(network), *_kept_strength(earlier)]
@@ -105,16 +105,18 @@ def convert(
                     "which nothing changes"
                 )
         predictions = None if images is None else Reference(network, [Call((batch,)) for batch in images])
-        converted, report = apply(decisions, network)
+        converted, report = apply(decisions, network, sites)
         if check:
             report = _checked(report, converted, reference, reason, converter.identity)
         new = [layer for layer in strength_layers(converted) if layer not in earlier]
         if predictions is not None:
-            _set(new, 1.0)
+            for layer in new:
+                layer.set_strength(1.0)
             share, count = predictions.compare(converted).top1_agreement, sum(predictions.batches)
             agreement = None if share is None else {"images": count, "same": round(share * count)}
             report = replace(report, agreement=agreement)
-        _set(new, strength or 0.0)
+        for layer in new:
+            layer.set_strength(strength or 0.0)
         if strength is not None and report.strength is not None:
             report = replace(report, strength=strength)
         if strength and check and reference is not None:
@@ -172,8 +174,3 @@ def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
         else f"{len(values)} layers converted before keep their"
     )
     return [f"{layers} strength, {span}; `strength` sets the new ones alone"]
-
-
-def _set(layers: Sequence[StrengthMixin], strength: float) -> None:
-    for layer in layers:
-        layer.set_strength(strength)

@@ -24,7 +24,7 @@ class Decisions:
     Attributes:
         layers: What becomes of each layer that it was asked about.
         edits: What becomes of the activations and convolutions around them.
-        sites: Where those are, for `Plan.sites`.
+        sites: Where those are, for `apply`.
     """
 
     layers: Sequence[LayerRow]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from retrofit.graph.flow import Flow, Flows
+from retrofit.graph.flow import Flow, Flows, reached
 from retrofit.layers import WeightStandardizedConv1d, WeightStandardizedConv2d, WeightStandardizedConv3d
 from retrofit.surgery.converter import adopt
 from retrofit.surgery.families import classify
@@ -128,21 +128,11 @@ def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
         return None
     if len(users) != 1 or steps != {"addition"}:
         return False
-    own, *others = sorted((_ahead(operand) for operand in users[0].all_input_nodes), key=lambda seen: conv not in seen)
+    branches = [reached(operand, lambda node: node.all_input_nodes) for operand in users[0].all_input_nodes]
+    own, *others = sorted(branches, key=lambda branch: conv not in branch)
     longest = max((_convolutions(flow, other - own) for other in others), default=0)
     length = _convolutions(flow, own.difference(*others))
     return None if length == longest else length > longest
-
-
-def _ahead(node: fx.Node) -> set[fx.Node]:
-    """Return a node and all that it is computed from."""
-    seen: set[fx.Node] = set()
-    left = [node]
-    while left:
-        if (one := left.pop()) not in seen:
-            seen.add(one)
-            left += one.all_input_nodes
-    return seen
 
 
 def _convolutions(flow: Flow, nodes: Collection[fx.Node]) -> int:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 
 from torch import fx, nn
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.graph.sites import Sites
 from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record
 from retrofit.surgery import guards
-from retrofit.surgery.activations import planned_sites
+from retrofit.surgery.activations import sites_of
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.plan_and_report import Plan, Report
@@ -22,7 +22,7 @@ from retrofit.utils.placement import device_of
 from retrofit.utils.text import plural
 
 
-def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
+def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.Module, Report]:
     """Execute `plan` on `model`, in place, and seed the layers that it converts at strength 0.
 
     Layers that were converted before keep their strength: the network is then its source as that stood.
@@ -33,6 +33,7 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     Args:
         plan: A plan made for this model or one of the same structure.
         model: The network to convert.
+        sites: Where the activations of the plan are, if they were found in this very model; else they are searched.
 
     Returns:
         The network to use (another object only if `model` itself is a normalization layer), and the report.
@@ -42,14 +43,16 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
             model as it was.
     """
     if (inner := guards.network_in(model)) is not model:
-        converted, report = apply(plan, inner)
+        converted, report = apply(plan, inner, sites)
         return model if converted is inner else converted, report
     converter = converter_for(plan.to)
     norms = {norm.name: norm for norm in find_norms(model)}
     _check_structure(plan, norms)
     params_before, record, device = _count_parameters(model), record_of(model), device_of(model)
     with unchanged_on_failure(model):
-        sites = planned_sites(model, plan, converter.sources)
+        if sites is None and plan.takes_activations:
+            sites = sites_of(model, converter.sources)
+        places = {(site.norm, site.place): site for site in sites.sites} if sites is not None else {}
         built: dict[nn.Module, nn.Module] = {}
         names: dict[nn.Module, str] = {}
         for row in plan.converted:
@@ -61,7 +64,10 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
                 own = next((tensor.device for tensor in tensors), device)
                 built[norm.module] = converter.build(norm.layer, row, own)
             names[norm.module] = row.name
-            model = _replace_layer(model, row.name, built[norm.module])
+            if row.name:
+                model.set_submodule(row.name, built[norm.module])
+            else:
+                model = built[norm.module]
         for module in model.modules():
             if isinstance(module, ProxyNorm) and module.norm in built:
                 module.follow(built[module.norm])
@@ -71,11 +77,11 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
                 f"gamma and beta of {plural(thawed, 'frozen layer')} were constants and are parameters now, which "
                 "train: build the optimizer after the conversion"
             )
-        notes += converter.finish(model, plan, sites)
+        notes += converter.finish(model, plan, places)
         notes += guards.refuse_fusing(model, set(built.values()))
         notes += guards.call_the_norms(model, set(built.values()))
         guards.refuse_calls(names)
-        set_record(model, **{**vars(record), "plans": (*record.plans, replace(plan, sites=None))})
+        set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, params_before, _count_parameters(model), strength, tuple(notes))
 
@@ -91,15 +97,6 @@ def _check_structure(plan: Plan, norms: dict[str, NormLayer]) -> None:
             f"{first!r} ({planned.get(first, 'absent')} in the plan, {actual.get(first, 'absent')} here); make a new "
             "plan"
         )
-
-
-def _replace_layer(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Put a layer in the place of the one of a name; return the network, which is the layer itself for the root."""
-    if not name:
-        return layer
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer)
-    return model
 
 
 def _count_parameters(model: nn.Module) -> int:

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrofit.graph.sites import Sites
 from retrofit.utils.text import ROOT, printable
 
 if TYPE_CHECKING:
@@ -81,23 +80,22 @@ class Plan:
         layers: One row for each name of each normalization layer, in the model's order.
         options: The arguments that made the plan, for the record.
         edits: What becomes of the activations and convolutions around the layers, for the targets that touch them.
-        sites: Where those are in the model that the plan was made for; None where that is not known.
     """
 
     to: str
     layers: tuple[LayerRow, ...]
     options: dict[str, Any] = field(default_factory=dict)
     edits: tuple[EditRow, ...] = ()
-    sites: Sites | None = field(default=None, compare=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy is not of the model that the plan was made for."""
-        return {**vars(self), "sites": None}
 
     @property
     def converted(self) -> list[LayerRow]:
         """The rows of the layers that are converted."""
         return [row for row in self.layers if row.status == "converted"]
+
+    @property
+    def takes_activations(self) -> bool:
+        """Whether an activation is converted."""
+        return any(row.kind == "activation" and row.status == "converted" for row in self.edits)
 
     @property
     def counts(self) -> dict[str, int]:

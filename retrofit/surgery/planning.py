@@ -11,6 +11,7 @@ from torch import nn
 
 from retrofit.conversion_options import OPTIONS, ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.graph.sites import Sites
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.families import FAMILIES, NormLayer, find_norms, functional_norms
 from retrofit.surgery.guards import network_in
@@ -51,7 +52,13 @@ def plan(
             not compile.
         RetrofitError: If a pattern matches no layer, or nothing would be converted.
     """
-    model = network_in(model)
+    return plan_and_sites(network_in(model), to, only, skip, source, options)[0]
+
+
+def plan_and_sites(
+    model: nn.Module, to: str, only: Patterns, skip: Patterns, source: Patterns, options: dict[str, Any]
+) -> tuple[Plan, Sites | None]:
+    """Return what `plan` does, and where the activations are that the plan is about."""
     converter = converter_for(to)
     if unknown := options.keys() - OPTIONS.keys():
         raise TypeError(f"plan() and convert() have no argument {', '.join(sorted(unknown))}; see help(retrofit.plan)")
@@ -69,15 +76,14 @@ def plan(
     layers = tuple(row for row in rows.values() if row is not None)
     patterns = {"only": [pattern.pattern for pattern in included], "skip": [pattern.pattern for pattern in excluded]}
     record = {**patterns, "source": sorted(families), **settled.record()}
-    result = Plan(to, layers, record, tuple(decisions.edits), decisions.sites)
+    result = Plan(to, layers, record, tuple(decisions.edits))
     if not result.converted:
         raise RetrofitError(_nothing_to_convert(model, families, norms, result))
-    edited = any(row.kind == "activation" and row.status == "converted" for row in result.edits)
-    if converter.takes_activations and not edited and (converter.identity or result.activations):
+    if converter.takes_activations and not result.takes_activations and (converter.identity or result.activations):
         plainer = to.removesuffix("-pn") if converter.identity else "gn"
         why = result.activations or "none follows a norm"
         raise RetrofitError(f"{to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them alone")
-    return result
+    return result, decisions.sites
 
 
 def _listed(patterns: Patterns) -> list[str]:

@@ -423,15 +423,18 @@ def cells() -> Iterator[Any]:
 
     Quick commands are tried at every strength. A slow one is tried at strength 0.5, where no layer has a simpler form,
     and for one target of each kind of layer (running statistics, statistics of the input, proxy normalization) at all.
-    Folding is tried where `exact`, which folds too, is not.
+    Folding is tried where `exact`, which folds too, is not. Without the slow tests every target is converted, and the
+    other quick commands are tried for those three.
     """
     for row in NETWORKS:
         for strength in (0.0,) if row in WITHOUT_STRENGTH else STRENGTHS:
             middle = strength == 0.5 or row in WITHOUT_STRENGTH
             for name in COMMANDS:
-                if name in SLOW and (middle or row in ("bnn", "lnn", "ln-pn")) == (name == "fold"):
+                of_a_kind = row in ("bnn", "lnn", "ln-pn")
+                if name in SLOW and (middle or of_a_kind) == (name == "fold"):
                     continue
-                marks = [] if name not in SLOW and (middle or row == "bnn") else [pytest.mark.slow]
+                default = middle and name not in SLOW and (of_a_kind or name == "convert")
+                marks = [] if default or (name, row) == ("convert", "bnn") else [pytest.mark.slow]
                 yield pytest.param(name, row, strength, id=f"{name}-{row}-{strength:g}", marks=marks)
 
 

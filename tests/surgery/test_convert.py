@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import retrofit
 from retrofit import RetrofitError
 from retrofit.surgery import apply, converter_for, execute, plan
 from retrofit.surgery.targets.batch_independent import BatchIndependentConverter
-from tests.surgery.networks import Shared, trained
+from tests.surgery.networks import Shared, mixed, trained
 
 
 class Net(nn.Sequential):
@@ -159,34 +158,24 @@ def test_what_is_no_network_is_refused(thing: Any) -> None:
         retrofit.convert(thing)
 
 
-ABLATIONS: dict[str, Any] = {"noise": 0.2, "noise_kind": "unscaled", "alpha": 0.5}
-
-
-def mixed() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), BatchNormAct2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8),
-        nn.Flatten(), nn.LayerNorm(8 * 4 * 4),
-    )  # fmt: skip
-
-
-def settings(layer: Any) -> dict[str, Any]:
-    return {"noise": layer.noise, "noise_kind": layer.noise_kind, "alpha": layer.alpha}
-
-
-def test_every_layer_gets_them() -> None:
-    model, report = retrofit.convert(mixed(), "normal", **ABLATIONS)
-    converted = [module for module in model.modules() if isinstance(module, retrofit.layers.NormalityMixin)]
-    assert len(converted) == 5
-    assert all(settings(layer) == ABLATIONS for layer in converted)
-    assert report.plan.options.items() >= ABLATIONS.items()
-
-
-@pytest.mark.parametrize(("asked", "noises"), [(None, [0.0] * 5), ("paper", [0.4, 0.4, 0.4, 0.4, 1.0])])
-def test_left_out_they_are_the_papers_but_for_the_noise(asked: str | None, noises: list[float]) -> None:
-    model, report = retrofit.convert(mixed(), "normal", noise=asked)
-    for row, noise in zip((1, 2, 3, 4, 6), noises, strict=True):
-        assert settings(model[row]) == {"noise": noise, "noise_kind": "scaled", "alpha": 1.0}
-    assert all(row.options == ({} if asked else {"noise": 0.0}) for row in report.plan.layers)
+@pytest.mark.parametrize(
+    ("options", "noises", "others"),
+    [
+        ({}, [0.0] * 4, ("scaled", 1.0)),
+        ({"noise": "paper"}, [0.4, 0.4, 0.4, 1.0], ("scaled", 1.0)),
+        ({"noise": 0.2, "noise_kind": "unscaled", "alpha": 0.5}, [0.2] * 4, ("unscaled", 0.5)),
+    ],
+)
+def test_every_layer_gets_the_options_or_the_papers_without_the_noise(
+    options: dict[str, Any], noises: list[float], others: tuple[str, float]
+) -> None:
+    model, report = retrofit.convert(mixed(), "normal", **options)
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, retrofit.layers.NormalityMixin)]
+    assert [layer.noise for layer in layers] == noises
+    assert all((layer.noise_kind, layer.alpha) == others for layer in layers)
+    settled = {"noise": 0.0} | {name: value for name, value in options.items() if value != "paper"}
+    assert all(row.options == ({} if options == {"noise": "paper"} else settled) for row in report.plan.layers)
+    assert report.plan.options.items() >= options.items()
 
 
 def test_an_attribute_of_the_source_becomes_no_option() -> None:

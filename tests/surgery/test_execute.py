@@ -8,23 +8,14 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import SyncBatchNormAct
 from torch import nn
 
 import retrofit
 from retrofit import RetrofitError, UsageError
 from retrofit.record import record_of
 from retrofit.surgery import Plan, apply, plan, set_strength, strength_of
-
-
-def mixed() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Sequential(nn.GroupNorm(2, 8), nn.InstanceNorm2d(8)),
-        nn.Flatten(2),
-        nn.LayerNorm(36),
-    )
+from tests.surgery.networks import mixed
 
 
 def statuses(made: Plan) -> dict[str, str]:
@@ -39,6 +30,17 @@ def test_each_target_converts_its_own_family(to: str, converted: set[str]) -> No
     made = plan(mixed(), to)
     assert {name for name, status in statuses(made).items() if status == "converted"} == converted
     assert all(row.reason for row in made.layers if row.status != "converted")
+
+
+@pytest.mark.parametrize("to", ["gn", "frozen", "dbn", "dbnn"])
+def test_layers_that_cannot_be_converted_are_reported(to: str) -> None:
+    without = nn.BatchNorm2d(8, track_running_stats=False)
+    model = nn.Sequential(nn.BatchNorm2d(8), without, nn.GroupNorm(2, 8), nn.SyncBatchNorm(8), SyncBatchNormAct(8))
+    rows = plan(model, to, source=["bn", "gn"]).layers
+    assert [row.status for row in rows[:3]] == ["converted", "unsupported", "unsupported"]
+    assert "tracks no running statistics" in rows[1].reason
+    assert "GroupNorm" in rows[2].reason
+    assert ["not synchronized" in row.reason for row in rows[3:]] == [to in ("dbn", "dbnn")] * 2
 
 
 @pytest.mark.parametrize("to", ["normal", "gn", "frozen"])

@@ -135,13 +135,6 @@ def test_auto_groups_follow_the_data() -> None:
     assert re.fullmatch(r"with 1 group its output changes by \d+%", settled.reason)
 
 
-def test_layers_that_cannot_migrate_are_reported() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(8, track_running_stats=False), nn.GroupNorm(2, 8))
-    rows = {row.name: row for row in plan(model, "gn", source=["bn", "gn"]).layers}
-    assert [rows[name].status for name in "012"] == ["converted", "unsupported", "unsupported"]
-    assert "running statistics" in rows["1"].reason
-
-
 def test_paper_mode_for_training_from_scratch() -> None:
     model, report = retrofit.convert(timm.create_model("efficientnet_b0"), "gn-pn", pn_restore=False)
     assert all(p.restore_shift is None and p.proxy_bias is not None for p in proxies(model))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.layers import SyncBatchNormAct
 from torch import nn
 
 import retrofit
@@ -49,15 +48,3 @@ def test_group_sizes_and_their_reasons() -> None:
     rows = plan(model, "dbn", group_size=4).layers
     assert [row.options["group_size"] for row in rows] == [4, 4, 1, 1]
     assert [bool(row.reason) for row in rows] == [False, False, True, True]
-
-
-@pytest.mark.parametrize("to", ["dbn", "dbnn"])
-def test_layers_that_cannot_whiten_are_reported(to: str) -> None:
-    model = nn.Sequential(
-        nn.BatchNorm2d(8), nn.BatchNorm2d(8, track_running_stats=False), nn.SyncBatchNorm(8), SyncBatchNormAct(8)
-    ).append(nn.GroupNorm(2, 8))
-    rows = plan(model, to, source=["bn", "gn"]).layers
-    assert [row.status for row in rows] == ["converted", *["unsupported"] * 4]
-    assert "running statistics" in rows[1].reason
-    assert all("not synchronized" in row.reason for row in rows[2:4])
-    assert "GroupNorm" in rows[4].reason
