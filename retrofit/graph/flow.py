@@ -76,8 +76,7 @@ class Flow:
         self.places, self.variables, self.size = trace.places, trace.variables, trace.size
         self.name = flows.names[self.module]
         self._flows = flows
-        by_name = dict(self.module.named_modules(remove_duplicate=False))
-        self.modules = {node: by_name[node.target] for node in self.graph.nodes if node.op == "call_module"}
+        self.modules = {node: place.target for node, place in self.places.items() if node.op == "call_module"}
         self.steps = {node: self._step(node) for node in self.graph.nodes}
 
     def consumers(self, node: fx.Node) -> list[fx.Node]:
@@ -252,7 +251,7 @@ class Flows:
         if module not in self.traceable or module in self._traces:
             return
         self._traces[module] = []
-        called: list[nn.Module] = []
+        called: list[Any] = []
         for training in (False, True):
             module.train(training)
             try:
@@ -262,7 +261,6 @@ class Flows:
                 called += module.children()
             else:
                 self._traces[module] += [(training, path) for path in paths]
-                nodes = (node for path in paths for node in path.graph.nodes if node.op == "call_module")
-                called += [module.get_submodule(node.target) for node in nodes]
+                called += [place.target for path in paths for place in path.places.values()]
         for part in called:
             self._cover(part)

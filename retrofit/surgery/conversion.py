@@ -168,9 +168,7 @@ def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
     if not values:
         return []
     span = f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
-    layers = (
-        "1 layer converted before keeps its"
-        if len(values) == 1
-        else f"{len(values)} layers converted before keep their"
-    )
-    return [f"{layers} strength, {span}; `strength` sets the new ones alone"]
+    keep = "keeps its" if len(values) == 1 else "keep their"
+    return [
+        f"{plural(len(values), 'layer')} converted before {keep} strength, {span}; `strength` sets the new ones alone"
+    ]
