@@ -56,7 +56,7 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
 
     Args:
         model: The model that `find_sites` searched; changed in place.
-        site: One with an activation that is no part of its norm.
+        site: One with an activation.
         module: What to call instead, with the activation's input as its one argument.
         suffix: Ends the name of a new child, which begins as the norm's.
 
@@ -67,6 +67,9 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
     assert act is not None
     if act.kind == "module":
         replace_module(model, act.name, module)
+        return
+    if act.kind == "fused":
+        model.set_submodule(act.name, module)
         return
     child = f"{site.norm.removeprefix(f'{act.owner}.').replace('.', '_')}_{suffix}"
     if site.places > 1:

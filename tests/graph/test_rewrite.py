@@ -46,12 +46,8 @@ def wrap(model: nn.Module) -> int:
     sites = direct(model)
     for site in sites:
         assert site.activation is not None
-        wrapped = blocks.Wrapped(site.activation.module)
-        if site.activation.kind == "fused":
-            model.get_submodule(site.norm).act = wrapped
-        else:
-            assert not problem(model, site)
-            replace_activation(model, site, wrapped, "act")
+        assert not problem(model, site)
+        replace_activation(model, site, blocks.Wrapped(site.activation.module), "act")
     return len(sites)
 
 

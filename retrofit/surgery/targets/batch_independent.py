@@ -169,10 +169,7 @@ def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm
     placed = {"device": device_of(model)} if like is None else {"device": like.device, "dtype": like.dtype}
     proxied = ProxyNorm(act.module, norm.num_channels, norm=norm, **row.options, strength=0.0, **placed)
     proxied.train(norm.training)
-    if act.kind == "fused":
-        norm.act = proxied
-    else:
-        replace_activation(model, site, proxied, "proxy")
+    replace_activation(model, site, proxied, "proxy")
     return proxied
 
 
