@@ -215,7 +215,7 @@ class Flows:
     Attributes:
         names: The model's name for each of its modules.
         activations: The modules that are activations.
-        flows: Every path of every traced module; a call belongs to one module's paths.
+        flows: Every path of every traced module, those of evaluation first.
         failures: The modules that could not be traced, with the reason in one line.
         inside: What each module holds, itself included.
         traceable: The modules that hold one of the norms asked for.
@@ -232,11 +232,11 @@ class Flows:
         norms = set(filter(is_norm, self.names))
         self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
         self.traceable = {module for module in self.names if self.inside[module] & norms} - norms
-        self._traces: dict[nn.Module, list[tuple[bool, Tracer]]] = {}
+        self._covered: set[nn.Module] = set()
+        self._traces: dict[bool, list[Tracer]] = {False: [], True: []}
         with untouched(model):
             self._cover(model)
-        traces = sorted((trace for traces in self._traces.values() for trace in traces), key=lambda trace: trace[0])
-        self.flows = [Flow(trace, self) for _, trace in traces]
+        self.flows = [Flow(trace, self) for traces in self._traces.values() for trace in traces]
         self.counts = Counter(module for flow in self.flows for module in flow.modules.values())
         # Nodes without users come from those who look at a module while it is traced (`is_norm` does).
         self.read = {
@@ -248,9 +248,9 @@ class Flows:
 
     def _cover(self, module: nn.Module) -> None:
         """Trace a module in both modes, and what it calls; its children where it cannot be traced."""
-        if module not in self.traceable or module in self._traces:
+        if module not in self.traceable or module in self._covered:
             return
-        self._traces[module] = []
+        self._covered.add(module)
         called: list[Any] = []
         for training in (False, True):
             module.train(training)
@@ -260,7 +260,7 @@ class Flows:
                 self.failures.setdefault(module, with_class(error).split(". ")[0])
                 called += module.children()
             else:
-                self._traces[module] += [(training, path) for path in paths]
+                self._traces[training] += paths
                 called += [place.target for path in paths for place in path.places.values()]
         for part in called:
             self._cover(part)
