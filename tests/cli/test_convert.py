@@ -31,13 +31,15 @@ def test_what_people_read(run: Run) -> None:
     assert lines[0].startswith("weights: RANDOM (pass --pretrained")
     assert re.search(r"BatchNorm2d +BatchNormalNorm2d", result.stderr)
     assert "'layer[1]'" in result.stderr  # brackets are not markup
+    assert "\x1b" not in result.stderr
     assert "check passed: largest difference" in result.stderr
     assert lines[-2].startswith("wrote test_resnet-bnn.safetensors (")
     assert lines[-1] == "next: retrofit evaluate test_resnet-bnn.safetensors --data-dir DIR"
 
 
-def test_what_programs_read(run: Run, here: Path) -> None:
+def test_what_programs_read(run: Run, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     values = answer(run("convert", *BNN, "--skip", "^bn1$", "-o", "a.safetensors", "--json"))
+    assert capfd.readouterr().out == ""  # nor has anything been written past Python
     assert set(values) >= SETTLED
     assert (values["schema"], values["model"], values["library"], values["to"]) == (1, "test_resnet", "timm", "bnn")
     assert values["weights"] == {"kind": "random", "from": None}

@@ -17,15 +17,6 @@ RETROFIT = [sys.executable, "-m", "retrofit"]
 CONVERT = [*RETROFIT, "convert", "test_resnet", "--to", "bnn"]
 
 
-def test_stdout_is_json_alone_and_progress_needs_a_terminal(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = [*CONVERT, "--json"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith('{"schema": 1')
-    assert done.stdout.count("\n") == 1
-    assert "\x1b" not in done.stderr
-    assert os.listdir(tmp_path) == ["test_resnet-bnn.safetensors"]
-
-
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
     words = [*RETROFIT, "convert", "resnet152", "--to", "bnn"]
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
