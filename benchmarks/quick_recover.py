@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import yaml
+from timm.utils import random_seed
 
 from retrofit.evaluation.accuracy import evaluate
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_callback import RunCallback
-from retrofit.finetune.run_state import seed_everything
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network, open_model
 from retrofit.surgery import convert, set_strength
@@ -68,7 +68,7 @@ def distilled(images: str | Path, seed: int, args: argparse.Namespace) -> tuple[
     """Distil a converted network on some images; return it and the minutes that took."""
     recipe = settings(args, str(images), seed)
     began = time.monotonic()
-    seed_everything(seed)
+    random_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         finetune(converted(args), recipe, Path(folder), callback=Printing())
         minutes = (time.monotonic() - began) / 60

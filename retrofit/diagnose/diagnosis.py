@@ -125,19 +125,6 @@ class Diagnosis:
         }
 
 
-class Unlabelled(Sequence[Batch]):
-    """Batches whose labels mean nothing for the network."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._batches[index][0], None
-
-
 def labelled_batches(network: Network, data: ImageData, images: int, batch_size: int) -> Sequence[Batch]:
     """Return some images of a set as batches, with labels if these are known to be the network's outputs.
 
@@ -148,25 +135,12 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
         batch_size: Images in a batch.
     """
     batches = SampledBatches(data, network.preprocess, images, batch_size)
-    if data.matched != "order":
-        return batches
-    with evaluating(network.model):
-        scores = network.model(batches[0][0][:1].to(device_of(network.model)))
-    outputs = scores.shape[1] if isinstance(scores, Tensor) and scores.ndim == 2 else None
-    known = data.classes is not None and not data.doubt(outputs, network.labels)
-    return batches if known else Unlabelled(batches)
-
-
-class _Placed(Unlabelled):
-    """Batches that are moved to a device when they are read."""
-
-    def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
-        super().__init__(batches)
-        self._device = device
-
-    def __getitem__(self, index: Any) -> Any:
-        pixels, labels = self._batches[index]
-        return pixels.to(self._device), labels
+    if data.matched == "order":
+        with evaluating(network.model):
+            scores = network.model(batches[0][0][:1].to(device_of(network.model)))
+        outputs = scores.shape[1] if isinstance(scores, Tensor) and scores.ndim == 2 else None
+        batches.labelled = data.classes is not None and not data.doubt(outputs, network.labels)
+    return batches
 
 
 def diagnose(
@@ -197,8 +171,13 @@ def diagnose(
         )
     if not len(batches):
         raise RetrofitError("there are no images to measure on; give some")
-    batches = _Placed(batches, device_of(model))
-    first, _ = batches[0]
+    device = device_of(model)
+    first = batches[0][0].to(device)
+
+    def passed_over(what: str) -> Iterator[Batch]:
+        for pixels, labels in _reported(what, batches, progress):
+            yield pixels.to(device), labels
+
     with evaluating(model):
         apart = without_image_rows(model, [probe.layer for probe in every_probe], first[:1])
         rowless = [probe.name for probe in every_probe if probe.layer in apart]
@@ -212,7 +191,7 @@ def diagnose(
         _follow_activations(model, observers)
         images, clean = 0, []
         with hooked(observer.attach() for observer in observers):
-            for pixels, _ in _reported("layers", batches, progress):
+            for pixels, _ in passed_over("layers"):
                 scores = model(pixels)
                 if isinstance(scores, Tensor) and scores.ndim == 2:
                     if not scores.isfinite().all():
@@ -229,17 +208,16 @@ def diagnose(
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
         few = min(len(batches), -(-_NOISE_IMAGES // len(first)))
-        pixels = torch.cat([batches[number][0] for number in range(few)])[:_NOISE_IMAGES]
+        pixels = torch.cat([batches[number][0] for number in range(few)])[:_NOISE_IMAGES].to(device)
         noise = []
         for source in _reported("noise", sources, progress):
             generator = torch.Generator().manual_seed(options.seed)
             noise.append(attenuation(model, live, source, pixels, INJECTED, generator))
         answers, attacked = [], None
         if clean:
-            noisy = _reported("input noise", batches, progress)
-            answers = input_noise(model, noisy, clean, NOISE_LEVELS, options.seed)
+            answers = input_noise(model, passed_over("input noise"), clean, NOISE_LEVELS, options.seed)
         if clean and options.attack is not None:
-            attacked = under_attack(model, _reported("attack", batches, progress), clean, options.attack)
+            attacked = under_attack(model, passed_over("attack"), clean, options.attack)
     left = tuple(followed for followed in noise if followed.errors)
     return Diagnosis(images, tuple(layers), left, tuple(answers), (*unmeasured(model), *rowless), attacked)
 

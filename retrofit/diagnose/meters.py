@@ -12,6 +12,7 @@ but its powers are moments about zero, in which a constant counts as explained; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,17 +43,15 @@ class _Meter:
 
     def __init__(self) -> None:
         self._images = 0
-        self._sums: Tensor | None = None
+        self._sums: Any = 0
 
     def _add(self, moments: list[Tensor]) -> None:
         """Add moments of shape (N, C) each."""
-        sums = torch.stack(moments).sum(1)
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._sums = self._sums + torch.stack(moments).sum(1)
         self._images += len(moments[0])
 
-    def _means(self) -> Tensor:
-        if self._sums is None:
-            raise ValueError("no images were measured")
+    def _means(self) -> Any:
+        """Return their means over the images, (numbers, C)."""
         return self._sums / self._images
 
 
@@ -67,7 +66,7 @@ class PowerMeter(_Meter):
         self._add([mean, mean.square(), std, std.square()])
 
     def result(self) -> Power:
-        """Return the shares over all images; raise ValueError if there were none."""
+        """Return the shares over all images."""
         mean, square, std, variance = self._means()
         terms = torch.stack([mean.square(), square - mean.square(), std.square(), variance - std.square()]).clamp_min(0)
         power, tiny = terms.sum(0), torch.finfo(terms.dtype).tiny
@@ -88,11 +87,7 @@ class LinearityMeter(_Meter):
         self._add([a, b, aa + a * a, bb + b * b, ab + a * b])
 
     def result(self) -> float:
-        """Return the mean over channels; one whose output does not vary counts as linear.
-
-        Raises:
-            ValueError: If nothing was measured.
-        """
+        """Return the mean over channels; one whose output does not vary counts as linear."""
         a, b, aa, bb, ab = self._means()
         var_a, var_b = (aa - a * a).clamp_min(0), (bb - b * b).clamp_min(0)
         share = (ab - a * b).square() / (var_a * var_b).clamp_min(torch.finfo(var_a.dtype).tiny)

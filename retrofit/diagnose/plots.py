@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from matplotlib import rc_context
@@ -168,22 +170,21 @@ def _power(figure: Figure, networks: Networks) -> None:
     _legend(figure, column[0])
 
 
-def _channels(figure: Figure, networks: Networks) -> None:
-    balance, linearity = figure.subplots(2, 1)
-    _lines(balance, networks, lambda layer: layer.power.balance)
-    _lines(linearity, networks, lambda layer: layer.linearity)
-    balance.set(title="channel balance", ylim=(0, 1.02))
-    linearity.set(title="linearity of the activation", ylim=(0, 1.02))
-    _legend(figure, balance)
+def _panels(figure: Figure, networks: Networks, titles: Mapping[str, str], **settings: Any) -> None:
+    """Draw figures of the layers, by attribute and title, one below the other."""
+    column = figure.subplots(len(titles), 1)
+    for axes, (attribute, title) in zip(column, titles.items(), strict=True):
+        _lines(axes, networks, attrgetter(attribute))
+        axes.set(title=title, **settings)
+    _legend(figure, column[0])
 
 
-def _independence(figure: Figure, networks: Networks) -> None:
-    joint, dependence = figure.subplots(2, 1)
-    _lines(joint, networks, lambda layer: layer.henze_zirkler)
-    _lines(dependence, networks, lambda layer: layer.dependence)
-    joint.set_title("Henze-Zirkler statistic")
-    dependence.set_title("adjusted mutual information")
-    _legend(figure, joint)
+_channels = partial(
+    _panels, titles={"power.balance": "channel balance", "linearity": "linearity of the activation"}, ylim=(0, 1.02)
+)
+_independence = partial(
+    _panels, titles={"henze_zirkler": "Henze-Zirkler statistic", "dependence": "adjusted mutual information"}
+)
 
 
 def _noise(figure: Figure, networks: Networks) -> None:

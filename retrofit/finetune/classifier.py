@@ -38,9 +38,11 @@ def fit_network(
         raise RetrofitError(
             f"{name} of {network.source} holds NaN or infinity before the first step; train from other weights"
         )
-    built_for = network.preprocess.input_size
-    network = with_images(network, recipe.img_size, recipe.crop_pct)
-    check_images(network, built_for)
+    former = network.preprocess
+    channels, *sides = former.input_size
+    size = (channels, *([recipe.img_size] * 2 if recipe.img_size else sides))
+    set_record(network.model, preprocess=replace(former, input_size=size, crop_pct=recipe.crop_pct or former.crop_pct))
+    check_images(network, former.input_size)
     present = outputs_of(network.model)
     outputs = recipe.num_classes or images.outputs or present
     new_tensors: tuple[str, ...] = ()
@@ -64,17 +66,6 @@ def fit_network(
     if images.names is not None:  # where outputs are left over, the network's own names are none of theirs
         set_record(network.model, labels=list(images.names) if len(images.names) == outputs else None)
     return network, new_tensors
-
-
-def with_images(network: Network, img_size: int | None, crop_pct: float | None) -> Network:
-    """Return the network with another size of its images, or crop, for validation and for its artifact."""
-    preprocess = network.preprocess
-    if img_size is not None:
-        preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
-    if crop_pct is not None:
-        preprocess = replace(preprocess, crop_pct=crop_pct)
-    set_record(network.model, preprocess=preprocess)
-    return network
 
 
 def check_images(network: Network, built_for: tuple[int, int, int]) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from timm.utils import random_seed
+
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import Run
 from retrofit.finetune.run_callback import Result, RunCallback
-from retrofit.finetune.run_state import START, load_state, owned, seed_everything
+from retrofit.finetune.run_state import START, load_state, owned
 from retrofit.finetune.setup import make_accelerator
 from retrofit.networks.manifest import artifact_path
 from retrofit.networks.models import Network, open_model
@@ -70,7 +72,7 @@ def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
     """
     if recipe.model is None:
         raise UsageError("there is no network to train; give MODEL, an artifact or a network's name")
-    seed_everything(recipe.seed)
+    random_seed(recipe.seed)
     return open_model(
         recipe.model,
         pretrained=recipe.pretrained,

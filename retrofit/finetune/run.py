@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from timm.data import create_transform
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, random_seed
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
@@ -35,7 +35,6 @@ from retrofit.finetune.run_state import (
     load_state,
     random_state,
     save_state,
-    seed_everything,
     set_random_state,
 )
 from retrofit.finetune.running_statistics import recentre, update_bn
@@ -70,7 +69,7 @@ class Run:
         self.recipe, self.folder, self.accelerator, self.callback = recipe, folder, accelerator, callback
         self.device = accelerator.device
         self.position = Position()
-        seed_everything(recipe.seed)
+        random_seed(recipe.seed)
 
         images = open_data(recipe, network.labels, network.preprocess.input_size[0])
         for note in images.notes:
@@ -164,7 +163,7 @@ class Run:
             self.recipe.save(self.folder / RECIPE)
             self._write_artifact(self.model, self.folder / START, self.network.weights)
         self.callback.started(self.folder)
-        seed_everything(self.recipe.seed + self.accelerator.process_index)
+        random_seed(self.recipe.seed, self.accelerator.process_index)
         self.checkpoint()
 
     def restore(self, state: dict[str, Any]) -> None:

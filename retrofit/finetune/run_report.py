@@ -75,11 +75,9 @@ def plot_lambdas(path: Path, values: dict[str, Tensor]) -> None:
 
 
 def _figure(rows: int, width: float = 7.0, height: float = 5.0) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
 
 

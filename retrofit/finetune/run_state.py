@@ -156,10 +156,3 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

@@ -331,10 +331,10 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
     return outputs
 
 
-class SampledBatches(Sequence[tuple[Tensor, Tensor]]):
+class SampledBatches(Sequence[tuple[Tensor, "Tensor | None"]]):
     """Some images of a set, spread evenly over it, as batches that are read when they are asked for.
 
-    Each is (pixels, targets): (N, C, H, W), as a model takes them, and (N,).
+    Each is (pixels, targets): (N, C, H, W), as a model takes them, and (N,); no targets unless `labelled`.
 
     Args:
         data: From `open_images`; its transform is set.
@@ -348,6 +348,7 @@ class SampledBatches(Sequence[tuple[Tensor, Tensor]]):
         self._images = data.images
         self._images.transform = create_transform(**preprocess.to_dict())
         self._batch_size = batch_size
+        self.labelled = True
         self._count = min(images, len(data.images))
 
     def __len__(self) -> int:
@@ -362,7 +363,7 @@ class SampledBatches(Sequence[tuple[Tensor, Tensor]]):
         if unread := [target for _, target in samples if target < 0]:
             raise RetrofitError(f"cannot read {self._images.unreadable(unread[0])}; remove it")
         pixels, targets = zip(*samples, strict=True)
-        return torch.stack(pixels), torch.tensor(targets, device="cpu")
+        return torch.stack(pixels), torch.tensor(targets, device="cpu") if self.labelled else None
 
 
 def sample_batches(

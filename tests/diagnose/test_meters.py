@@ -55,9 +55,3 @@ def test_linearity_is_the_squared_correlation() -> None:
     pairs = [torch.corrcoef(torch.stack([x[:, c].flatten(), z[:, c].flatten()]).double())[0, 1] for c in range(4)]
     assert whole.result() == pytest.approx(float(torch.stack(pairs).square().mean()), rel=1e-5)
     assert parts.result() == pytest.approx(whole.result(), rel=1e-9)
-
-
-@pytest.mark.parametrize("meter", [PowerMeter(), LinearityMeter()])
-def test_nothing_measured(meter: PowerMeter | LinearityMeter) -> None:
-    with pytest.raises(ValueError, match="no images"):
-        meter.result()
