@@ -9,7 +9,7 @@ from torchvision.models import get_model_weights
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.finetune.classifier import outputs_of, with_classes, with_images
+from retrofit.finetune.classifier import outputs_of, with_classes
 from retrofit.networks.library import build
 from retrofit.networks.models import Network, open_model
 from retrofit.record import ModelSource, record_of, set_record
@@ -62,13 +62,10 @@ def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() 
         with_classes(network, 7)
 
 
-def test_outputs_without_a_word_from_the_model_and_other_images() -> None:
+def test_outputs_without_a_word_from_the_model() -> None:
     assert outputs_of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))) == 5
     assert outputs_of(nn.Sequential(nn.Conv2d(3, 6, 1))) == 6
     assert outputs_of(nn.ReLU()) is None
-    network = with_images(open_model("test_resnet"), 48, 0.9)
-    assert (network.preprocess.input_size, network.preprocess.crop_pct) == ((3, 48, 48), 0.9)
-    assert with_images(network, None, None).preprocess == network.preprocess
 
 
 def test_a_network_whose_classifier_cannot_be_told() -> None:

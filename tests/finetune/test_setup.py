@@ -53,31 +53,6 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
         check_images(network, (3, 16, 16))
 
 
-@pytest.mark.parametrize(
-    ("labels", "classes", "expected"),
-    [
-        (["cat", "dog", "bee", "ant"], 4, ["cat", "dog", "bee", "ant"]),
-        (["w", "x", "y", "z"], 4, None),
-        (["x", "y", "z"], None, ["ant", "bee", "cat"]),
-        (["w", "x", "y", "z"], 5, None),
-    ],
-    ids=str,
-)
-def test_outputs_are_called_as_the_data_trains_them(
-    labels: list[str], classes: int | None, expected: list[str] | None, pictures: Path
-) -> None:
-    network = open_model("test_resnet", num_classes=len(labels), img_size=16)
-    set_record(network.model, labels=labels)
-    recipe = Recipe(data_dir=str(pictures), num_classes=classes)
-    images = open_data(recipe, labels, 3)
-    network, _ = fit_network(network, images, recipe, lambda note: None)
-    assert network.labels == expected
-    if expected is not None:
-        images.train.images.transform = np.asarray
-        for pixels, target in (images.train.images[number] for number in range(len(images.train.images))):
-            assert expected[target] == ("ant", "bee", "cat")[pixels[0, 0].argmax()]
-
-
 @pytest.mark.parametrize("name", ["layer1.0.bn1.running_lambda", "layer2.0.bn2.running_var", "fc.weight"])
 def test_a_network_that_is_not_finite_is_refused(name: str, pictures: Path) -> None:
     network, recipe = small_network(), Recipe(data_dir=str(pictures))
@@ -88,25 +63,29 @@ def test_a_network_that_is_not_finite_is_refused(name: str, pictures: Path) -> N
 
 
 DISTILLED = {"teacher": "source"}
+SORTED = ["ant", "bee", "cat"]
 
 
 @pytest.mark.parametrize(
-    ("labels", "settings", "said"),
+    ("labels", "settings", "said", "expected"),
     [
-        (["x", "y", "z"], {}, "note"),
-        (["x", "y", "z"], DISTILLED, "error"),
-        (["x", "y", "z"], {**DISTILLED, "task_loss_weight": 0}, ""),
-        (["x", "y", "z"], {**DISTILLED, "class_map": "map.txt"}, ""),
-        (["cat", "bee", "ant"], DISTILLED, ""),
-        (["w", "x", "y", "z"], {}, ""),  # the classifier is new
-        (["w", "x", "y", "z"], {"num_classes": 4}, "note"),
+        (["x", "y", "z"], {}, "note", SORTED),
+        (["x", "y", "z"], DISTILLED, "error", None),
+        (["x", "y", "z"], {**DISTILLED, "task_loss_weight": 0}, "", ["x", "y", "z"]),
+        (["x", "y", "z"], {**DISTILLED, "class_map": "map.txt"}, "", SORTED),
+        (["cat", "bee", "ant"], DISTILLED, "", ["cat", "bee", "ant"]),
+        (["w", "x", "y", "z"], {}, "", SORTED),  # the classifier is new
+        (["w", "x", "y", "z"], {"num_classes": 4}, "note", None),
+        (["w", "x", "y", "z"], {"num_classes": 5}, "", None),
+        (["cat", "dog", "bee", "ant"], {"num_classes": 4}, "", ["cat", "dog", "bee", "ant"]),
     ],
     ids=str,
 )
-def test_classes_taken_for_outputs_by_order_are_said(
+def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guessed_is_said(
     labels: list[str],
     settings: dict[str, Any],
     said: str,
+    expected: list[str] | None,
     pictures: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -122,10 +101,21 @@ def test_classes_taken_for_outputs_by_order_are_said(
         with pytest.raises(RetrofitError, match=rf"{unlike}.*; give `class_map`, .*: `task_loss_weight=0`"):
             fit_network(network, images, recipe, notes.append)
         return
-    fit_network(network, images, recipe, notes.append)
+    network, _ = fit_network(network, images, recipe, notes.append)
     found = [note for note in notes if "new classifier" not in note]
     assert len(found) == bool(said), notes
     assert all(re.match(rf"{unlike}.*if that is wrong, give `class_map`", note) for note in found)
+    assert network.labels == expected
+    if recipe.labelled and expected is not None:
+        images.train.images.transform = np.asarray
+        for pixels, target in (images.train.images[number] for number in range(len(images.train.images))):
+            assert expected[target] == SORTED[pixels[0, 0].argmax()]
+
+
+def test_a_network_gets_the_recipes_images(pictures: Path) -> None:
+    network, recipe = small_network(), Recipe(data_dir=str(pictures), img_size=48, crop_pct=0.9)
+    network, _ = fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
+    assert (network.preprocess.input_size, network.preprocess.crop_pct) == ((3, 48, 48), 0.9)
 
 
 @pytest.mark.parametrize(
