@@ -24,8 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def measure(data_dir: Path, model: nn.Module | None = None, **options: Any) -> Any:
-    settings = {name: options.pop(name) for name in ("class_map", "labels", "split") if name in options}
-    data = open_images(data_dir, **settings)
+    data = open_images(data_dir, class_map=options.pop("class_map", None))
     return evaluate(model or Colours(), data, PLAIN, **{"workers": 0, "batch_size": 5, **options})
 
 
@@ -44,21 +43,10 @@ def test_counts_of_a_folder(folder: Path, batch_size: int, workers: int) -> None
     assert result.loss == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_a_split_is_a_subfolder(tmp_path: Path) -> None:
-    write_folder(tmp_path / "data" / "val", wrong=0)
-    write_folder(tmp_path / "data" / "train", wrong=2)
-    assert measure(tmp_path / "data").correct1 == 12
-    assert measure(tmp_path / "data", split="train").correct1 == 10
-
-
-@pytest.mark.parametrize("way", ["class_map", "labels"])
-def test_classes_find_their_outputs(folder: Path, tmp_path: Path, way: str) -> None:
-    classes = ["cat", "dog", "ant", "elk", "bee"]
-    (tmp_path / "map.txt").write_text("\n".join(classes))
-    given = {"class_map": tmp_path / "map.txt"} if way == "class_map" else {"labels": classes}
+def test_classes_find_their_outputs(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.txt").write_text("cat\ndog\nant\nelk\nbee")
     model = Colours(5, places=(2, 4, 0))
-    assert measure(folder, model, **given).correct1 == 10
-    assert open_images(folder, **given).outputs == 5
+    assert measure(folder, model, class_map=tmp_path / "map.txt").correct1 == 10
     assert measure(folder, model).correct1 != 10
 
 

@@ -209,8 +209,6 @@ def test_digits_are_always_divided_alike() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "pattern"),
     [
-        ({"data_dir": "nowhere"}, RetrofitError, "no data at nowhere"),
-        ({"data_dir": None}, UsageError, "nothing to read images from"),
         ({"data_dir": None, "dataset": "digits", "train_split": "exam"}, UsageError, "no part 'exam'.*`train_split`"),
         ({"val_split": "testing"}, UsageError, "no part 'testing'.*`val_split`"),
         ({"val_split": 0.001}, RetrofitError, "leaves none"),
