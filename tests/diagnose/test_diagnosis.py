@@ -15,6 +15,7 @@ from torch import nn
 
 import retrofit
 from retrofit.diagnose import (
+    Diagnosis,
     DiagnosisOptions,
     check_folder,
     diagnose,
@@ -44,9 +45,9 @@ def batches(count: int = 2) -> list[Batch]:
     return [(torch.randn(4, 3, 32, 32, generator=generator), torch.arange(4)) for _ in range(count)]
 
 
-def network(to: str, size: dict[str, Any] = HALF) -> nn.Module:
+def network(to: str) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("test_resnet", num_classes=5, **size)
+    model = timm.create_model("test_resnet", num_classes=5, **HALF)
     model, _ = retrofit.convert(model, to, check=False)
     retrofit.set_strength(model, 1.0)
     for pixels, _ in batches():
@@ -67,10 +68,20 @@ def test_a_network_is_left_as_it_was() -> None:
         assert torch.equal(value, before[key]), key
 
 
-def test_what_is_found() -> None:
-    model = network("bnn")
-    steps: list[tuple[int, int, str]] = []
-    found = diagnose(model, batches(), SMALL, lambda *step: steps.append(step))
+@pytest.fixture(scope="module")
+def measured() -> tuple[nn.Module, Diagnosis, set[str]]:
+    """A network, what is found about it, and the stages that were reported."""
+    model, stages = network("bnn"), set[str]()
+    return model, diagnose(model, batches(), SMALL, lambda done, total, what: stages.add(what)), stages
+
+
+@pytest.fixture
+def one(measured: tuple[nn.Module, Diagnosis, set[str]]) -> Diagnosis:
+    return measured[1]
+
+
+def test_what_is_found(measured: tuple[nn.Module, Diagnosis, set[str]]) -> None:
+    model, found, stages = measured
     assert found.images == 8
     assert [layer.name for layer in found.layers] == [probe.name for probe in probes(model)]
     for layer in found.layers:
@@ -83,7 +94,7 @@ def test_what_is_found() -> None:
     assert "bn1" in followed  # by the stem's ReLU
     assert not any(name.endswith("downsample.2") for name in followed)  # which ends in an addition
     assert found.input_noise[0].agreement == 100
-    assert {what for _, _, what in steps} == {"layers", "statistics", "noise", "input noise"}
+    assert stages == {"layers", "statistics", "noise", "input noise"}
     json.dumps(found.to_dict())
 
 
@@ -112,9 +123,9 @@ def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
     assert seen == looked
 
 
-def test_noise_is_followed_from_where_it_is_added() -> None:
-    found = diagnose(network("ln"), batches(), SMALL)
-    for followed in found.noise:
+def test_noise_is_followed_from_where_it_is_added(one: Diagnosis) -> None:
+    assert len(one.noise) == 4
+    for followed in one.noise:
         assert followed.layers[0] == followed.source
         assert followed.errors[0] == pytest.approx(0.1, rel=0.05)
 
@@ -203,18 +214,13 @@ def test_a_probe_sees_whitened_values() -> None:
     torch.testing.assert_close(Probe("", layer).normalized(x), after)
 
 
-@pytest.fixture(scope="module")
-def one() -> Any:
-    return diagnose(network("bnn", size={}), batches(), SMALL)
-
-
 @pytest.fixture
 def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let pictures be empty: painting them takes seconds."""
     monkeypatch.setattr(Plot, "png", lambda *_: b"")
 
 
-def test_a_report_is_one_folder(one: Any, tmp_path: Path) -> None:
+def test_a_report_is_one_folder(one: Diagnosis, tmp_path: Path) -> None:
     folder = tmp_path / "report"
     write_report({"a <b>": one, "other": one}, {"schema": 1}, folder)
     page = (folder / "index.html").read_text()
@@ -228,14 +234,14 @@ def test_a_report_is_one_folder(one: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_the_heading_says_which_network_and_at_which_strength(one: Any, tmp_path: Path) -> None:
+def test_the_heading_says_which_network_and_at_which_strength(one: Diagnosis, tmp_path: Path) -> None:
     models = {"digits-best": {"model": "resnet18", "target": "bnn", "strength": 0.5}, "plain": {"model": "resnet18"}}
     write_report({"digits-best": one, "plain": one}, {"models": models}, tmp_path / "report")
     heading = "<h1>Diagnosis of digits-best (resnet18 to bnn, t = 0.5) and plain</h1>"
     assert heading in (tmp_path / "report" / "index.html").read_text()
 
 
-def test_a_curve_of_noise_runs_through_the_layers_it_reaches(one: Any) -> None:
+def test_a_curve_of_noise_runs_through_the_layers_it_reaches(one: Diagnosis) -> None:
     figure = Figure()
     next(plot for plot in plots({"a": one}) if plot.name == "noise").draw(figure, {"a": one})
     places = {layer.name: number for number, layer in enumerate(one.layers)}
@@ -245,7 +251,7 @@ def test_a_curve_of_noise_runs_through_the_layers_it_reaches(one: Any) -> None:
     assert len(curves) > 1
 
 
-def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Any) -> None:
+def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Diagnosis) -> None:
     bare = replace(one, layers=tuple(replace(layer, henze_zirkler=None, dependence=None) for layer in one.layers))
     assert "independence" in [plot.name for plot in plots({"a": one})]
     assert "independence" not in [plot.name for plot in plots({"a": bare})]
@@ -254,7 +260,7 @@ def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Any) -> Non
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_a_report_replaces_only_a_report(one: Any, tmp_path: Path) -> None:
+def test_a_report_replaces_only_a_report(one: Diagnosis, tmp_path: Path) -> None:
     folder = tmp_path / "report"
     write_report({"a": one}, {}, folder)
     with pytest.raises(RetrofitError, match="`force=True`"):
@@ -271,7 +277,7 @@ def test_a_report_replaces_only_a_report(one: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_a_failed_report_leaves_nothing(one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_report_leaves_nothing(one: Diagnosis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> str:
         raise OSError("disk full")
 

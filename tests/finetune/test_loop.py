@@ -148,7 +148,9 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
     assert [row["train_loss"] for row in again.rows] == [row["train_loss"] for row in whole.rows]
 
 
-def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(train: Train, tmp_path: Path) -> None:
+def test_there_and_back_ends_at_strength_0_with_constants_of_its_own_and_is_no_source(
+    train: Train, tmp_path: Path
+) -> None:
     before = small_network("ln-pn").model.state_dict()["bn1.running_mean"]
     settings = {"strength_sched": "there-and-back", "strength_end": 0.0, "epochs": 3, "checkpoint_every": 1}
     settings |= {"model_ema": True, "model_ema_decay": 0.5}
@@ -165,6 +167,12 @@ def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(train: Trai
         train("broken", small_network("ln-pn"), callback=Listener(6), **settings)  # after the turn
     train("broken", resume_network(tmp_path / "broken"), resume=True, **settings)
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
+    raised = small_network()
+    retrofit.set_strength(raised.model, 0.5)
+    for network in (open_model(str(tmp_path / "whole" / "last.safetensors")), raised):  # trained since conversion
+        with pytest.raises(RetrofitError, match="convert the source anew"):
+            train("taught", network, teacher="source")
+        assert not (tmp_path / "taught").exists()
 
 
 @pytest.mark.parametrize(("stood", "at_once"), [(3, True), (4, False)])  # within an epoch, at its end
@@ -302,18 +310,8 @@ def test_the_source_teaches_on_unlabelled_images(train: Train, pictures: Path, t
     assert all(".conv" not in name and "fc" not in name for name in changed)
 
 
-def test_a_network_that_was_trained_since_its_conversion_cannot_stand_for_its_source(
-    train: Train, tmp_path: Path
-) -> None:
+def test_a_trained_network_that_was_converted_teaches_and_its_run_can_be_resumed(train: Train, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"teacher": "source", "epochs": 1, "strength_ramp": 0.0}
-    train("run", strength_end=0.0, epochs=1)
-    raised = small_network()
-    retrofit.set_strength(raised.model, 0.5)
-    for network in (open_model(str(tmp_path / "run" / "last.safetensors")), raised):
-        with pytest.raises(RetrofitError, match="convert the source anew"):
-            train("taught", network, **settings)
-        assert not (tmp_path / "taught").exists()
-    # One that was trained before its conversion can, and a run whose strength rose can be resumed.
     train("plain", small_network(None), epochs=1)
     network = open_model(str(tmp_path / "plain" / "last.safetensors"))
     network.model, _ = retrofit.convert(network.model, "bnn")

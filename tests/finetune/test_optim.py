@@ -35,6 +35,9 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
         scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
         assert scale[id(model.fc.weight)] == 1.0
         assert scale[id(proxies[0].proxy_bias)] < scale[id(proxies[-1].proxy_bias)]
+    everything = parameter_groups(model, 0.1, layer_decay, decay_norms=True)
+    assert {group["weight_decay"] for group in everything} == {0.1}
+    assert {id(parameter) for group in everything for parameter in group["params"]} == decay.keys()
 
 
 def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
@@ -45,19 +48,6 @@ def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
     (affine,) = (module for module in model.modules() if isinstance(module, TrainedAffine))
     assert decay[id(affine.weight)] == decay[id(affine.bias)] == 0.0
     assert decay[id(model[0].weight)] == 0.1
-
-
-@pytest.mark.parametrize("layer_decay", [None, 0.5])
-def test_everything_decays_if_norms_do(layer_decay: float | None) -> None:
-    model = converted("ln-pn")
-    groups = parameter_groups(model, 0.1, layer_decay, decay_norms=True)
-    assert {group["weight_decay"] for group in groups} == {0.1}
-    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
-    recipe = Recipe(opt="rmsproptf", opt_eps=1e-3, weight_decay=0.1, decay_norms=True)
-    optimizer = build_optimizer(model, recipe)
-    assert {(group["weight_decay"], group["eps"]) for group in optimizer.param_groups} == {(0.1, 1e-3)}
-    with pytest.raises(UsageError, match="the optimizer sgd has no eps"):
-        build_optimizer(model, Recipe(opt="sgd", opt_eps=1e-3))
 
 
 def test_only_converted_norms_are_left_to_train() -> None:
@@ -77,6 +67,11 @@ def test_the_optimizer_is_timm_s() -> None:
     optimizer = build_optimizer(converted("bnn"), Recipe(opt="sgd", lr=0.1, momentum=0.5, weight_decay=0.01))
     settings = {(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups}
     assert settings == {(0.1, 0.5, 0.0), (0.1, 0.5, 0.01)}
+    recipe = Recipe(opt="rmsproptf", opt_eps=1e-3, weight_decay=0.1, decay_norms=True)
+    optimizer = build_optimizer(converted("bnn"), recipe)
+    assert {(group["weight_decay"], group["eps"]) for group in optimizer.param_groups} == {(0.1, 1e-3)}
+    with pytest.raises(UsageError, match="the optimizer sgd has no eps"):
+        build_optimizer(converted("bnn"), Recipe(opt="sgd", opt_eps=1e-3))
     with pytest.raises(UsageError, match="cannot build the optimizer fusedadam"):
         build_optimizer(converted("bnn"), Recipe(opt="fusedadam"))
 
