@@ -39,8 +39,8 @@ def fit_network(
             f"{name} of {network.source} holds NaN or infinity before the first step; train from other weights"
         )
     former = network.preprocess
-    channels, *sides = former.input_size
-    size = (channels, *([recipe.img_size] * 2 if recipe.img_size else sides))
+    channels, height, width = former.input_size
+    size = (channels, recipe.img_size or height, recipe.img_size or width)
     set_record(network.model, preprocess=replace(former, input_size=size, crop_pct=recipe.crop_pct or former.crop_pct))
     check_images(network, former.input_size)
     present = outputs_of(network.model)

@@ -172,32 +172,6 @@ def test_random_batches_hold_every_class(pictures: Path) -> None:
         assert torch.equal(batch, same)
 
 
-@pytest.mark.parametrize(
-    ("labels", "settings", "outputs", "names"),
-    [
-        (["cat", "bee", "ant"], {}, 3, ["cat", "bee", "ant"]),
-        (["cat", "bee", "ant", "dog"], {}, 3, ["ant", "bee", "cat"]),
-        (["cat", "bee", "ant", "dog"], {"teacher": "source"}, 4, ["cat", "bee", "ant", "dog"]),  # keeps the classifier
-        (["cat", "bee", "ant", "dog"], {"num_classes": 4}, 4, ["cat", "bee", "ant", "dog"]),  # likewise
-        (None, {"class_map": "map.txt"}, 4, ["cat", "bee", "dog", "ant"]),
-    ],
-    ids=str,
-)
-def test_labels_of_the_network_or_a_class_map_decide_the_outputs(
-    labels: list[str] | None,
-    settings: dict[str, Any],
-    outputs: int,
-    names: list[str],
-    pictures: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("map.txt").write_text("cat\nbee\ndog\nant\n")
-    images = data(pictures, labels, **settings)
-    assert (images.outputs, images.names) == (outputs, tuple(names))
-
-
 def test_digits_are_always_divided_alike() -> None:
     train, held = (open_images(None, dataset="digits", split=split).images for split in ("train", "validation"))
     assert (len(train), len(held)) == (1437, 360)

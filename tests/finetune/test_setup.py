@@ -78,6 +78,9 @@ SORTED = ["ant", "bee", "cat"]
         (["w", "x", "y", "z"], {"num_classes": 4}, "note", None),
         (["w", "x", "y", "z"], {"num_classes": 5}, "", None),
         (["cat", "dog", "bee", "ant"], {"num_classes": 4}, "", ["cat", "dog", "bee", "ant"]),
+        (["cat", "dog", "bee", "ant"], DISTILLED, "", ["cat", "dog", "bee", "ant"]),
+        (["cat", "dog", "bee", "ant"], {}, "", SORTED),
+        (["x", "y", "z"], {"class_map": "four.txt"}, "", ["cat", "bee", "dog", "ant"]),
     ],
     ids=str,
 )
@@ -92,6 +95,7 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "map.txt").write_text("ant\nbee\ncat\n")
+    (tmp_path / "four.txt").write_text("cat\nbee\ndog\nant\n")
     network = open_model("test_resnet", num_classes=len(labels), img_size=16)
     set_record(network.model, labels=labels)
     recipe = Recipe(data_dir=str(pictures), **settings)
