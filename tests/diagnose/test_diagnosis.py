@@ -124,7 +124,7 @@ def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
 
 
 def test_noise_is_followed_from_where_it_is_added(one: Diagnosis) -> None:
-    assert len(one.noise) == 4
+    assert len(one.noise) == 2
     for followed in one.noise:
         assert followed.layers[0] == followed.source
         assert followed.errors[0] == pytest.approx(0.1, rel=0.05)

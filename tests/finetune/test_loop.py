@@ -88,8 +88,8 @@ def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.
 
 def test_the_best_is_of_the_strength_at_the_end(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[None] = []
-    identified = artifact._identified
-    monkeypatch.setattr(artifact, "_identified", lambda *args: (built.append(None), identified(*args))[1])
+    identify = artifact.identify
+    monkeypatch.setattr(artifact, "identify", lambda *args: (built.append(None), identify(*args))[1])
     falling = iter([8, 7, 5, 6])  # the way costs accuracy
     monkeypatch.setattr(run, "validate", lambda *_: Accuracy(10, next(falling), 9, 3, loss=0.5))
     result = train("run", epochs=4, strength_ramp=0.5)

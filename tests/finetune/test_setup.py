@@ -20,7 +20,7 @@ from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.setup import adjust_layers
 from retrofit.networks.models import open_model
-from retrofit.record import set_record
+from retrofit.record import record_of, set_record
 from tests.finetune.conftest import small_network
 
 
@@ -38,7 +38,7 @@ class TwoHeads(nn.Module):
 
 def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     network = small_network(None)
-    record, network.model = network.record, TwoHeads()
+    record, network.model = record_of(network.model), TwoHeads()
     set_record(network.model, **vars(record))
     before = {name: tensor.clone() for name, tensor in network.model.state_dict().items()}
     with pytest.raises(RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"):
