@@ -99,9 +99,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     Yields:
         The empty folder to fill.
+
+    Raises:
+        RetrofitError: If the disk is full or the folder cannot be written to.
     """
     final = folder.absolute()
-    with temporary_folder(final) as temporary:
+    with writing(folder), temporary_folder(final) as temporary:
         new = temporary / "new"
         new.mkdir()
         yield new

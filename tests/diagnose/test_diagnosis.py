@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 from dataclasses import replace
@@ -283,6 +284,17 @@ def test_a_failed_report_leaves_nothing(one: Diagnosis, tmp_path: Path, monkeypa
 
     monkeypatch.setattr("retrofit.diagnose.report_folder.html_page", fail)
     with pytest.raises(OSError, match="disk full"):
+        write_report({"a": one}, {}, tmp_path / "report")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_a_full_disk_is_named_by_the_folder(one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("retrofit.diagnose.report_folder.html_page", full)
+    with pytest.raises(RetrofitError, match=r"no space left for .*report; free some"):
         write_report({"a": one}, {}, tmp_path / "report")
     assert not list(tmp_path.iterdir())
 

@@ -136,6 +136,23 @@ def test_an_answer_in_a_dataclass_is_compared(monkeypatch: pytest.MonkeyPatch) -
         retrofit.fold(model, inputs=X)
 
 
+class Fuses(ConvNorm):
+    """Has a method by which other libraries fuse a norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+    def fuse(self) -> None:
+        """Nobody may call it on a converted network."""
+
+
+def test_a_folded_network_holds_no_method_for_fusing() -> None:
+    model, _ = retrofit.convert(statistics(Fuses()), "bnn", inputs=X)
+    with pytest.raises(RetrofitError, match="would fuse a converted layer"):
+        model.fuse()
+    assert not any(hasattr(module, "fuse") for module in retrofit.fold(model, inputs=X).modules())
+
+
 def test_nothing_compared_is_no_pass() -> None:
     with pytest.raises(RetrofitError, match="NaN or infinity alone"):
         retrofit.fold(nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8).requires_grad_(False), Nan()), inputs=X)
