@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 HELP = """Convert MODEL: a timm name, tv:NAME, py:MODULE:CALLABLE (a network of your own), or a .safetensors file.
 
 At strength 0 the converted network gives the same outputs as its source; this is checked before anything is
-written. Layers that were converted before keep their strength. (The layers of evonorm-s0 and frn-tlu have no
-strength: there it is only said how much the outputs change.) A summary goes to stderr, and with --json one object to
+written. Layers that were converted before keep their strength. A summary goes to stderr, and with --json one object to
 stdout.
+
+Targets: frozen (the constants of evaluation); ln, gn (statistics of each image); ln-pn, gn-pn (the activation
+normalized too); bnn, lnn, gnn, inn, normal (a power transform behind the norm); dbn, dbnn (whitening); evonorm-s0,
+frn-tlu (timm's layers, which have no strength: the outputs change, and it is said by how much).
 
 \b
 $ retrofit convert resnet50 --to bnn
@@ -56,7 +59,7 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
     "--strength",
     type=click.FloatRange(0, 1),
     metavar="F",
-    help="Of the layers converted now: from 0, the source's function, to 1, the target's (default: 0).",
+    help="Strength of the new layers: 0 is the source, 1 the target (default: 0).",
 )
 @options.architecture
 @options.inputs
