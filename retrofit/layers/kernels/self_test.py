@@ -22,7 +22,7 @@ from retrofit.layers.kernels import cache_folder, eager
 from retrofit.layers.kernels.eager import KernelOptions
 
 _log = logging.getLogger(__name__)
-_MATHEMATICS = ("lambda_estimate", "yeo_johnson")
+_MATHEMATICS = ("distributed", "lambda_estimate", "yeo_johnson")
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a tensor's largest value
 
 
