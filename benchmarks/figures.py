@@ -88,8 +88,8 @@ def privacy(figure: Figure) -> None:
 
 
 def csv_rows(path: Path) -> list[tuple[str, str, str]]:
-    """Return (network, epsilon, top-1) of the rows of the first table of dp.md."""
-    lines = path.read_text().split("## ")[1].splitlines()
+    """Return (network, epsilon, top-1) of the rows of the last table of dp.md, which has the most pictures."""
+    lines = path.read_text().split("## ")[-1].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return [(row[0].replace("`", ""), row[1], row[5]) for row in cells[1:]]
 

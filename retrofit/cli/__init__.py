@@ -23,7 +23,7 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.text import printable, with_class
 
 COMMANDS = {
-    "convert": "Turn a network into its normality-normalized or batch-independent counterpart.",
+    "convert": "Replace a network's normalization layers, check the outputs and write a file.",
     "inspect": "List a network's normalization layers and what a conversion would do to them.",
     "evaluate": "Measure top-1 and top-5 accuracy on a folder or tar of images.",
     "bake": "Turn what a converted network estimates from each image into constants.",

@@ -63,7 +63,7 @@ class Recipe(BaseModel):
 
     model: str | None = Field(None, description="Artifact or network to train.")
     pretrained: bool = Field(False, description="Fetch the library's weights, for a network that is no artifact.")
-    checkpoint: str | None = Field(None, description="Load .safetensors, .pth, .pt or .bin, for the same.")
+    checkpoint: str | None = Field(None, description="Weights of a network that is no artifact.")
     match: Literal["name", "order"] | None = Field(None, description="Pair its tensors by name (default) or by order.")
 
     data_dir: str | None = Field(None, description="Folder or .tar with one folder a class; or a dataset's name.")
@@ -83,7 +83,9 @@ class Recipe(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of every random choice.")
 
     opt: str = Field("adamw", description="timm's optimizer.")
-    lr: Positive = Field(5e-4, description="Learning rate.")
+    lr: Positive = Field(
+        5e-4, description="Learning rate; for trained weights 1e-4 in batches of 1 or 2, 3e-4 in batches of 8 or 32."
+    )
     weight_decay: NotNegative = Field(0.05, description="Not for biases and norms, but for ProxyNorm's parameters.")
     decay_norms: bool = Field(False, description="Decay biases, gamma and beta too: everything that is trained.")
     opt_eps: Positive | None = Field(None, description="The optimizer's eps; timm's if left out.")
