@@ -16,12 +16,19 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from retrofit.layers.proxy_norm import ProxyNorm
-from tests.oracles.proxy import sample_moments
+from tests.oracles.proxy import relu_moments, sample_moments
 
 ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "relu": nn.ReLU,
     "relu_in_place": lambda: nn.ReLU(inplace=True),
+    "relu6": nn.ReLU6,
     "silu": nn.SiLU,
     "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "hardswish": nn.Hardswish,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "mish": nn.Mish,
     "prelu": nn.PReLU,
     "function": lambda: torch.sigmoid,
 }
@@ -88,7 +95,15 @@ def test_moments_are_those_of_the_samples(name: str, params: bool, samples: int)
         assert std[c].item() ** 2 - 0.03 == pytest.approx(expected[1], abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["relu_in_place", "silu", "function"])
+def test_many_samples_converge_to_the_closed_form_of_relu() -> None:
+    layer = proxy(F.relu, affine(), samples=200_000)
+    mean, std = layer.moments(torch.float64)
+    for c in (0, 1, 2, 4):
+        centre, spread = proxy_input(layer, c)
+        assert (mean[c].item(), std[c].item() ** 2 - 0.03) == pytest.approx(relu_moments(centre, abs(spread)), abs=2e-5)
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "hardswish", "function"])
 def test_theorem_3(name: str) -> None:
     """Gaussian channels leave with mean 0 and variance Var_p / (Var_p + eps), up to the samples' error."""
     norm = affine()
@@ -233,6 +248,8 @@ class Swish(nn.Module):
 
 PARAMETRIC: dict[str, Callable[[], nn.Module]] = {
     "prelu": nn.PReLU,
+    "prelu per channel": lambda: nn.PReLU(5),
+    "timm prelu": lambda: timm.layers.activations.PReLU(1),
     "timm prelu per channel": lambda: timm.layers.activations.PReLU(5),
     "star relu": lambda: metaformer.StarReLU(scale_learnable=True, bias_learnable=True),
     "own": Swish,
@@ -328,8 +345,9 @@ def test_functional_call_refuses_names_that_would_do_nothing() -> None:
     assert not hasattr(net.act1, "weight")
 
 
-def test_compiles_to_one_graph_that_strength_does_not_break() -> None:
-    net, x = Net(nn.Sequential(nn.PReLU(5), nn.ReLU(inplace=True))), torch.randn(4, 5)
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.PReLU(5)])
+def test_compiles_to_one_graph_that_strength_does_not_break(activation: nn.Module) -> None:
+    net, x = Net(activation), torch.randn(4, 5)
     net.bn1.eval()
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
