@@ -6,9 +6,9 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import onnx
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import Node
 
 import retrofit
-from retrofit.compare import Comparison, Reference, tensors_of
+from retrofit.compare import Comparison, Reference
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import choose
 from retrofit.export.approximation.fit import Fit
@@ -24,17 +24,18 @@ from retrofit.export.capture import Program, capture
 from retrofit.export.fold_constants import fold as fold_program
 from retrofit.export.nodes import Transform, calls_of, layer_of
 from retrofit.export.onnx.precision import HalfRun, to_float16, to_int8
-from retrofit.export.onnx.write import Check, check_opset, node_counts, to_onnx, written
+from retrofit.export.onnx.write import OPSETS, Check, node_counts, to_onnx, written
 from retrofit.export.power_forms import POWER, Polynomial
-from retrofit.export.report import SCHEMA, ComparisonError, ExportReport, FoldedLayer, check_report, report_beside
+from retrofit.export.report import SCHEMA, ComparisonError, ExportReport, FoldedLayer, check_report
 from retrofit.export.request import Examples, Fold, FoldOptions, Precision
 from retrofit.inputs import Call, Inputs
 from retrofit.layers.lambdas import lambda_values
 from retrofit.record import record_of
 from retrofit.surgery.execute import strength_of
 from retrofit.utils.evaluating import evaluating
-from retrofit.utils.files import ensure_writable
+from retrofit.utils.files import atomic_write, ensure_writable, writing
 from retrofit.utils.onnx_runtimes import Runtime
+from retrofit.utils.text import json_text
 
 NARROW = {"float16": 0.02, "int8": 0.3}  # tolerances
 CALIBRATED_AT_ONCE = 4  # images: ONNX Runtime holds every value of the network in memory to take its range
@@ -84,8 +85,8 @@ def fold(
         RetrofitError: If the network does not take such inputs, no degree meets the tolerance, or the folded network is
             not the same function.
     """
-    examples = Examples.of(model, inputs, input_size, batch, dynamic_size, calibrate)
-    options = FoldOptions.of(fold, runtime, degree, tolerance, freeze_lambda, len(examples.images))
+    examples = Examples(model, inputs, input_size, batch, dynamic_size, calibrate)
+    options = FoldOptions(fold, runtime, degree, tolerance, freeze_lambda, len(examples.images))
     program, _, _, comparison = _checked_fold(examples, options)
     if program.note:
         warnings.warn(f"nothing is fused: {_with_advice(program.note, examples)}", stacklevel=2)
@@ -157,39 +158,36 @@ def export_onnx(
         UsageError: If an argument is out of range.
         RetrofitError: If the network cannot be exported, the check fails, or the file cannot be written.
     """
-    check_opset(opset)
-    examples = Examples.of(model, inputs, input_size, batch, dynamic_size, calibrate)
-    if precision not in get_args(Precision):
-        raise UsageError(f"there is no precision {precision!r}; use {', '.join(get_args(Precision))}")
-    if precision == "int8" and len(examples.images) < 2:
-        raise UsageError(
-            "INT8 takes its ranges from images and is judged on others; give `calibrate` images, 2 or more"
-        )
-    options = FoldOptions.of(fold, runtime, degree, tolerance, freeze_lambda, len(examples.images), precision)
+    if opset not in OPSETS:
+        raise UsageError(f"`opset={opset}` is not supported; use {OPSETS.start} to {OPSETS.stop - 1}")
+    examples = Examples(model, inputs, input_size, batch, dynamic_size, calibrate)
+    options = FoldOptions(fold, runtime, degree, tolerance, freeze_lambda, len(examples.images), precision)
     file = ensure_writable(path, force)
     if report is not None:
         check_report(report, file, force)
     program, layers, reference, _ = _checked_fold(examples, options)
     if program.note:
         raise RetrofitError(_with_advice(program.note, examples))
-    record, sample = record_of(model), [int(size) for size in examples.sample]
-    name = type(examples.network).__name__ if record.source is None else str(record.source)
-    preprocess = {} if record.preprocess is None else {**record.preprocess.to_dict(), "input_size": sample}
-    labels = record.labels if _has_labels(program, record.labels) else None
-    target = record.plans[-1].to if record.plans else None
-    strength = None
-    with suppress(RetrofitError):  # several, or none
-        strength = strength_of(model)
-    shared: Any = {"target": target, "strength": strength, "fold": fold, "precision": precision}
-    facts = {"schema": SCHEMA, "retrofit": retrofit.__version__, "model": name, **shared}
-    facts |= {"input_size": sample, "labels": labels, **preprocess}
-    known = {key: value for key, value in facts.items() if value is not None}
-    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
     if precision == "int8" and runtime != "openvino":  # which computes a polynomial in float32 in one pass
         for part in program.module.modules():
             if isinstance(part, Polynomial):
                 part.to_convolutions()
-    proto, exported = to_onnx(program, opset, metadata)
+    proto, exported = to_onnx(program, opset)
+    record, sample = record_of(model), [int(size) for size in examples.sample]
+    labels, shapes = record.labels or None, [output.type.tensor_type.shape.dim for output in proto.graph.output]
+    if labels and len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][1].dim_value != len(labels):
+        labels = None  # of a classifier that the network had before
+    preprocess = {} if record.preprocess is None else {**record.preprocess.to_dict(), "input_size": sample}
+    target = record.plans[-1].to if record.plans else None
+    shared: Any = {"target": target, "strength": None, "fold": fold, "precision": precision}
+    with suppress(RetrofitError):  # several, or none
+        shared["strength"] = strength_of(model)
+    name = type(examples.network).__name__ if record.source is None else str(record.source)
+    facts = {"schema": SCHEMA, "retrofit": retrofit.__version__, "model": name, **shared}
+    facts |= {"input_size": sample, "labels": labels, **preprocess}
+    known = {key: value for key, value in facts.items() if value is not None}
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
+    onnx.helper.set_model_props(proto, texts)
     checks: list[Check] = [(reference, _REPORT_IT)]
     if precision != "float32":
         proto, checks = _narrowed(examples, proto, exported, precision, tolerance)
@@ -200,7 +198,9 @@ def export_onnx(
         judged_on = f"{calls} and images" if examples.images else calls
     elif len(examples.images) > 1:
         judged_on = "images"
-    with report_beside(report, force) as keep, written(proto, file, force, checks) as (parity, length):
+    with ExitStack() as stack:  # the model gets its name before its report
+        aside = None if report is None else stack.enter_context(atomic_write(report, force))
+        parity, length = stack.enter_context(written(proto, file, force, checks))
         result = ExportReport(
             **shared,
             model=None if record.source is None else record.source.name,
@@ -215,30 +215,32 @@ def export_onnx(
             labels=None if labels is None else len(labels),
             layers=tuple(layers),
         )
-        keep(result)
+        if report is not None and aside is not None:
+            with writing(report):
+                aside.write_text(json_text(result.to_dict()) + "\n", encoding="utf-8")
     return result
 
 
 def _checked_fold(examples: Examples, options: FoldOptions) -> tuple[Program, list[FoldedLayer], Reference, Comparison]:
     """Capture a network, fold it, and compare the two; also return what became of its layers and what it answered."""
     judged = examples.judged if options.approximates else examples.calls + examples.batches(examples.images)
-    reference = Reference(examples.network, judged, tolerance=options.tolerance)
+    reference = Reference(examples.network, judged, tolerance=options.allowed)
     if "NaN" in reference.not_checked:
         raise RetrofitError(reference.not_checked)
     lambdas = _mean_lambdas(examples.network, examples.fitted) if options.freeze_lambda else {}
     call = examples.calls[0 if examples.are_given else -1]
     program = capture(examples.network, call, batch=examples.batch, dynamic_size=examples.dynamic_size, lambdas=lambdas)
     fits: dict[Node, Fit] = {}
-    if program.note and options.runtime is not None:
+    if program.note and options.fold == "poly":
         raise RetrofitError(f"{program.note}; use `fold='exact'`")
     if not program.note:
         for other in reference.calls[:3]:
             _check_batch(program, other, examples.calls[0].batch)
-        if options.runtime is not None:
+        if options.fold == "poly":
             powers = [Transform.of(program.module, node) for node in calls_of(program.module.graph, POWER)]
             powers = [one for one in powers if one.lmbda.numel() > 1]
-            fitted, runtime = examples.fitted, options.runtime
-            fits = choose(program.module, powers, runtime, options.degree, options.tolerance, fitted, examples.judged)
+            how = options.made_for, options.degree, options.allowed
+            fits = choose(program.module, powers, *how, examples.fitted, examples.judged)
         fold_program(program, fits)
     errors = {layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()}
     layers = [FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()]
@@ -309,12 +311,3 @@ def _narrowed(
     if half.differs:
         raise ComparisonError(half, "float16 differs from PyTorch", advice)
     return to_float16(proto), [(reference, advice)]
-
-
-def _has_labels(program: Program, labels: Sequence[str] | None) -> bool:
-    """Whether names of outputs are known, and not of a classifier that the network had before."""
-    if not labels:
-        return False
-    with torch.no_grad():
-        outputs = list(tensors_of(program.call.on(program.module)))
-    return len(outputs) != 1 or outputs[0].ndim != 2 or outputs[0].shape[1] == len(labels)

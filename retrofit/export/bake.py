@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.compare import tensors_of
+from retrofit.compare import Reference, tensors_of
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.capture import placed, select_rows
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
-from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.batches import images_of
 from retrofit.utils.evaluating import evaluating, kept_values, put_back
@@ -176,10 +175,11 @@ class _Trial:
         self.names = list(layers)
         device, dtype = placement_of(net)
         call = placed(call, device, dtype)
-        every = torch.arange(call.batch, device=device)
+        every = torch.arange(call.batch)
         self._fit, self._check = select_rows(call, every[::2].repeat(2)), select_rows(call, every[1::2])
         self.images = len(every[::2]), len(every[1::2])
-        self.reasons = _reasons(net, layers, call, every)
+        self._expected = _answers(net, self._check)
+        self.reasons = _reasons(net, layers, call)
         self._layers = {name: layer for name, layer in layers.items() if name not in self.reasons}
         if not self._layers:
             name, why = next(iter(self.reasons.items()))
@@ -194,7 +194,6 @@ class _Trial:
             bare.bias.zero_()
             if behind:  # as a hook, so that others may come before it
                 layer.register_forward_hook(partial(_activate, nn.Sequential(*behind)))
-        self._expected = _answers(net, self._check)
 
     def run(self, threshold: float) -> tuple[Stage, dict[str, float], dict[str, tuple[Tensor, Tensor]]]:
         """Bake the layers that constants serve well enough; return the error of each, and the constants."""
@@ -212,14 +211,13 @@ class _Trial:
                 return out
             start = len(out) // 2 if fitting else 0
             base = self._bare[name](args[0][start:])
-            dims, shape = per_channel(self._bare[name], base)
             if fitting:
-                weight, bias, errors[name] = regress(base, out[:start], dims)
+                weight, bias, errors[name] = regress(base, out[:start], channel_dims(self._bare[name], base))
                 if errors[name] > threshold:
                     return out
                 constants[name] = representable(self._layers[name], weight, bias)
             weight, bias = constants[name]
-            return torch.cat([out[:start], base * weight.view(shape) + bias.view(shape)])
+            return torch.cat([out[:start], base * weight + bias])
 
         with hooked(
             layer.register_forward_hook(partial(output, name), prepend=True) for name, layer in self._layers.items()
@@ -256,16 +254,9 @@ def _activate(activation: nn.Module, _layer: nn.Module, _args: Any, out: Tensor)
     return activation(out)
 
 
-def _reasons(net: nn.Module, layers: dict[str, Any], call: Call, every: Tensor) -> dict[str, str]:
+def _reasons(net: nn.Module, layers: dict[str, Any], call: Call) -> dict[str, str]:
     """Say of each layer that cannot be baked why."""
-    rows: dict[str, list[int]] = {name: [] for name in layers}
-
-    def note(name: str, _layer: nn.Module, _args: Any, out: Tensor) -> None:
-        rows[name].append(len(out))
-
-    with hooked(layer.register_forward_hook(partial(note, name)) for name, layer in layers.items()):
-        for samples in (1, 2):
-            _answers(net, select_rows(call, every[:samples]))  # refuses images of another shape
+    shapes = Reference(net, [select_rows(call, torch.arange(samples)) for samples in (2, 4)], layers=layers).shapes
     reasons = {}
     owners = Counter(id(tensor) for module in net.modules() for tensor in module.parameters(recurse=False))
     for name, layer in layers.items():
@@ -277,9 +268,9 @@ def _reasons(net: nn.Module, layers: dict[str, Any], call: Call, every: Tensor) 
             reasons[name] = "has no weight and bias of its own"
         elif owners[id(layer.weight)] > 1 or owners[id(layer.bias)] > 1:
             reasons[name] = "shares its parameters with another layer"
-        elif len(rows[name]) != 2:
-            reasons[name] = f"is called {len(rows[name]) // 2} times"
-        elif rows[name][1] != 2 * rows[name][0]:
+        elif len(shapes[name]) != 2:
+            reasons[name] = f"is called {len(shapes[name]) // 2} times"
+        elif shapes[name][1][0] != 2 * shapes[name][0][0]:
             reasons[name] = "does not hold the images in its first dimension"
     return reasons
 
@@ -308,8 +299,9 @@ def representable(layer: Any, weight: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     """Return the weight and bias nearest to those given that a layer can have at strength 0: see `settle`."""
     if not isinstance(layer, MigratedGroupNorm):
         return weight, bias
-    able = weight * layer.weight > 1e-3 * layer.weight.square()  # a channel of no weight is its bias, either way
-    return torch.where(able, weight, layer.weight), torch.where(able, bias, layer.bias)
+    gamma, beta = layer.weight.view_as(weight), layer.bias.view_as(bias)
+    able = weight * gamma > 1e-3 * gamma.square()  # a channel of no weight is its bias, either way
+    return torch.where(able, weight, gamma), torch.where(able, bias, beta)
 
 
 def settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
@@ -322,7 +314,7 @@ def settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
         layer.weight.copy_(weight.view_as(layer.weight))
         layer.bias.copy_(bias.view_as(layer.bias))
         return
-    gamma, beta, weight, bias = (values.double() for values in (layer.weight, layer.bias, weight, bias))
+    gamma, beta, weight, bias = (values.double().flatten() for values in (layer.weight, layer.bias, weight, bias))
     off = gamma == 0
     rstd = torch.rsqrt(layer.running_var.double() + layer.eps) * torch.where(off, 1.0, weight / gamma)
     shift = torch.where(off, 0.0, (bias - beta) / (gamma * rstd))
@@ -331,16 +323,15 @@ def settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
     layer.eps.zero_()
 
 
-def per_channel(layer: nn.Module, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the dimensions that a channel spans, and the shape in which its constants broadcast."""
-    if isinstance(layer, LayerNormalNorm) and not isinstance(layer, LayerNormalNorm2d):
-        own = x.shape[x.ndim - len(layer.normalized_shape) :]
-        return tuple(range(x.ndim - len(own))), tuple(own)
-    return (0, *range(2, x.ndim)), (-1, *(1,) * (x.ndim - 2))
+def channel_dims(layer: Any, x: Tensor) -> tuple[int, ...]:
+    """Return the dimensions that a channel spans."""
+    if getattr(layer, "per_channel", True):
+        return (0, *range(2, x.ndim))
+    return tuple(range(x.ndim - len(layer.normalized_shape)))
 
 
 def regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
-    """Fit target = weight * base + bias by least squares; return them and the root mean square of what is left.
+    """Fit target = weight * base + bias by least squares; return them, which broadcast, and the rms of what is left.
 
     The last is a share of the standard deviation of the target, over all channels together.
     """
@@ -351,4 +342,4 @@ def regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor
     left = (target - weight * centred).square().mean()
     bias = mean - weight * mean_base
     share = float((left / target.square().mean().clamp_min(1e-30)).sqrt())
-    return weight.flatten(), bias.flatten(), share
+    return weight, bias, share

@@ -7,7 +7,6 @@ plain ATen.
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +14,15 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError
-from retrofit.export.power_forms import POWER, FrozenTransform
+from retrofit.export.power_forms import POWER
 from retrofit.inputs import Call, is_detector
 from retrofit.layers import ProxyNorm
 from retrofit.layers.converted_layer import ConvertedLayer
@@ -35,7 +35,6 @@ from retrofit.utils.placement import device_of
 from retrofit.utils.text import with_class
 
 _KINDS = {
-    FrozenTransform: "frozen",
     EstimatedTransform: "estimated",
     MigratedForm: "group",
     TwoBranch: "two branches",
@@ -49,7 +48,7 @@ class Program:
 
     module: Any  # of ATen operations; if it could not be captured, a copy whose layers compute by their forms
     call: Call
-    shapes: Any  # the dimensions of `call` that may vary, as torch.export takes them
+    shapes: torch.export.ShapesCollection  # the dimensions of `call` that may vary
     batch_norms: frozenset[str]  # those that are no layers of ours
     layers: dict[str, str] = field(default_factory=dict)  # what each that is called has become: see `FoldedLayer`
     note: str = ""  # why the network was not captured
@@ -68,7 +67,7 @@ def capture(
     *,
     batch: int | None = None,
     dynamic_size: bool = False,
-    lambdas: Mapping[str, float] | None = None,
+    lambdas: Mapping[str, float] = MappingProxyType({}),
 ) -> Program:
     """Capture a network with an example call; it is not changed.
 
@@ -80,12 +79,18 @@ def capture(
     batch_norms = frozenset(norm.name for norm in find_norms(net) if norm.family in ("bn", "frozen-bn"))
     program = Program(net, call, _shapes(call, batch is None, dynamic_size), batch_norms)
     named = {layer: name for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)}
-    forms = {layer: _form(layer, (lambdas or {}).get(name)) for layer, name in named.items()}
+    forms = {layer: layer.inference_form() for layer in named}
     for layer, name in named.items():
+        kind = _kind(layer, forms[layer])
+        if name in lambdas:
+            kind = "frozen"
+            for part in forms[layer].modules():
+                if isinstance(part, EstimatedTransform):
+                    part.freeze(lambdas[name])
         if "forward" in vars(layer):  # somebody's own
             program.layers[name] = "kept"
         else:
-            vars(layer)["forward"] = partial(_by_form, forms[layer], program.layers, name, _kind(layer, forms[layer]))
+            vars(layer)["forward"] = partial(_by_form, forms[layer], program.layers, name, kind)
     if is_detector(model):
         program.note = "detectors sort and suppress boxes, which torch.export cannot capture"
         return program
@@ -120,18 +125,6 @@ def _by_form(form: nn.Module, layers: dict[str, str], name: str, kind: str, x: T
     return out
 
 
-def _form(layer: ConvertedLayer, lmbda: float | None) -> nn.Module:
-    """Return the inference form of a layer: with a constant lambda, if one is given."""
-    form = layer.inference_form()
-    if lmbda is not None:
-        for part in form.modules():
-            if isinstance(part, EstimatedTransform):
-                frozen = FrozenTransform(part, lmbda)
-                part.add_module("frozen", frozen)
-                vars(part)["forward"] = frozen.forward
-    return form
-
-
 def _kind(layer: ConvertedLayer, form: nn.Module) -> str:
     """Return what a layer has become if nothing is folded: see `FoldedLayer`; empty for what is no normalization."""
     if isinstance(layer, ProxyNorm | WeightStandardization | PlainAffine):
@@ -163,26 +156,22 @@ def placed(call: Call, device: torch.device, dtype: torch.dtype) -> Call:
     return _mapped(call, lambda x: x.detach().to(device, dtype if x.is_floating_point() else x.dtype))
 
 
-def _shapes(call: Call, varies: bool, dynamic_size: bool) -> Any:
-    """Return the dimensions that may vary, as torch.export takes them: the batch's, those behind the channels."""
-
-    def of(x: Any) -> dict[int, Any] | None:
-        if not isinstance(x, Tensor):
-            return None
-        dims = [0] if varies and x.ndim and len(x) == call.batch else []
-        dims += range(2, x.ndim) if dynamic_size else []
-        return dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
-
-    return tree_map(of, (call.args, dict(call.kwargs)))
+def _shapes(call: Call, varies: bool, dynamic_size: bool) -> torch.export.ShapesCollection:
+    """Return the dimensions that may vary: the batch's, those behind the channels."""
+    shapes = torch.export.ShapesCollection()
+    for x in tree_leaves((call.args, dict(call.kwargs))):
+        if isinstance(x, Tensor):
+            dims = [0] if varies and x.ndim and len(x) == call.batch else []
+            dims += range(2, x.ndim) if dynamic_size else []
+            shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
+    return shapes
 
 
-def _exported(net: nn.Module, call: Call, shapes: Any) -> torch.export.ExportedProgram:
+def _exported(net: nn.Module, call: Call, shapes: torch.export.ShapesCollection) -> torch.export.ExportedProgram:
     """Run torch.export; a RetrofitError says why it cannot capture the network."""
-    args, kwargs = shapes
     try:
         with silence(), torch.no_grad():
-            signature = inspect.signature(net.forward).bind(*args, **kwargs).arguments
-            return torch.export.export(net, call.args, dict(call.kwargs), dynamic_shapes=dict(signature), strict=False)
+            return torch.export.export(net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises anything that the network's code does
         raise RetrofitError(f"torch.export cannot capture the network ({cause_of(error)})") from error
 

@@ -225,7 +225,7 @@ class _Folding:
         node, name = found.node, layer_of(found.node)
         scale, shift, after, drops_relu = found.sign, 0 * found.sign, torch.ones_like(found.sign), False
         if fit is not None:
-            label, scale, shift, forms = fit.form, scale * fit.scale, fit.shift, fit.parts()
+            label, scale, shift, forms = fit.form, scale * fit.scale, fit.shift, fit.parts
             drops_relu = fit.has_activation and found.relu is not None
         elif (branch := one_branch(found)) is not None:
             label, drops_relu, (scale, shift, forms, after) = "one branch", True, branch

@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from retrofit.export.nodes import Transform
 from retrofit.layers.forms import (
     SMALL_POWER,
     ConstantNorm,
-    EstimatedTransform,
     FunctionModule,
     GroupConvolution,
-    Standardize,
     TwoBranch,
     channel_view,
     relative_growth,
@@ -97,30 +94,6 @@ class Polynomial(nn.Module):
         y = p
         for step in self.steps:
             y = step(y) * p
-        return y
-
-
-class FrozenTransform(Standardize):
-    """The form of a layer that estimates lambda, with a constant, strength included, in place of the estimate."""
-
-    def __init__(self, layer: EstimatedTransform, lmbda: float) -> None:
-        super().__init__(layer.sets, layer.eps)
-        self.weight, self.bias, self.per_channel = layer.weight, layer.bias, layer.per_channel
-        device = next((value.device for value in layer.buffers()), None)
-        self.power = TwoBranch(*torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`."""
-        values, dims = self.viewed(x)
-        sizes = values.shape[dims[0] :]
-        if dims == tuple(range(dims[0], values.ndim)) and all(isinstance(size, int) for size in sizes):
-            h = functional.layer_norm(values, sizes, eps=self.eps)
-        else:
-            h, *_ = self.standardized(values, dims)
-        y = self.power(h).reshape(x.shape)
-        for value, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
-            if value is not None:
-                y = apply(y, channel_view(value, y) if self.per_channel else value)
         return y
 
 

@@ -1,9 +1,8 @@
-"""What export wrote and how it was checked; as a file beside the exported one: both appear, or neither."""
+"""What export wrote and how it was checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from retrofit.compare import Comparison
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.request import Precision
-from retrofit.utils.files import atomic_write, ensure_writable, writing
-from retrofit.utils.text import json_text
+from retrofit.utils.files import ensure_writable
 
 SCHEMA = 1
 
@@ -119,22 +117,3 @@ def check_report(path: str | Path, output: str | Path, force: bool = False) -> N
         raise UsageError(f"a report is a .json file, not {path}; give `report` a name that ends in .json")
     if ensure_writable(path, force) == ensure_writable(output, force):
         raise UsageError(f"{path} is the exported file itself; give `report` another name")
-
-
-@contextmanager
-def report_beside(path: str | Path | None, force: bool = False) -> Iterator[Callable[[ExportReport], None]]:
-    """Yield a function that writes the report aside; the report gets its name when the body ends without an error.
-
-    The exported file is written aside and named within the body. So a report that cannot be written stops the file too,
-    and there is no report of a file that is not there.
-    """
-    if path is None:
-        yield lambda _: None
-        return
-    with atomic_write(path, force) as aside:
-
-        def write(report: ExportReport) -> None:
-            with writing(path):
-                aside.write_text(json_text(report.to_dict()) + "\n", encoding="utf-8")
-
-        yield write

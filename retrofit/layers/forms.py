@@ -244,22 +244,39 @@ class EstimatedTransform(Standardize):
     ) -> None:
         super().__init__(sets, eps)
         self.effective_alpha, self.per_channel = effective_alpha, per_channel
+        self.frozen: TwoBranch | None = None
         for name, value in (("weight", weight), ("bias", bias)):
             self.register_buffer(name, None if value is None else value.detach().float())
+
+    def freeze(self, lmbda: float) -> None:
+        """Put a constant, strength included, in the place of the estimate."""
+        device = next((value.device for value in self.buffers()), None)
+        self.frozen = TwoBranch(*torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`."""
         values, dims = self.viewed(x)
+        y = self._estimated(values, dims) if self.frozen is None else self.frozen(self._standardized(values, dims))
+        y = y.reshape(x.shape)
+        for value, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
+            if value is not None:
+                y = apply(y, channel_view(value, y) if self.per_channel else value)
+        return y
+
+    def _estimated(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
         h, v, extremes = self.standardized(values, dims)
         a = h.abs()
         sign, log = _sign_and_log(h, a)
         signed = sign * log
         kappa = self.effective_alpha * _newton_step(h, a, log, signed, v, dims, extremes)
-        y = (relative_growth((sign * kappa + 1.0) * log) * signed).reshape(x.shape)
-        for value, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
-            if value is not None:
-                y = apply(y, channel_view(value, y) if self.per_channel else value)
-        return y
+        return relative_growth((sign * kappa + 1.0) * log) * signed
+
+    def _standardized(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Return standardised values alone: of sets that are the last dimensions by torch's own operation."""
+        sizes = values.shape[dims[0] :]
+        if dims == tuple(range(dims[0], values.ndim)) and all(isinstance(size, int) for size in sizes):
+            return functional.layer_norm(values, sizes, eps=self.eps)
+        return self.standardized(values, dims)[0]
 
 
 def _newton_step(

@@ -163,9 +163,8 @@ def test_parameters_that_another_norm_holds_too_stay() -> None:
         bake(model, images(), tolerance=10)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_reported_error_is_that_of_the_network_which_is_returned(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_the_reported_error_is_that_of_the_network_which_is_returned() -> None:
+    torch.manual_seed(0)
     model, given = at_full_strength(Plain()), images(128)
     before = copy.deepcopy(model)
     baked, report = bake(model, given, tolerance=0.5)

@@ -76,9 +76,8 @@ def test_batch_independent_targets(name: str, to: str, strength: float | None) -
     assert plain(X).square().mean() < first
 
 
-@pytest.mark.parametrize("to", ["bnn", "dbn", "dbnn"])
-def test_at_strength_0_a_target_is_its_source(to: str) -> None:
-    model, _ = retrofit.convert(network("test_resnet"), to)
+def test_at_strength_0_a_target_is_its_source() -> None:
+    model, _ = retrofit.convert(network("test_resnet"), "dbnn")
     plain = retrofit.plain(model)
     close(model, plain)
     assert not ours(plain)
@@ -113,14 +112,6 @@ def test_layers_alone(source: nn.Module, target: str, shape: tuple[int, ...]) ->
         assert type(plain[1]) is type(source)
 
 
-def test_standardised_weights_become_plain() -> None:
-    model, _ = retrofit.convert(network("tv:resnet18"), "gn", ws=True)
-    retrofit.set_strength(model, 1)
-    plain = retrofit.plain(model)
-    close(model, plain)
-    assert ours(plain) <= ALLOWED
-
-
 def test_a_network_that_was_written_with_group_norm_takes_the_state_dict() -> None:
     model, _ = retrofit.convert(network("tv:resnet18"), "gn", groups=8)
     retrofit.set_strength(model, 1)
@@ -131,21 +122,13 @@ def test_a_network_that_was_written_with_group_norm_takes_the_state_dict() -> No
     assert all(key.endswith(".bias") for key in unexpected)  # of convolutions: the constants that went into them
 
 
-@pytest.mark.parametrize(
-    ("to", "strength", "message"),
-    [
-        ("bnn", 0.5, r"conv1.1 does \(and 14 more layers\): it has a power transform"),
-        ("ln", 0.5, "at strength 0.5 it lies between BatchNorm and GroupNorm"),
-        ("dbn", 1.0, "it whitens"),
-        ("ln", 1.0, "it has hooks"),
-    ],
-)
-def test_what_has_no_plain_form_is_refused(to: str, strength: float, message: str) -> None:
-    model, _ = retrofit.convert(network("test_resnet"), to)
-    retrofit.set_strength(model, strength)
-    if "hooks" in message:
-        model.conv1[1].register_forward_hook(lambda module, args, out: out * 2)
-    with pytest.raises(retrofit.RetrofitError, match=message):
+def test_what_has_no_plain_form_is_refused() -> None:
+    model, _ = retrofit.convert(network("test_resnet"), "bnn", strength=0.5)
+    with pytest.raises(RetrofitError, match=r"conv1.1 does \(and 14 more layers\): it has a power transform"):
+        retrofit.plain(model)
+    retrofit.set_strength(model, 0.0)
+    model.conv1[1].register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.raises(RetrofitError, match=r"conv1.1 does: it has hooks"):
         retrofit.plain(model)
 
 
@@ -375,16 +358,9 @@ def test_a_plain_block_may_fuse() -> None:
     assert retrofit.plain(model, (3, 16)).fuse() == "fused"
 
 
-@pytest.mark.parametrize("to", ["bnn", "dbn"])
-def test_frozen_statistics_stay_frozen(to: str) -> None:
-    model, _ = retrofit.convert(network("test_resnet"), to)
+def test_frozen_statistics_stay_frozen() -> None:
+    model, _ = retrofit.convert(network("test_resnet"), "dbn")
     retrofit.freeze_norms(model)
     plain = retrofit.plain(model)
     close(model, plain)
     torch.testing.assert_close(plain.train()(X), model.train()(X), rtol=1e-4, atol=1e-5)
-
-
-def test_an_input_that_the_network_does_not_take_is_an_error() -> None:
-    model, _ = retrofit.convert(network("test_resnet"), "frozen")
-    with pytest.raises(RetrofitError, match="did not take a random input of size 4x64x64"):
-        retrofit.plain(model, (4, 64, 64))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.onnx.precision import CalibrationImages
+from retrofit.export import api
 from retrofit.export.power_forms import Polynomial
 from tests.half_resnet import HALF
 
@@ -27,22 +27,21 @@ def images() -> list[Tensor]:
     return list(torch.randn(24, *SIZE, generator=torch.Generator().manual_seed(1)).split(8))
 
 
-def network(to: str | None, lambdas: tuple[float, float] = (0.7, 1.3), **size: Any) -> nn.Module:
+def network(to: str, lambdas: tuple[float, float] = (0.7, 1.3), **size: Any) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=5, **(size or HALF)).train()
     with torch.no_grad():
         for batch in images():
             model(batch)
-    model.eval()
-    if to is None:
-        return model
-    model, _ = retrofit.convert(model, to, check=False)
-    if to != "frozen":
-        retrofit.set_strength(model, 1.0)
+    model, _ = retrofit.convert(model.eval(), to, check=False, strength=1.0)
     for name, buffer in model.named_buffers():
         if name.endswith("running_lambda"):
             buffer.copy_(torch.linspace(*lambdas, len(buffer)))
     return model.eval()
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(3600, 5)).eval()
 
 
 def export(model: nn.Module, path: Path, **options: Any) -> tuple[retrofit.export.ExportReport, onnx.ModelProto]:
@@ -54,16 +53,18 @@ def sources(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     return {name: node for node in model.graph.node for name in node.output}
 
 
-@pytest.mark.parametrize("to", [pytest.param(None, marks=pytest.mark.slow), "bnn"])
+def weight_bytes(model: nn.Module) -> int:
+    return sum(4 * parameter.numel() for parameter in model.parameters())
+
+
 def test_every_convolution_is_quantized_and_judged_on_other_images(
-    tmp_path: Path, to: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, fed = network(to), []
-    feed = CalibrationImages.get_next
-    monkeypatch.setattr(CalibrationImages, "get_next", lambda self: fed.append(feed(self)) or fed[-1])
+    model, sizes, real = network("bnn"), [], api.to_int8
+    monkeypatch.setattr(api, "to_int8", lambda proto, batches: sizes.extend(map(len, batches)) or real(proto, batches))
     report, proto = export(model, tmp_path / "a.onnx", precision="int8")
     # ONNX Runtime holds every value of the network in memory at once: 32 photographs would take 20 GB
-    assert [len(batch["input"]) for batch in fed if batch] == [1, 3, 4, 4]
+    assert sizes == [1, 3, 4, 4]
     made = sources(proto)
     convolutions = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm")]
     assert convolutions
@@ -84,7 +85,7 @@ def test_every_convolution_is_quantized_and_judged_on_other_images(
     gap = float((torch.from_numpy(found) - expected).abs().max())
     assert report.parity.max_abs_diff == pytest.approx(gap, rel=0.1)
     assert (report.precision, report.parity.tolerance) == ("int8", 0.3)
-    assert report.bytes < 0.6 * export(model, tmp_path / "wide.onnx")[0].bytes
+    assert report.bytes < 0.6 * weight_bytes(model)
 
 
 def test_a_network_that_costs_what_its_source_costs_has_no_float_between_convolutions(tmp_path: Path) -> None:
@@ -129,12 +130,13 @@ def test_steps_as_convolutions_are_the_same_function(ndim: int) -> None:
 
 
 def test_float16_keeps_input_and_output(tmp_path: Path) -> None:
-    report, proto = export(network("ln"), tmp_path / "a.onnx", precision="float16")
+    model = network("ln")
+    report, proto = export(model, tmp_path / "a.onnx", precision="float16")
     for value in (*proto.graph.input, *proto.graph.output):
         assert value.type.tensor_type.elem_type == TensorProto.FLOAT
     assert TensorProto.FLOAT not in {tensor.data_type for tensor in proto.graph.initializer if tensor.dims}
     assert report.parity.share < 0.02
-    assert report.bytes < 0.7 * export(network("ln"), tmp_path / "wide.onnx")[0].bytes
+    assert report.bytes < 0.7 * weight_bytes(model)
     metadata = {entry.key: entry.value for entry in proto.metadata_props}
     assert (metadata["precision"], metadata["target"]) == ("float16", "ln")
 
@@ -165,17 +167,16 @@ def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Pa
     assert 0.05 < report.parity.share < 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_the_same_bytes_every_time(precision: str, tmp_path: Path) -> None:
-    one, other = tmp_path / "one.onnx", tmp_path / "other.onnx"
+    model, one, other = small(), tmp_path / "one.onnx", tmp_path / "other.onnx"
     for path in (one, other):
-        export(network("frozen"), path, precision=precision)
+        export(model, path, precision=precision)
     assert one.read_bytes() == other.read_bytes()
 
 
 def test_refusals(tmp_path: Path) -> None:
-    model, path = network("ln"), tmp_path / "a.onnx"
+    model, path = small(), tmp_path / "a.onnx"
     for options, message in (
         ({"precision": "int8"}, "give `calibrate` images, 2 or more"),
         ({"precision": "int8", "calibrate": [images()[0][:1]]}, "give `calibrate` images, 2 or more"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from retrofit.errors import RetrofitError
 from retrofit.export.approximation.fit import MAX_SIZE, Fit, LayerFunction, LineFitter, PolynomialFitter
 from retrofit.export.approximation.sample import Observer
 from retrofit.export.capture import with_rows
-from retrofit.export.nodes import Transform, shape_of
+from retrofit.export.nodes import Transform, attribute_of, shape_of
 from retrofit.export.power_forms import POWER
 from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
@@ -66,8 +67,13 @@ def choose(
         return {}
     by_node = {one.node: one for one in transforms}
     observer, functions = Observer(sum(call.batch for call in fitted)), {}
+
+    def observed(node: Node, h: Tensor) -> Tensor:
+        observer.take(node, h)
+        return POWER(h, *(attribute_of(module, argument) for argument in node.args[1:]))  # type: ignore[arg-type]
+
     for call in fitted:
-        answers(module, call, look=observer.take)
+        answers(module, call, {node: partial(observed, node) for node in by_node})
     for node, one in by_node.items():
         data = observer.sample(node, len(one.sign), one.sign.device)
         functions[node] = LayerFunction(one, replace(data, h=data.h * one.sign[:, None]), one.high)
@@ -90,31 +96,22 @@ def choose(
 
 
 class _Run(fx.Interpreter):
-    """A run of a captured network, with other functions for some nodes, and a look at what transforms take."""
+    """A run of a captured network, with other functions for some nodes."""
 
-    def __init__(self, module: fx.GraphModule, instead: Instead, look: Callable[[Node, Tensor], None] | None) -> None:
+    def __init__(self, module: fx.GraphModule, instead: Instead) -> None:
         super().__init__(module)
-        self._instead, self._look = instead, look
+        self._instead = instead
 
     def run_node(self, n: Node) -> object:
         """Compute the value of a node."""
-        if n in self._instead:
-            return self._instead[n](self.env[n.args[0]])  # type: ignore[index]
-        if self._look is not None and n.target is POWER:
-            self._look(n, self.env[n.args[0]])  # type: ignore[index]
-        return super().run_node(n)
+        return self._instead[n](self.env[n.args[0]]) if n in self._instead else super().run_node(n)  # type: ignore[index]
 
 
 @torch.no_grad()
-def answers(
-    module: fx.GraphModule,
-    call: Call,
-    instead: Instead | None = None,
-    look: Callable[[Node, Tensor], None] | None = None,
-) -> list[Tensor]:
+def answers(module: fx.GraphModule, call: Call, instead: Instead | None = None) -> list[Tensor]:
     """Return the tensors that a captured network answers to a call."""
     arguments = tree_leaves((call.args, dict(call.kwargs)))
-    return list(tensors_of(_Run(module, instead or {}, look).run(*arguments)))
+    return list(tensors_of(_Run(module, instead or {}).run(*arguments)))
 
 
 def approximated(transforms: Mapping[Node, Transform], fits: Mapping[Node, Fit]) -> Instead:
@@ -123,7 +120,7 @@ def approximated(transforms: Mapping[Node, Transform], fits: Mapping[Node, Fit])
     for node, fit in fits.items():
         one = transforms[node]
         norm = ConstantNorm(torch.zeros_like(fit.shift), one.sign * fit.scale, fit.shift)
-        instead[node] = nn.Sequential(norm, *fit.parts())
+        instead[node] = nn.Sequential(norm, *fit.parts)
         if fit.has_activation and one.relu is not None:
             instead[one.relu] = nn.Identity()
     return instead

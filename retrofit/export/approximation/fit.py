@@ -21,7 +21,6 @@ fitting lines and moving divisions to where they meet, in turns, finds both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -56,7 +55,7 @@ class Fit:
     size: int
     scale: Tensor
     shift: Tensor
-    parts: Callable[[], list[nn.Module]]
+    parts: list[nn.Module]
     has_activation: bool = False  # whether a ReLU behind the layer is included; else it stays
     max_error: float = 0.0
     rms_error: float = 0.0
@@ -64,7 +63,7 @@ class Fit:
     def __call__(self, h: Tensor) -> Tensor:
         """Evaluate for h, (C, S), in the precision of a folded network."""
         y = torch.addcmul(self.shift[:, None], h, self.scale[:, None]).T.float()
-        for part in self.parts():
+        for part in self.parts:
             y = part(y)
         return y.T.to(h)
 
@@ -111,7 +110,7 @@ class LayerFunction:
         centred = self.h - centre[:, None]
         power = centred.square() @ weight
         slope = torch.where(power > 0, (centred * value) @ weight / power, 0.0)
-        return self.measured(Fit("affine", 1, slope, mean - slope * centre, list))
+        return self.measured(Fit("affine", 1, slope, mean - slope * centre, []))
 
     def measured(self, fit: Fit) -> Fit:
         """Return a fit with its errors."""
@@ -152,12 +151,8 @@ class PolynomialFitter:
             return torch.stack(values).take_along_dim(best.expand_as(values[0])[None], 0)[0]
 
         scale, shift = (pick([getattr(one, name) for one in self._equations]) for name in ("to_p", "from_p"))
-        coefficients, limit = pick([values for values, _ in solutions]), self.limit
-
-        def parts() -> list[nn.Module]:
-            return [limits(limit, 1.0), Polynomial(coefficients)]
-
-        return self.function.measured(Fit("polynomial", size, scale, shift, parts, has_activation=limit == 0))
+        parts = [limits(self.limit, 1.0), Polynomial(pick([values for values, _ in solutions]))]
+        return self.function.measured(Fit("polynomial", size, scale, shift, parts, has_activation=self.limit == 0))
 
     @cached_property
     def _equations(self) -> list[_Equations]:
@@ -234,11 +229,8 @@ class LineFitter:
         lifts[:, :1] = torch.where(is_line, height, self._offset(knots, slopes, lifts.cumsum(1)))
         lifts = torch.where(live, lifts, nn.functional.pad(self.function.beta[:, None], (0, size - 2)))
         last, bends = torch.where(live, slopes, 0.0)[:, -1], slopes[:, :-1] / slopes[:, 1:]  # m_K, m_(k-1) / m_k
-
-        def parts() -> list[nn.Module]:
-            pairs = zip(bends.T.flip(0), lifts.T.flip(0), strict=True)
-            return [part for bend, lift in pairs for part in (_prelu(bend), ChannelAffine(torch.ones_like(lift), lift))]
-
+        pairs = zip(bends.T.flip(0), lifts.T.flip(0), strict=True)
+        parts = [part for bend, lift in pairs for part in (_prelu(bend), ChannelAffine(torch.ones_like(lift), lift))]
         return self.function.measured(Fit("lines", size, last, -last * knots[:, -1], parts))
 
     def _knots(self, size: int) -> Tensor:

@@ -70,13 +70,11 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
     try:
         preprocess = Preprocess.from_dict({field.name: known[field.name] for field in fields(Preprocess)})
         facts: dict[str, Any] = {
-            "model": None if known.get("model") is None else printable(known["model"], 200),
-            "target": None if known.get("target") is None else printable(known["target"], 64),
-            "strength": None if strength is None else float(strength),
-            "weights": {"kind": "onnx", "from": str(path)},
-            "fold": None if known.get("fold") is None else printable(known["fold"], 64),
-            "runtime": runtime,
+            name: None if known.get(name) is None else printable(known[name], limit)
+            for name, limit in (("model", 200), ("target", 64), ("fold", 64))
         }
+        facts |= {"strength": None if strength is None else float(strength), "runtime": runtime}
+        facts["weights"] = {"kind": "onnx", "from": str(path)}
         if labels is not None and (not isinstance(labels, list) or not all(isinstance(one, str) for one in labels)):
             raise ValueError(f"labels {shown(labels)}")
     except KeyError as lacking:

@@ -12,6 +12,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
+    feeds = iter([{"input": batch.float().cpu().numpy()} for batch in batches])
     with termination_unwinds(), tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
         source, target = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
         try:
@@ -48,7 +50,7 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
                 quantize_static(
                     source,
                     target,
-                    CalibrationImages(model.graph.input[0].name, batches),
+                    SimpleNamespace(get_next=lambda: next(feeds, None)),
                     quant_format=QuantFormat.QDQ,
                     op_types_to_quantize=_QUANTIZED,
                     nodes_to_exclude=_in_float(model),
@@ -127,17 +129,6 @@ class HalfRun(fx.Interpreter):
 def _as_written(value: float) -> float:
     largest = np.finfo(np.float16).max
     return float(np.float16(np.clip(value, -largest, largest))) if math.isfinite(value) else value
-
-
-class CalibrationImages:
-    """What ONNX Runtime's calibration reads."""
-
-    def __init__(self, name: str, batches: Sequence[Tensor]) -> None:
-        self._feeds = iter([{name: batch.float().cpu().numpy()} for batch in batches])
-
-    def get_next(self) -> dict[str, Any] | None:
-        """Return the next batch; None after the last."""
-        return next(self._feeds, None)
 
 
 def _in_float(model: onnx.ModelProto) -> list[str]:

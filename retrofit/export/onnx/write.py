@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.export.graph_signature import TensorArgument
 from torch.utils._pytree import tree_leaves
 
 from retrofit.compare import Comparison, Reference
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import RetrofitError
 from retrofit.export.capture import Program, cause_of, silence
 from retrofit.export.report import ComparisonError
 from retrofit.utils.files import OLD, atomic_write, ensure_writable, temporary_folder, writing
@@ -28,6 +28,7 @@ from retrofit.utils.onnx_runtimes import open_onnx
 from retrofit.utils.text import one_line
 
 OPSETS = range(18, 23)
+"""Those that this is tested with."""
 Check = tuple[Reference, str]
 """What a file has to answer, and what to do where it does not."""
 
@@ -35,15 +36,7 @@ LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for i
 SMALL = 1024  # bytes of a tensor that stays in it
 
 
-def check_opset(opset: int) -> None:
-    """Refuse an opset that this is not tested with."""
-    if opset not in OPSETS:
-        raise UsageError(f"`opset={opset}` is not supported; use {OPSETS.start} to {OPSETS.stop - 1}")
-
-
-def to_onnx(
-    program: Program, opset: int, metadata: Mapping[str, str]
-) -> tuple[onnx.ModelProto, torch.export.ExportedProgram]:
+def to_onnx(program: Program, opset: int) -> tuple[onnx.ModelProto, torch.export.ExportedProgram]:
     """Convert a captured program to ONNX. Its input is named `input` if it is the only one, else as the argument.
 
     Returns:
@@ -75,7 +68,6 @@ def to_onnx(
     if version != opset:
         raise RetrofitError(f"the exporter cannot write this network for opset {opset}; use `opset={version}`")
     _anonymize(model)
-    onnx.helper.set_model_props(model, dict(metadata))
     return model, written.exported_program
 
 

@@ -70,8 +70,9 @@ def images() -> list[Tensor]:
     return list(torch.randn(3, 8, 4, 9, 9))
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.SiLU()], ids=str)
+@pytest.mark.parametrize(
+    ("act", "runtime"), [(nn.ReLU(), "openvino"), (nn.ReLU6(), "onnxruntime"), (nn.SiLU(), "onnxruntime")], ids=str
+)
 def test_lowest_degree_within_tolerance(act: nn.Module, runtime: str, images: list[Tensor]) -> None:
     model, degrees = network(0.2, 1.8, act), []
     activation = {"relu", "hardtanh", "silu"}
@@ -180,19 +181,16 @@ def test_nearly_affine_layer_folds_away(images: list[Tensor]) -> None:
     assert 0 < folded.fits["1"].rms_error < folded.fits["1"].max_error
 
 
-def test_tolerance_that_no_degree_meets(images: list[Tensor]) -> None:
-    with pytest.raises(RetrofitError, match="raise `tolerance`"):
-        Folded(network(-1.5, 3.5, nn.SiLU()), images, tolerance=1e-9)
-
-
 def test_frozen_lambda(images: list[Tensor]) -> None:
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), retrofit.layers.GroupNormalNorm(2, 8, noise=0.0), nn.Conv2d(8, 3, 1))
+    layer = retrofit.layers.GroupNormalNorm(2, 8, noise=0.0, alpha=0.5, strength=0.8)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), layer, nn.Conv2d(8, 3, 1))
     options: Any = {"input_size": (4, 9, 9), "calibrate": images, "tolerance": 1.0}
     folded = retrofit.fold(model.eval(), freeze_lambda=True, **options)
     h = model[0](torch.cat(images)).detach().unflatten(1, (2, 4)).flatten(2)
     lmbda = retrofit.layers.normality_norm.normality_norm(h[::2], None, None, dim=(2,), eps=1e-5)[1].lmbda
     h = (h - h.mean(2, keepdim=True)) / (h.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
-    expected = torch.from_numpy(yeojohnson(h.double().numpy().ravel(), float(lmbda.mean()))).view(len(h), 8, 7, 7)
+    mean = 1 + 0.5 * 0.8 * float(lmbda.mean() - 1)
+    expected = torch.from_numpy(yeojohnson(h.double().numpy().ravel(), mean)).view(len(h), 8, 7, 7)
     with torch.no_grad():
         torch.testing.assert_close(folded(torch.cat(images)), model[2](expected.float()), atol=1e-4, rtol=1e-4)
 
@@ -231,7 +229,7 @@ def test_arguments(options: dict[str, Any], complaint: str) -> None:
 
 def options(errors: list[float], harm: float = 1.0, elements: int = 1) -> list[Candidate]:
     """Fits of sizes from 1 on, and the exact transform."""
-    fits = [Fit("", size, torch.ones(1), torch.zeros(1), list, False, e, e) for size, e in enumerate(errors, 1)]
+    fits = [Fit("", size, torch.ones(1), torch.zeros(1), [], False, e, e) for size, e in enumerate(errors, 1)]
     found = [Candidate(fit, elements * fit.size / 60 * (fit.size > 1), harm * fit.rms_error**2) for fit in fits]
     return [*found, Candidate(None, elements, 0.0)]
 
