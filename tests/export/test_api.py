@@ -112,13 +112,9 @@ def weight(net: nn.Module) -> Any:
 
 def test_what_differs_leaves_no_file(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, images = tmp_path / "out.onnx", [torch.randn(8, 3, 6, 6)]
-    for options, message in (
-        ({"opset": 17}, "18 to 22"),
-        ({"opset": 23}, "18 to 22"),
-        ({"tolerance": 0}, "more than 0"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            export(model, path, **options)
+    for opset in (17, 23):
+        with pytest.raises(UsageError, match="18 to 22"):
+            export(model, path, opset=opset)
     with pytest.raises(RetrofitError, match="did not take a random input of size 3x9x9"):
         export(model, path, input_size=(3, 9, 9))
     with pytest.raises(RetrofitError, match="less than 1e-07"):
@@ -151,21 +147,10 @@ def test_what_differs_leaves_no_file(model: nn.Module, tmp_path: Path, monkeypat
 
 
 def test_what_only_images_show_is_seen(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Far(nn.Module):
-        """Differs from the identity beyond 100 only."""
+    def far(_net: nn.Module, images: tuple[Tensor], out: Tensor) -> Tensor:
+        return 2 * out if images[0].max() > 100 else out
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.where(x > 100, 2 * x, x)
-
-    def change(net: Any) -> None:
-        net.add_module("far", Far())
-        x = next(iter(net.graph.find_nodes(op="placeholder")))
-        with net.graph.inserting_after(next(iter(net.graph.find_nodes(op="call_module", target="_guards_fn")))):
-            far = net.graph.call_module("far", (x,))
-        x.replace_all_uses_with(far, lambda user: user is not far and user.target != "_guards_fn")
-        net.recompile()
-
-    broken(monkeypatch, change)
+    broken(monkeypatch, lambda net: net.register_forward_hook(far))
     retrofit.fold(model, input_size=(3, 6, 6))
     with pytest.raises(RetrofitError, match="differs"):
         retrofit.fold(model, input_size=(3, 6, 6), calibrate=[200 * torch.rand(2, 3, 6, 6)])
