@@ -22,7 +22,7 @@ from retrofit.export.approximation.choose import choose
 from retrofit.export.approximation.fit import Fit
 from retrofit.export.capture import Program, capture
 from retrofit.export.fold_constants import fold as fold_program
-from retrofit.export.nodes import Transform, calls_of, layer_of
+from retrofit.export.nodes import Transform, layer_of
 from retrofit.export.onnx.precision import HalfRun, to_float16, to_int8
 from retrofit.export.onnx.write import OPSETS, Check, node_counts, to_onnx, written
 from retrofit.export.power_forms import POWER, Polynomial
@@ -237,8 +237,8 @@ def _checked_fold(examples: Examples, options: FoldOptions) -> tuple[Program, li
         for other in reference.calls[:3]:
             _check_batch(program, other, examples.calls[0].batch)
         if options.fold == "poly":
-            powers = [Transform.of(program.module, node) for node in calls_of(program.module.graph, POWER)]
-            powers = [one for one in powers if one.lmbda.numel() > 1]
+            nodes = program.module.graph.find_nodes(op="call_function", target=POWER)
+            powers = [one for node in nodes if (one := Transform.of(program.module, node)).lmbda.numel() > 1]
             how = options.made_for, options.degree, options.allowed
             fits = choose(program.module, powers, *how, examples.fitted, examples.judged)
         fold_program(program, fits)

@@ -28,7 +28,6 @@ from retrofit.export.nodes import (
     arguments,
     attribute_of,
     border_of,
-    calls_of,
     layer_of,
     per_channel,
     shape_of,
@@ -88,7 +87,7 @@ def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
             folding.merge_whitening(node)
         else:
             folding.fold_affine(node)
-    for node in reversed(calls_of(folding.graph, affine)):
+    for node in reversed(folding.graph.find_nodes(op="call_function", target=affine)):
         folding.fold_into_consumer(node)
     folding.lower_affine_maps()
     folding.graph.eliminate_dead_code(lambda node: node.op not in ("get_attr", "call_function") or node.is_impure())
@@ -190,7 +189,7 @@ class _Folding:
 
     def lower_affine_maps(self) -> None:
         """Put operations in the place of the maps that are left, and note which layers are folded."""
-        for node in calls_of(self.graph, affine):
+        for node in self.graph.find_nodes(op="call_function", target=affine):
             one = self.maps[node]
             if bool((one.scale == 1).all() and (one.shift == 0).all()):
                 self._replace(node, node.args[0])
@@ -318,7 +317,7 @@ class _Folding:
 def _constants(graph: fx.Graph) -> set[Node]:
     """Return the nodes whose values no input reaches, nothing writes to, and no random number is in."""
     constants: set[Node] = set()
-    written = [node.args[0] for node in calls_of(graph, ATEN.copy_.default)]
+    written = [node.args[0] for node in graph.find_nodes(op="call_function", target=ATEN.copy_.default)]
     for node in graph.nodes:
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         pure = node.op == "get_attr" or (node.op == "call_function" and not random and not node.is_impure())

@@ -18,11 +18,6 @@ LINEAR = (
 )
 
 
-def calls_of(graph: fx.Graph, *targets: Any) -> list[Node]:
-    """Return the calls of some functions, in the order of the graph."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
-
-
 def arguments(node: Node) -> dict[str, Any]:
     """Return the arguments of a call of an ATen operator by name, in their order, defaults included."""
     expected = node.target._schema.arguments  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ from retrofit.export.approximation.choose import Candidate, allocations, answers
 from retrofit.export.approximation.fit import Fit
 from retrofit.export.capture import Program, capture
 from retrofit.export.fold_constants import fold
-from retrofit.export.nodes import Transform, calls_of, layer_of
+from retrofit.export.nodes import Transform, layer_of
 from retrofit.export.power_forms import POWER
 from retrofit.inputs import Call
 from tests.export.networks import norm
@@ -47,7 +47,7 @@ class Folded:
         calls = [Call((batch,)) for batch in images]
         self.program: Program = capture(model, calls[0])
         module = self.program.module
-        transforms = [Transform.of(module, node) for node in calls_of(module.graph, POWER)]
+        transforms = [Transform.of(module, node) for node in module.graph.find_nodes(op="call_function", target=POWER)]
         fits = choose(module, transforms, runtime, degree, tolerance, calls, calls)
         instead = approximated({one.node: one for one in transforms}, fits)
         self.judged = [answers(module, call, instead) for call in calls]
