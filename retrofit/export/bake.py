@@ -175,7 +175,7 @@ class _Trial:
         self.names = list(layers)
         device, dtype = placement_of(net)
         call = placed(call, device, dtype)
-        every = torch.arange(call.batch)
+        every = torch.arange(call.batch, device="cpu")
         self._fit, self._check = select_rows(call, every[::2].repeat(2)), select_rows(call, every[1::2])
         self.images = len(every[::2]), len(every[1::2])
         self._expected = _answers(net, self._check)
@@ -256,7 +256,9 @@ def _activate(activation: nn.Module, _layer: nn.Module, _args: Any, out: Tensor)
 
 def _reasons(net: nn.Module, layers: dict[str, Any], call: Call) -> dict[str, str]:
     """Say of each layer that cannot be baked why."""
-    shapes = Reference(net, [select_rows(call, torch.arange(samples)) for samples in (2, 4)], layers=layers).shapes
+    shapes = Reference(
+        net, [select_rows(call, torch.arange(samples, device="cpu")) for samples in (2, 4)], layers=layers
+    ).shapes
     reasons = {}
     owners = Counter(id(tensor) for module in net.modules() for tensor in module.parameters(recurse=False))
     for name, layer in layers.items():

@@ -46,12 +46,8 @@ class Examples:
         """Check what a user gives to run a network on, and complete it by random inputs."""
         if batch is not None and batch < 1:
             raise UsageError(f"`batch={batch}` is no number of samples; give 1 or more")
-        self.network, self.are_given, self.batch, self.dynamic_size = (
-            unwrapped(model),
-            inputs is not None,
-            batch,
-            dynamic_size,
-        )
+        self.network, self.are_given = unwrapped(model), inputs is not None
+        self.batch, self.dynamic_size = batch, dynamic_size
         self.device, dtype = placement_of(self.network)
         if dtype != torch.float32:  # its own rounding is no part of its function
             self.network = copied(self.network).float()
