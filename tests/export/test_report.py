@@ -97,6 +97,10 @@ def test_a_full_disk_keeps_what_was_there(large: bool, model: nn.Module, monkeyp
 
 def test_a_wrong_report_is_refused_before_any_work(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "capture", None)
-    with pytest.raises(UsageError, match=r"^a report is a \.json file, not net\.html; give `report` a name"):
-        export(model, "net.html")
-    assert not contents()
+    Path("same.json").symlink_to("net.onnx")
+    html = r"^a report is a \.json file, not net\.html; give `report` a name"
+    for name, message in (("net.html", html), ("same.json", "is the exported file itself")):
+        with pytest.raises(UsageError, match=message):
+            export(model, name)
+    assert not Path("net.html").exists()
+    assert not Path("net.onnx").exists()
