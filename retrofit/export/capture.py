@@ -82,11 +82,10 @@ def capture(
     forms = {layer: layer.inference_form() for layer in named}
     for layer, name in named.items():
         kind = _kind(layer, forms[layer])
-        if name in lambdas:
-            kind = "frozen"
-            for part in forms[layer].modules():
-                if isinstance(part, EstimatedTransform):
-                    part.freeze(lambdas[name])
+        for part in forms[layer].modules():
+            if name in lambdas and isinstance(part, EstimatedTransform):
+                part.freeze(lambdas[name])
+                kind = "frozen"
         if "forward" in vars(layer):  # somebody's own
             program.layers[name] = "kept"
         else:

@@ -55,7 +55,13 @@ def sole_feeders(
         owner, code = methods.pop()
         above = {module for module, inside in flows.inside.items() if inside & {norm, conv}} - {norm, conv}
         shared = any(holders_of[parameter] > 1 for parameter in conv.parameters())
-        if len(calls) > 2 or methods or shared or above & flows.failures.keys() or uncalled & flows.inside[owner]:
+        if (
+            len(calls) > 2
+            or methods
+            or shared
+            or above & flows.failures.keys()
+            or uncalled.intersection(owner.modules())
+        ):
             continue
         if code is not None and not _mentioned(conv, code, above):
             found[norm] = conv
@@ -84,7 +90,8 @@ def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
     if flow.size is not None or getattr(inspect.unwrap(method), "__code__", "") is not place.code:
         return True
     arguments = list(inspect.signature(method).parameters.values())[1:]
-    return any(one.default is not one.empty or one.kind in VARIADIC or one.name in constants for one in arguments)
+    optional = (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)
+    return any(one.default is not one.empty or one.kind in optional or one.name in constants for one in arguments)
 
 
 def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:

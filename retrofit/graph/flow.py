@@ -253,8 +253,8 @@ class Flows:
         self._covered.add(module)
         called: list[Any] = []
         for training in (False, True):
-            module.train(training)
             try:
+                module.train(training)
                 paths = traced(module, self._leaves.__contains__)
             except Exception as error:  # anything may come out of a model's own code
                 self.failures.setdefault(module, with_class(error).split(". ")[0])

@@ -145,15 +145,13 @@ def artifact_path(text: str) -> Path | None:
     Raises:
         RetrofitError: If the artifact is on the hub and cannot be fetched.
     """
-    if Path(text).suffix == ".safetensors":
-        return Path(text)
     prefix, colon, rest = text.partition(":")
     prefix = prefix.replace("_", "-").lower()
     if prefix == "local-dir" and colon:
         file = Path(rest) / WEIGHTS
         return file if is_artifact(file) else None
     if prefix != "hf-hub" or not rest:
-        return None
+        return Path(text) if Path(text).suffix == ".safetensors" else None
     from huggingface_hub import hf_hub_download
 
     repo_id, _, revision = rest.partition("@")

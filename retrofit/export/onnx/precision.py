@@ -41,11 +41,11 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
-    feeds = iter([{"input": batch.float().cpu().numpy()} for batch in batches])
     with termination_unwinds(), tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
         source, target = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
         try:
             with silence():
+                feeds = iter([{"input": batch.float().cpu().numpy()} for batch in batches])
                 onnx.save_model(model, source)
                 quantize_static(
                     source,
