@@ -63,7 +63,7 @@ def test_every_convolution_is_quantized_and_judged_on_other_images(
     model, sizes, real = network("bnn"), [], api.to_int8
     monkeypatch.setattr(api, "to_int8", lambda proto, batches: sizes.extend(map(len, batches)) or real(proto, batches))
     report, proto = export(model, tmp_path / "a.onnx", precision="int8")
-    # ONNX Runtime holds every value of the network in memory at once: 32 photographs would take 20 GB
+    # ONNX Runtime holds every value of the network in memory at once
     assert sizes == [1, 3, 4, 4]
     made = sources(proto)
     convolutions = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm")]
