@@ -7,7 +7,6 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
-from typing import Any
 
 from torch import fx, nn
 
@@ -83,15 +82,19 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
 def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
     """Whether the method that makes a call may take another path: for other arguments, or other numbers.
 
-    It does if it takes optional arguments, or one that is no value under trace.
+    It does if it, or an override that calls it, takes optional arguments, or one that is no value under trace.
     """
     place, (_, constants) = flow.places[node], flow.variables[node]
-    method: Any = getattr(type(place.owner), place.code.co_name if place.code else "", None)
-    if flow.size is not None or getattr(inspect.unwrap(method), "__code__", "") is not place.code:
-        return True
-    arguments = list(inspect.signature(method).parameters.values())[1:]
-    optional = (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)
-    return any(one.default is not one.empty or one.kind in optional or one.name in constants for one in arguments)
+    name, arguments = place.code.co_name if place.code else "", list[inspect.Parameter]()
+    for method in [vars(cls)[name] for cls in type(place.owner).__mro__ if name in vars(cls)]:
+        if not inspect.isfunction(function := inspect.unwrap(method)):
+            break
+        arguments += list(inspect.signature(method).parameters.values())[1:]
+        if function.__code__ is place.code:
+            options = (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)
+            other = any(a.default is not a.empty or a.kind in options or a.name in constants for a in arguments)
+            return other or flow.size is not None
+    return True
 
 
 def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:

@@ -292,7 +292,14 @@ def test_what_is_proved_goes_into_the_convolution() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.other(self.act(self.bn(self.conv(x))))
 
-    for make in (Called, lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.Identity(), nn.BatchNorm1d(8), nn.ReLU())):
+    class Override(Called):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    def sequence() -> nn.Module:
+        return nn.Sequential(nn.Conv1d(3, 8, 3), nn.Identity(), nn.BatchNorm1d(8), nn.ReLU())
+
+    for make in (Called, Override, sequence):
         for to in ("ln", "frozen"):
             assert not ours(retrofit.plain(small(make, to), (3, 16)))
 
