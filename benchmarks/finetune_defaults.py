@@ -31,7 +31,7 @@ TARGETS = ["bnn", "ln", "gn", "ln-pn", "gn-pn", "BatchNorm"]
 ARMS: dict[str, dict[str, Any]] = {
     "lr 1e-3": {"lr": 1e-3},
     "lr 1e-3, no warm-up, no clipping": {"lr": 1e-3, "warmup_epochs": 0, "clip_grad": 0},
-    "lr 5e-4": {},
+    "lr 5e-4": {"lr": 5e-4},
 }
 COMMON: dict[str, Any] = {"img_size": 64, "epochs": 6, "batch_size": 16, "seed": 0, "workers": 0}
 

@@ -35,13 +35,19 @@ $ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
 """
 
 
-@click.command("bench", help=HELP)
+@click.command("bench", cls=options.Grouped, groups=options.GROUPS | {"against": "The measurement"}, help=HELP)
 @options.model
 @options.against("The reference (default: an artifact's source network).")
 @options.runtime
-@click.option("--mode", type=click.Choice(["both", "eval", "train"]), default="both", help="Default: both.")
-@click.option("-b", "--batch-size", type=click.IntRange(min=2), default=16, metavar="N", help="Default: 16.")
-@click.option("--rounds", type=click.IntRange(min=3), default=15, metavar="N", help="Turns of each network (15).")
+@click.option(
+    "--mode", type=click.Choice(["both", "eval", "train"]), default="both", help="What to measure (default: both)."
+)
+@click.option(
+    "-b", "--batch-size", type=click.IntRange(min=2), default=16, metavar="N", help="Images a batch (default: 16)."
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=3), default=15, metavar="N", help="Turns of each network (default: 15)."
+)
 @options.precision
 @click.option("--compile", is_flag=True, help="Run through torch.compile.")
 @options.weights

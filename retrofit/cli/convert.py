@@ -49,18 +49,18 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 """
 
 
-@click.command("convert", help=HELP)
+@click.command("convert", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion"}, help=HELP)
 @options.model
 @options.target(f"{', '.join(CONVERTERS)}.", required=True)
 @options.output("output", "NAME-TARGET.safetensors")
-@options.weights
-@options.plan
 @click.option(
     "--strength",
     type=click.FloatRange(0, 1),
     metavar="F",
     help="Strength of the new layers: 0 is the source, 1 the target (default: 0).",
 )
+@options.weights
+@options.plan
 @options.architecture
 @options.inputs
 @options.force

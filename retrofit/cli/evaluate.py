@@ -41,12 +41,26 @@ _OF_FILES = ("model", "data_dir", "dataset", "split", "class_map", "batch_size",
 _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the CPU, and which gives no gradients"
 
 
-@click.command("evaluate", help=HELP)
+@click.command(
+    "evaluate",
+    cls=options.Grouped,
+    groups=options.GROUPS | {"batch_size": "Machine and runtime", "attack": "Attack"},
+    help=HELP,
+)
 @options.model
 @options.data
 @options.weights
-@click.option("-b", "--batch-size", type=click.IntRange(min=1), default=64, metavar="N", help="Default: 64.")
-@click.option("-j", "--workers", type=click.IntRange(min=0), default=2, metavar="N", help="Decoders (default: 2).")
+@click.option(
+    "-b", "--batch-size", type=click.IntRange(min=1), default=64, metavar="N", help="Images a batch (default: 64)."
+)
+@click.option(
+    "-j",
+    "--workers",
+    type=click.IntRange(min=0),
+    default=2,
+    metavar="N",
+    help="Processes that decode images (default: 2).",
+)
 @options.precision
 @options.runtime
 @options.attack

@@ -30,20 +30,34 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 """
 
 
-@click.command("export", help=HELP)
+@click.command(
+    "export",
+    cls=options.Grouped,
+    groups=options.GROUPS | {"path": "The file", "fold": "Approximation and precision", "report": "Output"},
+    help=HELP,
+)
 @options.model
 @options.output("path", "NAME.onnx")
+@click.option("--opset", type=int, default=18, metavar="N", help="ONNX's opset, 18 to 22 (default: 18).")
+@click.option("--batch", type=int, metavar="N", help="Fix the number of images, for networks that fix it themselves.")
+@click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @options.choice(
-    "--fold", ["exact", "poly"], "The transform itself (default), or an approximation in its place.", default="exact"
+    "--fold",
+    ["exact", "poly"],
+    "The transform itself, or an approximation in its place (default: exact).",
+    default="exact",
 )
 @options.choice(
     "--for",
     options.RUNTIMES,
-    "Approximate by polynomials (onnxruntime, default), or by lines that fuse into convolutions (openvino).",
+    "Approximate by polynomials, or for openvino by lines that fuse into convolutions (default: onnxruntime).",
     "runtime",
 )
 @click.option(
-    "--degree", type=int, metavar="N", help="Of all polynomials, or lines, 2 to 8; as few as will do if left out."
+    "--degree",
+    type=int,
+    metavar="N",
+    help="Degree of all polynomials, or number of lines, 2 to 8 (default: as few as will do).",
 )
 @click.option(
     "--tolerance",
@@ -52,13 +66,10 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     help="Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with "
     "--half, 0.3 with --int8).",
 )
-@click.option("--opset", type=int, default=18, metavar="N", help="18 to 22 (default: 18).")
 @options.path("--calibrate", f"Folder or .tar of images; {_IMAGES} of them to fit and check on.", metavar="DIR")
 @click.option("--freeze-lambda", is_flag=True, help="Use the images' mean lambda where a layer estimates it.")
 @click.option("--half", is_flag=True, help="Write float16: half the size.")
 @click.option("--int8", is_flag=True, help="Quantize to INT8, with ranges from the --calibrate images.")
-@click.option("--batch", type=int, metavar="N", help="Fix the number of images, for networks that fix it themselves.")
-@click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @options.weights
 @options.architecture
 @options.inputs

@@ -57,31 +57,15 @@ _METAVARS: dict[Any, str] = {float: "F", int: "N", str: "NAME", tuple: "F,F", li
 _PATHS = {"data_dir": "DIR", "checkpoint": "FILE", "class_map": "FILE"}
 
 
-class _Grouped(click.Command):
-    """A command whose help shows its options in groups."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        title = ""
-        for option in self.get_params(ctx):
-            if isinstance(option, click.Argument):  # of which some versions of click have a record too
-                continue
-            title = _GROUPS.get(option.name or "", title)
-            if (record := option.get_help_record(ctx)) is not None:
-                groups.setdefault(title, []).append(record)
-        for name, records in groups.items():
-            with formatter.section(name):
-                formatter.write_dl(records)
-
-
 def _settings(function: Any) -> Any:
     """Make a flag of each of a recipe's settings; their values are checked with the rest of the recipe."""
     for name, field in reversed(Recipe.model_fields.items()):
         flag, text = f"--{name.replace('_', '-')}", str(field.description)
         if field.default not in (None, "", []):
-            text += f" [{_shown(field.default)}]"
+            text = f"{text.rstrip('.')} (default: {_shown(field.default)})."
         if field.annotation is bool:
-            function = click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)(function)
+            off = f"--{flag[5:]}" if name.startswith("no_") else f"--no-{flag[2:]}"
+            function = click.option(f"{flag}/{off}", name, default=None, help=text)(function)
         elif name != "model":
             kinds = list(_kinds(field.annotation))
             metavar = _PATHS.get(name) or "|".join(kind for kind in kinds if isinstance(kind, str))
@@ -101,10 +85,12 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple | list):
         return " ".join(map(_shown, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@click.command("finetune", cls=_Grouped, help=HELP)
+@click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=HELP)
 @click.argument("model", metavar="MODEL", required=False, shell_complete=options.complete_model)
 @click.option("--recipe", metavar="NAME|FILE", shell_complete=options.complete_recipe, help="Settings to start from.")
 @options.output("folder", "runs/MODEL-RECIPE", metavar="DIR")

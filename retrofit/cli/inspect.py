@@ -42,7 +42,9 @@ $ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
 """
 
 
-@click.command("inspect", help=HELP)
+@click.command(
+    "inspect", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion", "full": "Output"}, help=HELP
+)
 @options.model
 @options.target("Show what a conversion to this target would do.")
 @options.plan

@@ -6,7 +6,7 @@ Importing this imports no torch: `--help` and the shell's completion answer at o
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,39 @@ from retrofit.errors import UsageError
 Decorator = Callable[[Any], Any]
 
 FAMILIES = ("bn", "ln", "gn", "in", "frozen-bn")
+GROUPS = {
+    "data_dir": "Images",
+    "pretrained": "Weights",
+    "source": "Which layers",
+    "groups": "Settings of single targets",
+    "num_classes": "The network",
+    "force": "Output",
+    "as_json": "Output",
+}
+"""The first option of each group of the help, where a command's options are those below."""
+
 _ENOUGH = 2  # typed characters from which names of networks are worth the seconds that importing timm takes
+
+
+class Grouped(click.Command):
+    """A command whose help shows its options in groups; `groups` names the first option of each."""
+
+    def __init__(self, *args: Any, groups: Mapping[str, str], **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        self.groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each group under its title."""
+        title, listed = "Options", dict[str, list[tuple[str, str]]]()
+        for option in self.get_params(ctx):
+            if isinstance(option, click.Argument):  # of which some versions of click have a record too
+                continue
+            title = self.groups.get(option.name or "", title)
+            if (record := option.get_help_record(ctx)) is not None:
+                listed.setdefault(title, []).append(record)
+        for name, records in listed.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def typed_flags() -> dict[str, str]:
@@ -142,7 +174,8 @@ def path(flag: str, help: str, *name: str, metavar: str = "FILE", **rest: Any) -
 
 def output(name: str, default: str, metavar: str = "FILE") -> Decorator:
     """Make -o, which sets the argument `name`."""
-    return path("-o", f"{default} if left out.", "--output", name, metavar=metavar)
+    kind = "Folder" if metavar == "DIR" else "File"
+    return path("-o", f"{kind} to write (default: {default}).", "--output", name, metavar=metavar)
 
 
 def target(help: str, **rest: Any) -> Decorator:
@@ -181,7 +214,9 @@ architecture = _stacked(
 weights = _stacked(
     click.option("--pretrained", is_flag=True, help="Fetch the library's pretrained weights (default: random)."),
     path("--checkpoint", "Load .safetensors, .pth, .pt or .bin."),
-    choice("--match", ["name", "order"], "Pair the checkpoint's tensors by name (default) or by order and shape."),
+    choice(
+        "--match", ["name", "order"], "Pair the checkpoint's tensors by name, or by order and shape (default: name)."
+    ),
     click.option(
         "--checkpoint-key",
         metavar="NAME",
@@ -201,12 +236,12 @@ data = _stacked(
     path("--class-map", "Class names in the order of the outputs."),
 )
 
-device = click.option("--device", metavar="NAME", help="Default: cuda if there is one, else cpu.")
+device = click.option("--device", metavar="NAME", help="Where it runs (default: cuda if there is one, else cpu).")
 
 precision = _stacked(
     device,
     click.option("--amp", is_flag=True, help="Mixed precision."),
-    choice("--amp-dtype", ["float16", "bfloat16"], "Default: float16 (cpu: bfloat16)."),
+    choice("--amp-dtype", ["float16", "bfloat16"], "Its data type (default: float16; on cpu bfloat16)."),
     click.option("--channels-last", is_flag=True, help="Use the channels-last memory format."),
 )
 

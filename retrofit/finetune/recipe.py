@@ -64,7 +64,9 @@ class Recipe(BaseModel):
     model: str | None = Field(None, description="Artifact or network to train.")
     pretrained: bool = Field(False, description="Fetch the library's weights, for a network that is no artifact.")
     checkpoint: str | None = Field(None, description="Weights of a network that is no artifact.")
-    match: Literal["name", "order"] | None = Field(None, description="Pair its tensors by name (default) or by order.")
+    match: Literal["name", "order"] | None = Field(
+        None, description="Pair its tensors by name or by order (default: name)."
+    )
 
     data_dir: str | None = Field(None, description="Folder or .tar with one folder a class; or a dataset's name.")
     dataset: str = Field("", description="timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
@@ -74,8 +76,8 @@ class Recipe(BaseModel):
     )
     class_map: str | None = Field(None, description="File with class names in the order of the outputs.")
     num_classes: Count | None = Field(None, description="Outputs, where the data does not tell.")
-    img_size: Count | None = Field(None, description="Side of the images; the network's own if left out.")
-    crop_pct: Positive | None = Field(None, description="Centre crop for validation; the network's own if left out.")
+    img_size: Count | None = Field(None, description="Side of the images (default: the network's own).")
+    crop_pct: Positive | None = Field(None, description="Centre crop for validation (default: the network's own).")
 
     batch_size: Count = Field(64, description="Images a process and step.")
     grad_accum_steps: Count = Field(1, description="Batches a step.")
@@ -84,11 +86,11 @@ class Recipe(BaseModel):
 
     opt: str = Field("adamw", description="timm's optimizer.")
     lr: Positive = Field(
-        5e-4, description="Learning rate; for trained weights 1e-4 in batches of 1 or 2, 3e-4 in batches of 8 or 32."
+        3e-4, description="Learning rate; take 1e-4 in batches of 1 or 2, 1e-3 for batch statistics, as bnn's."
     )
     weight_decay: NotNegative = Field(0.05, description="Not for biases and norms, but for ProxyNorm's parameters.")
     decay_norms: bool = Field(False, description="Decay biases, gamma and beta too: everything that is trained.")
-    opt_eps: Positive | None = Field(None, description="The optimizer's eps; timm's if left out.")
+    opt_eps: Positive | None = Field(None, description="The optimizer's eps (default: timm's).")
     momentum: Fraction = Field(0.9, description="For optimizers that have one.")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
     clip_grad: NotNegative | None = Field(1.0, description="Largest norm of the gradient; 0: any.")
@@ -96,7 +98,7 @@ class Recipe(BaseModel):
         "cosine", description="timm's schedule of the rate; constant has a warm-up, none has not."
     )
     warmup_epochs: NotNegative | None = Field(
-        None, description="Epochs of linear warm-up; if left out a tenth, at least one, at most half of the run."
+        None, description="Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it)."
     )
     warmup_lr: NotNegative = Field(1e-6, description="Where warm-up starts.")
     min_lr: NotNegative = Field(0.0, description="Where decay ends.")
@@ -121,7 +123,7 @@ class Recipe(BaseModel):
         None, description="Training images to estimate running statistics anew on before each validation."
     )
     freeze: Literal["none", "all-but-norm"] = Field(
-        "none", description="What stays; all-but-norm trains the converted layers and the classifier alone."
+        "none", description="What is not trained; all-but-norm trains the converted layers and the classifier alone."
     )
     sync_norm: bool = Field(False, description="Take batch statistics over all processes.")
 
@@ -146,9 +148,11 @@ class Recipe(BaseModel):
     model_ema_decay: Fraction = Field(0.9998, description="Decay of that average.")
 
     workers: Annotated[int, Field(ge=0, le=1024)] = Field(2, description="Processes that decode images.")
-    device: str | None = Field(None, description="cpu, or an accelerator if there is one.")
+    device: str | None = Field(None, description="Where it runs (default: an accelerator if there is one, else cpu).")
     amp: bool = Field(False, description="Mixed precision.")
-    amp_dtype: Literal["float16", "bfloat16"] | None = Field(None, description="Its data type (cpu: bfloat16).")
+    amp_dtype: Literal["float16", "bfloat16"] | None = Field(
+        None, description="Its data type (default: float16; on cpu bfloat16)."
+    )
     channels_last: bool = Field(False, description="Use the channels-last memory format.")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between saved states; 0: an epoch.")
     log_with: Annotated[list[str], BeforeValidator(_listed)] = Field([], description="Trackers of accelerate.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -19,6 +20,15 @@ def test_help_shows_every_command_and_its_examples(run: Run, name: str) -> None:
     assert f"\n  {name} " in done(run("--help")).stdout
     lines = done(run(name, "--help")).stdout.splitlines()
     assert sum(line.strip().startswith(f"$ retrofit {name} ") for line in lines) >= 2
+
+
+@pytest.mark.parametrize("name", ["convert", "inspect", "evaluate", "export", "bench", "diagnose"])
+def test_the_help_of_a_long_command_is_in_groups(run: Run, name: str) -> None:
+    text = run(name, "--help").stdout
+    assert "\nOptions:\n" not in text
+    assert re.search(
+        r"\nThe network:\n  --num-classes N  .*\n\nOutput:\n.*--json .*\n  -h, --help .*\n$", text, re.DOTALL
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -105,7 +105,8 @@ def test_readme_runs_as_written(folder: Path, real_weights: Path, monkeypatch: p
 def test_the_code_of_a_page_parses_and_its_links_lead_somewhere(page: Path) -> None:
     for block in blocks(page):
         ast.parse(block)
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(r'src(?:set)?="([^"]+)"', text):
         assert (page.parent / target).exists(), target
 
 

@@ -71,7 +71,7 @@ def test_answers_that_are_alike() -> None:
     assert all_alike(model, images)
 
 
-COLLAPSED = "all images get the same answer: the learning rate 0.0005 is probably too high"
+COLLAPSED = "all images get the same answer: the learning rate 0.0003 is probably too high"
 
 
 @pytest.mark.parametrize(
