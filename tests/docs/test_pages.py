@@ -167,6 +167,17 @@ def test_every_public_name_has_an_entry() -> None:
         assert getattr(retrofit, name).__doc__
 
 
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    code = "".join(file.read_text() for file in (ROOT / "retrofit").rglob("*.py"))
+    code = re.sub(r'"\s*f?"', "", code)  # strings that follow each other are one
+    entries = re.findall(r"^\*\*(`.*?)\*\*", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [message for entry in entries for message in re.findall("`(.*?)`", entry)]
+    assert len(messages) > 20
+    composed = {"check FAILED: largest difference", "the loss is not finite at step"}
+    for part in {part.strip(" ;:,") for message in messages for part in message.split("...")} - composed:
+        assert part in code
+
+
 def test_every_flag_of_the_reference_and_of_troubleshooting_exists() -> None:
     commands = [importlib.import_module(f"retrofit.cli.{name}").command for name in COMMANDS]
     options = [option for command in commands for option in command.params]
