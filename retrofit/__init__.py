@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from retrofit.export import export_onnx as export_onnx
     from retrofit.export import fold as fold
     from retrofit.export.bake import bake as bake
-    from retrofit.export.plain import plain as plain
     from retrofit.finetune.batch_statistics import sync_norms as sync_norms
     from retrofit.finetune.running_statistics import freeze_norms as freeze_norms
     from retrofit.finetune.running_statistics import recentre as recentre
@@ -28,12 +27,13 @@ if TYPE_CHECKING:
     from retrofit.surgery import plan as plan
     from retrofit.surgery import set_strength as set_strength
     from retrofit.surgery import strength_of as strength_of
+    from retrofit.surgery.plain import plain as plain
 
 _HOMES = {
     "errors": ("RetrofitError", "UsageError"),
     "export": ("export_onnx", "fold"),
     "export.bake": ("bake",),
-    "export.plain": ("plain",),
+    "surgery.plain": ("plain",),
     "finetune.batch_statistics": ("sync_norms",),
     "finetune.running_statistics": ("freeze_norms", "recentre", "update_bn"),
     "networks.artifact": ("load", "save"),

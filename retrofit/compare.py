@@ -80,6 +80,15 @@ class Comparison:
         return {"batches": list(self.batches), **{name: getattr(self, name) for name in names}}
 
 
+class ComparisonError(RetrofitError):
+    """A network is not the function that another is: "A differs from B by ...; advice"."""
+
+    def __init__(self, comparison: Comparison, what: str, advice: str) -> None:
+        self.comparison = comparison
+        difference = f"by {comparison.share:.2g} of the output's scale, more than {comparison.tolerance:g}"
+        super().__init__(str(comparison) if comparison.not_checked else f"{what} {difference}; {advice}")
+
+
 _Outputs = list[list[Tensor]]
 _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
 

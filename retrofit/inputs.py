@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import record_of
@@ -45,8 +45,29 @@ class Call:
     @property
     def batch(self) -> int:
         """The first dimension of the first tensor; 0 if there is none."""
-        leaves = tree_leaves((self.args, dict(self.kwargs)))
-        return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
+        return next((len(tensor) for tensor in self.tensors if tensor.ndim), 0)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, at any depth."""
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Call:
+        """Return the call with its tensors on a device, floating-point numbers in a precision."""
+        return self._mapped(lambda x: x.detach().to(device, dtype if x.is_floating_point() else x.dtype))
+
+    def select(self, rows: Tensor) -> Call:
+        """Return the call with some of its samples: rows of each tensor that has as many as the first."""
+        batch = self.batch
+        return self._mapped(lambda x: x[rows.to(x.device)] if x.ndim and len(x) == batch else x)
+
+    def resized(self, rows: int) -> Call:
+        """Return the call with another number of samples, its own in turn."""
+        return self if rows == self.batch else self.select(torch.arange(rows, device="cpu") % self.batch)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Call:
+        args, kwargs = tree_map_only(Tensor, function, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
 
 
 def example_calls(

@@ -13,7 +13,7 @@ from retrofit.errors import UsageError
 from retrofit.utils.text import plural
 
 if TYPE_CHECKING:
-    from retrofit.export.onnx.exported_file import ExportedFile
+    from retrofit.evaluation.exported_file import ExportedFile
     from retrofit.networks.models import Network
 
 HELP = """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
@@ -77,7 +77,7 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, as_json: b
     if Path(model).suffix == ".onnx":
         of_files = (*_OF_FILES, "device") if given["device"] == "cpu" else _OF_FILES
         options.refuse_flags(f"{model} is an exported file, {_AS_IT_IS}", but=of_files)
-        from retrofit.export.onnx.exported_file import open_exported
+        from retrofit.evaluation.exported_file import open_exported
 
         network, given["device"] = open_exported(Path(model), runtime or "onnxruntime"), "cpu"
         say(str(network), "bold")

@@ -82,7 +82,8 @@ def command(
     """Run `retrofit export`."""
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
-    from retrofit.export.report import ComparisonError, check_report
+    from retrofit.compare import ComparisonError
+    from retrofit.export.report import check_report
 
     if half and int8:
         raise UsageError("--half and --int8 are two precisions; choose one")

@@ -13,7 +13,7 @@ from retrofit.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from retrofit.export.onnx.exported_file import ExportedFile
+    from retrofit.evaluation.exported_file import ExportedFile
     from retrofit.images.dataset import ImageData
     from retrofit.networks.models import Network
 

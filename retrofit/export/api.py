@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import Node
 
 import retrofit
-from retrofit.compare import Comparison, Reference
+from retrofit.compare import Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import choose
 from retrofit.export.approximation.fit import Fit
@@ -26,7 +26,7 @@ from retrofit.export.nodes import Transform, layer_of
 from retrofit.export.onnx.precision import HalfRun, to_float16, to_int8
 from retrofit.export.onnx.write import OPSETS, Check, node_counts, to_onnx, written
 from retrofit.export.power_forms import POWER, Polynomial
-from retrofit.export.report import SCHEMA, ComparisonError, ExportReport, FoldedLayer, check_report
+from retrofit.export.report import SCHEMA, ExportReport, FoldedLayer, check_report
 from retrofit.export.request import Examples, Fold, FoldOptions, Precision
 from retrofit.inputs import Call, Inputs
 from retrofit.layers.lambdas import lambda_values

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from retrofit.compare import Reference, tensors_of
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.capture import placed, select_rows
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.layers import MigratedGroupNorm, ProxyNorm, StrengthMixin
+from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.batches import images_of
 from retrofit.utils.evaluating import evaluating, kept_values, put_back
@@ -145,11 +144,11 @@ def bake(
             "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched there-and-back`)"
         )
     stage, left, constants = max(within, key=lambda choice: choice[0].layers)
-    layers = {name: model.get_submodule(name) for name in constants}
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in constants}
     before = kept_values(tensor for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers()))
     try:
         for name, layer in layers.items():
-            settle(layer, *constants[name])
+            layer.bake(*constants[name])
         chosen = trial.judge(model, stage)
         if not chosen.error <= 1.001 * tolerance:
             raise RetrofitError(
@@ -174,9 +173,9 @@ class _Trial:
             raise RetrofitError("the model holds no converted layer that has a strength; convert it first")
         self.names = list(layers)
         device, dtype = placement_of(net)
-        call = placed(call, device, dtype)
+        call = call.to(device, dtype)
         every = torch.arange(call.batch, device="cpu")
-        self._fit, self._check = select_rows(call, every[::2].repeat(2)), select_rows(call, every[1::2])
+        self._fit, self._check = call.select(every[::2].repeat(2)), call.select(every[1::2])
         self.images = len(every[::2]), len(every[1::2])
         self._expected = _answers(net, self._check)
         self.reasons = _reasons(net, layers, call)
@@ -212,10 +211,10 @@ class _Trial:
             start = len(out) // 2 if fitting else 0
             base = self._bare[name](args[0][start:])
             if fitting:
-                weight, bias, errors[name] = regress(base, out[:start], channel_dims(self._bare[name], base))
+                weight, bias, errors[name] = regress(base, out[:start], self._bare[name].channel_dims(base))
                 if errors[name] > threshold:
                     return out
-                constants[name] = representable(self._layers[name], weight, bias)
+                constants[name] = self._layers[name].bakeable(weight, bias)
             weight, bias = constants[name]
             return torch.cat([out[:start], base * weight + bias])
 
@@ -256,9 +255,7 @@ def _activate(activation: nn.Module, _layer: nn.Module, _args: Any, out: Tensor)
 
 def _reasons(net: nn.Module, layers: dict[str, Any], call: Call) -> dict[str, str]:
     """Say of each layer that cannot be baked why."""
-    shapes = Reference(
-        net, [select_rows(call, torch.arange(samples, device="cpu")) for samples in (2, 4)], layers=layers
-    ).shapes
+    shapes = Reference(net, [call.resized(samples) for samples in (2, 4)], layers=layers).shapes
     reasons = {}
     owners = Counter(id(tensor) for module in net.modules() for tensor in module.parameters(recurse=False))
     for name, layer in layers.items():
@@ -283,7 +280,7 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
     Raises:
         RetrofitError: If it does not take such images, or answers otherwise.
     """
-    calls = [select_rows(call, few) for few in torch.arange(call.batch, device="cpu").split(_BATCH)]
+    calls = [call.select(few) for few in torch.arange(call.batch, device="cpu").split(_BATCH)]
     try:
         batches = [[leaf.float() for leaf in tensors_of(net(*one.args, **one.kwargs))] for one in calls]
         together = [torch.cat(leaves) for leaves in zip(*batches, strict=True)]
@@ -295,41 +292,6 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
     if not together or any(len(leaf) != call.batch for leaf in together):
         raise RetrofitError("baking compares outputs of one row an image, the network gives others; bake a part of it")
     return together
-
-
-def representable(layer: Any, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight and bias nearest to those given that a layer can have at strength 0: see `settle`."""
-    if not isinstance(layer, MigratedGroupNorm):
-        return weight, bias
-    gamma, beta = layer.weight.view_as(weight), layer.bias.view_as(bias)
-    able = weight * gamma > 1e-3 * gamma.square()  # a channel of no weight is its bias, either way
-    return torch.where(able, weight, gamma), torch.where(able, bias, beta)
-
-
-def settle(layer: Any, weight: Tensor, bias: Tensor) -> None:
-    """Set a layer to strength 0, where it is `weight` times its normalization there, plus `bias`.
-
-    A migrated norm holds that in its running statistics: a proxy activation behind it goes by its weight and bias.
-    """
-    layer.set_strength(0.0)
-    if not isinstance(layer, MigratedGroupNorm):
-        layer.weight.copy_(weight.view_as(layer.weight))
-        layer.bias.copy_(bias.view_as(layer.bias))
-        return
-    gamma, beta, weight, bias = (values.double().flatten() for values in (layer.weight, layer.bias, weight, bias))
-    off = gamma == 0
-    rstd = torch.rsqrt(layer.running_var.double() + layer.eps) * torch.where(off, 1.0, weight / gamma)
-    shift = torch.where(off, 0.0, (bias - beta) / (gamma * rstd))
-    layer.running_mean.copy_(layer.running_mean.double() - shift)
-    layer.running_var.copy_(rstd.square().reciprocal())
-    layer.eps.zero_()
-
-
-def channel_dims(layer: Any, x: Tensor) -> tuple[int, ...]:
-    """Return the dimensions that a channel spans."""
-    if getattr(layer, "per_channel", True):
-        return (0, *range(2, x.ndim))
-    return tuple(range(x.ndim - len(layer.normalized_shape)))
 
 
 def regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:

@@ -7,19 +7,14 @@ plain ATen.
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from io import StringIO
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError
 from retrofit.export.power_forms import POWER
@@ -32,7 +27,8 @@ from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
 from retrofit.utils.evaluating import copied
 from retrofit.utils.placement import device_of
-from retrofit.utils.text import with_class
+from retrofit.utils.silence import silence
+from retrofit.utils.text import cause_of
 
 _KINDS = {
     EstimatedTransform: "estimated",
@@ -75,7 +71,7 @@ def capture(
     `lambdas`, by layer and strength included, take the place of estimates.
     """
     net = copied(model).float().eval().requires_grad_(False)
-    call = placed(with_rows(call, batch or max(2, call.batch)), device_of(net), torch.float32)
+    call = call.resized(batch or max(2, call.batch)).to(device_of(net), torch.float32)
     batch_norms = frozenset(norm.name for norm in find_norms(net) if norm.family in ("bn", "frozen-bn"))
     program = Program(net, call, _shapes(call, batch is None, dynamic_size), batch_norms)
     named = {layer: name for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)}
@@ -133,36 +129,13 @@ def _kind(layer: ConvertedLayer, form: nn.Module) -> str:
     return next((kind for part, kind in _KINDS.items() if part in kinds), default)
 
 
-def _mapped(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
-    """Return a call with a function of each of its tensors."""
-    args, kwargs = tree_map_only(Tensor, function, (call.args, dict(call.kwargs)))
-    return replace(call, args=args, kwargs=kwargs)
-
-
-def select_rows(call: Call, rows: Tensor) -> Call:
-    """Return a call with some of its samples: rows of each tensor that has as many as the first."""
-    batch = call.batch
-    return _mapped(call, lambda x: x[rows.to(x.device)] if x.ndim and len(x) == batch else x)
-
-
-def with_rows(call: Call, rows: int) -> Call:
-    """Return a call with another number of samples, those of `call` in turn."""
-    return call if rows == call.batch else select_rows(call, torch.arange(rows, device="cpu") % call.batch)
-
-
-def placed(call: Call, device: torch.device, dtype: torch.dtype) -> Call:
-    """Return a call whose tensors lie on a device, its floating-point numbers in a precision."""
-    return _mapped(call, lambda x: x.detach().to(device, dtype if x.is_floating_point() else x.dtype))
-
-
 def _shapes(call: Call, varies: bool, dynamic_size: bool) -> torch.export.ShapesCollection:
     """Return the dimensions that may vary: the batch's, those behind the channels."""
     shapes = torch.export.ShapesCollection()
-    for x in tree_leaves((call.args, dict(call.kwargs))):
-        if isinstance(x, Tensor):
-            dims = [0] if varies and x.ndim and len(x) == call.batch else []
-            dims += range(2, x.ndim) if dynamic_size else []
-            shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
+    for x in call.tensors:
+        dims = [0] if varies and x.ndim and len(x) == call.batch else []
+        dims += range(2, x.ndim) if dynamic_size else []
+        shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
     return shapes
 
 
@@ -173,23 +146,3 @@ def _exported(net: nn.Module, call: Call, shapes: torch.export.ShapesCollection)
             return torch.export.export(net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises anything that the network's code does
         raise RetrofitError(f"torch.export cannot capture the network ({cause_of(error)})") from error
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """Keep an exporter's warnings, log lines and prints from the user: a network that it fails on, it prints whole."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def cause_of(error: BaseException) -> str:
-    """Return in one line what an error, which exporters wrap in others, comes from."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return with_class(error).rstrip(".")

@@ -23,12 +23,12 @@ from retrofit.export.capture import Program
 from retrofit.export.nodes import (
     ATEN,
     LINEAR,
-    Linear,
     Transform,
     arguments,
     attribute_of,
     border_of,
     layer_of,
+    linear_map,
     per_channel,
     shape_of,
     users_of,
@@ -36,6 +36,7 @@ from retrofit.export.nodes import (
 from retrofit.export.power_forms import POWER, one_branch
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.forms import ChannelAffine, ConstantNorm, TwoBranch
+from retrofit.layers.linear_map import LinearMap
 
 _NORM = ATEN._native_batch_norm_legit_no_training.default
 _SUMS = {ATEN.add.Tensor: 1.0, ATEN.sub.Tensor: -1.0}
@@ -258,7 +259,7 @@ class _Folding:
             )
         return self.values[value]
 
-    def _linear(self, node: Any) -> Linear | None:
+    def _linear(self, node: Any) -> LinearMap | None:
         """Return a convolution or linear layer whose weight is a constant that nothing else uses; None for others."""
         if not isinstance(node, Node) or node.target not in LINEAR:
             return None
@@ -270,9 +271,9 @@ class _Folding:
             return None
         if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
             return None  # a single sample without its batch
-        return Linear.of_call(node, weight, bias)
+        return linear_map(node, weight, bias)
 
-    def _set(self, node: Node, layer: Linear) -> None:
+    def _set(self, node: Node, layer: LinearMap) -> None:
         """Give a convolution or linear layer other constants."""
         values = arguments(node)
         for name, value in (("weight", layer.torch_weight()), ("bias", layer.bias)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
+
+from retrofit.layers.linear_map import LinearMap
 
 ATEN = torch.ops.aten
 _TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
@@ -106,71 +108,10 @@ def border_of(node: Node) -> Literal["zeros", "values"] | None:
     return "values"
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A convolution or linear layer, in float64.
-
-    The weight is (groups, C_out / groups, C_in / groups, *), the bias (C_out,) or None. `pads_zeros` says whether zeros
-    beside the input count in the output.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    transposed: bool = False
-    pads_zeros: bool = False
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, groups: int, transposed: bool, pads_zeros: bool = False) -> Linear:
-        """Return the layer of torch's parameters."""
-        weight = weight.double().unflatten(0, (groups, -1))
-        weight = weight.transpose(1, 2) if transposed else weight
-        return cls(weight, None if bias is None else bias.double(), transposed, pads_zeros)
-
-    @classmethod
-    def of_call(cls, node: Node, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Return what a call of one of `LINEAR` computes with these constants."""
-        values = arguments(node)
-        transposed = node.target in _TRANSPOSED or bool(values.get("transposed"))
-        padding = values.get("padding", "valid")
-        pads = weight[0, 0].numel() > 1 if padding == "same" else transposed or (padding != "valid" and any(padding))
-        return cls.of(weight, bias, values.get("groups", 1), transposed, pads)
-
-    def torch_weight(self) -> Tensor:
-        """Return the weight as torch holds it."""
-        return (self.weight.transpose(1, 2) if self.transposed else self.weight).flatten(0, 1)
-
-    def then(self, scale: Tensor, shift: Tensor) -> Linear:
-        """Return the layer that gives scale * y + shift where this one gives y; (C_out,) each. Padding is no matter."""
-        groups, out, _, *size = self.weight.shape
-        if self.bias is not None:
-            shift = scale * self.bias + shift
-        bias = shift if self.bias is not None or bool(shift.any()) else None
-        return replace(self, weight=self.weight * scale.view(groups, out, 1, *(1 for _ in size)), bias=bias)
-
-    def after(self, scale: Tensor, shift: Tensor) -> Linear:
-        """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each.
-
-        A shift other than zero is right only if this one does not count zeros beside its input.
-        """
-        groups, _, inner, *size = self.weight.shape
-        shape, bias = (groups, 1, inner, *(1 for _ in size)), self.bias
-        if bool(shift.any()):
-            moved = (self.weight * shift.view(shape)).flatten(2).sum(2).flatten()
-            bias = moved if bias is None else bias + moved
-        return replace(self, weight=self.weight * scale.view(shape), bias=bias)
-
-    def then_groups(self, matrix: Linear) -> Linear | None:
-        """Return the layer that gives what `matrix` makes of each group of this one's output channels.
-
-        `matrix` is a convolution of size 1 that keeps the number of channels of each group. The answer is None where
-        the channels of a group do not come from the same input channels.
-        """
-        groups, size = matrix.weight.shape[:2]
-        if self.weight.shape[:2].numel() != groups * size or self.weight.shape[1] % size:
-            return None
-        factor, bias = matrix.weight.view(groups, size, size), matrix.bias
-        weight = (factor @ self.weight.reshape(groups, size, -1)).view(self.weight.shape)
-        if self.bias is not None:
-            moved = (factor @ self.bias.view(groups, size, 1)).flatten()
-            bias = moved if bias is None else bias + moved
-        return replace(self, weight=weight, bias=bias)
+def linear_map(node: Node, weight: Tensor, bias: Tensor | None) -> LinearMap:
+    """Return what a call of one of `LINEAR` computes with these constants."""
+    values = arguments(node)
+    transposed = node.target in _TRANSPOSED or bool(values.get("transposed"))
+    padding = values.get("padding", "valid")
+    pads = weight[0, 0].numel() > 1 if padding == "same" else transposed or (padding != "valid" and any(padding))
+    return LinearMap.of(weight, bias, values.get("groups", 1), transposed, pads)

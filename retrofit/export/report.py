@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.compare import Comparison
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import UsageError
 from retrofit.export.request import Precision
 from retrofit.utils.files import ensure_writable
 
@@ -95,15 +95,6 @@ class ExportReport:
         """Return JSON values."""
         layers = [asdict(layer) for layer in self.layers]
         return {"schema": SCHEMA, **vars(self), "parity": self.parity.to_dict(), "layers": layers}
-
-
-class ComparisonError(RetrofitError):
-    """An exported or folded network is not the function that the given one is: "A differs from B by ...; advice"."""
-
-    def __init__(self, comparison: Comparison, what: str, advice: str) -> None:
-        self.comparison = comparison
-        difference = f"by {comparison.share:.2g} of the output's scale, more than {comparison.tolerance:g}"
-        super().__init__(str(comparison) if comparison.not_checked else f"{what} {difference}; {advice}")
 
 
 def check_report(path: str | Path, output: str | Path, force: bool = False) -> None:

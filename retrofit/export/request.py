@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from retrofit.compare import TOLERANCE
 from retrofit.errors import UsageError
 from retrofit.export.approximation.fit import MAX_SIZE
-from retrofit.export.capture import placed, with_rows
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.record import unwrapped
 from retrofit.utils.batches import images_of
@@ -51,13 +50,13 @@ class Examples:
         self.device, dtype = placement_of(self.network)
         if dtype != torch.float32:  # its own rounding is no part of its function
             self.network = copied(self.network).float()
-        calls = [placed(call, self.device, torch.float32) for call in example_calls(self.network, inputs, input_size)]
+        calls = [call.to(self.device, torch.float32) for call in example_calls(self.network, inputs, input_size)]
         if batch is not None:
             if inputs is not None and calls[0].batch != batch:
                 raise UsageError(f"`inputs` are {calls[0].batch} samples, `batch` says {batch}; make them the same")
-            calls = [with_rows(calls[-1], batch)]
+            calls = [calls[-1].resized(batch)]
         elif inputs is not None:  # what is captured must do for other numbers too, where the network does
-            calls += [with_rows(calls[0], rows) for rows in (1, 3) if rows != calls[0].batch]
+            calls += [calls[0].resized(rows) for rows in (1, 3) if rows != calls[0].batch]
         self.calls, leaves = calls, tree_leaves((calls[0].args, dict(calls[0].kwargs)))
         self.sample = tuple(leaves[0].shape[1:]) if len(leaves) == 1 and isinstance(leaves[0], Tensor) else ()
         self.images = [] if calibrate is None else [image for few in images_of(calibrate) for image in few]

@@ -79,6 +79,21 @@ class StrengthMixin(ConvertedLayer):
             )
         self._checked = seen
 
+    def channel_dims(self, x: Tensor) -> tuple[int, ...]:
+        """Return the dimensions of an input that one value of gamma spans."""
+        return (0, *range(2, x.ndim))
+
+    def bakeable(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight and bias nearest to those given that `bake` can give the layer."""
+        return weight, bias
+
+    def bake(self, weight: Tensor, bias: Tensor) -> None:
+        """Set the layer to strength 0, where it is to give `weight` times its normalization there, plus `bias`."""
+        layer: Any = self
+        self.set_strength(0.0)
+        layer.weight.copy_(weight.view_as(layer.weight))
+        layer.bias.copy_(bias.view_as(layer.bias))
+
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the layer, unless it is frozen, and of its children."""
         super().train(mode)

@@ -54,6 +54,10 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         new: nn.Module = cls(shape[0] if self.per_channel else shape, eps=self.eps, device="meta")
         return new
 
+    def channel_dims(self, x: Tensor) -> tuple[int, ...]:
+        """Return the dimensions before the normalized ones, or all but the channels'."""
+        return super().channel_dims(x) if self.per_channel else tuple(range(x.ndim - len(self.normalized_shape)))
+
     def _sets(self) -> Sets:
         return partial(trailing_sets, len(self.normalized_shape))
 

@@ -313,6 +313,23 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
             return None
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
 
+    def bakeable(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Return them where they are of gamma's sign; a channel of no weight is its bias, either way."""
+        gamma, beta = self.weight.view_as(weight), self.bias.view_as(bias)
+        able = weight * gamma > 1e-3 * gamma.square()
+        return torch.where(able, weight, gamma), torch.where(able, bias, beta)
+
+    def bake(self, weight: Tensor, bias: Tensor) -> None:
+        """Hold them in the running statistics: a proxy activation behind the layer goes by its weight and bias."""
+        self.set_strength(0.0)
+        gamma, beta, weight, bias = (values.double().flatten() for values in (self.weight, self.bias, weight, bias))
+        off = gamma == 0
+        rstd = torch.rsqrt(self.running_var.double() + self.eps) * torch.where(off, 1.0, weight / gamma)
+        shift = torch.where(off, 0.0, (bias - beta) / (gamma * rstd))
+        self.running_mean.copy_(self.running_mean.double() - shift)
+        self.running_var.copy_(rstd.square().reciprocal())
+        self.eps.zero_()
+
     def _sets(self) -> Sets:
         return partial(group_sets, self.num_groups)  # of what the layer standardises before
 

@@ -11,8 +11,8 @@ from timm.layers import BatchNormAct2d, SyncBatchNormAct
 from torch import nn
 
 from retrofit.errors import UsageError
-from retrofit.export.plain import plain_layer
 from retrofit.surgery import convert, set_strength
+from retrofit.surgery.plain import plain_layer
 
 _BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct]
 

@@ -72,3 +72,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one line what an error, which libraries wrap in others, comes from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return with_class(error).rstrip(".")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export import api
-from retrofit.export.capture import silence
 from retrofit.export.onnx import write
+from retrofit.utils.silence import silence
 from tests.export.networks import norm
 
 

@@ -20,7 +20,6 @@ from retrofit.compare import largest_gap, scale_of, tensors_of
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.fit import MAX_SIZE, Fit, LayerFunction, LineFitter, PolynomialFitter
 from retrofit.export.approximation.sample import Observer
-from retrofit.export.capture import with_rows
 from retrofit.export.nodes import Transform, attribute_of, shape_of
 from retrofit.export.power_forms import POWER
 from retrofit.inputs import Call
@@ -158,7 +157,7 @@ def _options(
 ) -> dict[Node, list[Candidate]]:
     """Fit all kinds and sizes, and see what an error of each transform alone does to the output."""
     few = next((call for call in calls if call.batch >= _FEW), calls[-1])
-    few = with_rows(few, min(_FEW, few.batch))
+    few = few.resized(min(_FEW, few.batch))
     expected = answers(module, few)
     options = {}
     for node, function in functions.items():

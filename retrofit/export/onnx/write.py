@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.export.graph_signature import TensorArgument
 from torch.utils._pytree import tree_leaves
 
-from retrofit.compare import Comparison, Reference
+from retrofit.compare import Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError
-from retrofit.export.capture import Program, cause_of, silence
-from retrofit.export.report import ComparisonError
+from retrofit.export.capture import Program
 from retrofit.utils.files import OLD, atomic_write, ensure_writable, temporary_folder, writing
 from retrofit.utils.onnx_runtimes import open_onnx
-from retrofit.utils.text import one_line
+from retrofit.utils.silence import silence
+from retrofit.utils.text import cause_of, one_line
 
 OPSETS = range(18, 23)
 """Those that this is tested with."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from retrofit.errors import RetrofitError
-from retrofit.export.nodes import Linear
 from retrofit.graph.feeders import sole_feeders
 from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_module
@@ -25,6 +24,7 @@ from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
+from retrofit.layers.linear_map import LinearMap
 from retrofit.record import set_record
 from retrofit.surgery import guards
 from retrofit.surgery.conversion import reference_of
@@ -133,7 +133,7 @@ def _plain(layer: nn.Module, feeder: nn.Module | None) -> nn.Module | None:
 def _fold_after(feeder: Any, scale: Tensor, shift: Tensor) -> None:
     """Make a convolution or linear layer put out scale * y + shift instead of y, per output channel."""
     bias, transposed = feeder.bias, isinstance(feeder, _ConvTransposeNd)
-    moved = Linear.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed).then(scale, shift)
+    moved = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed).then(scale, shift)
     feeder.weight.copy_(moved.torch_weight())
     if bias is not None:
         feeder.bias.copy_(moved.bias)

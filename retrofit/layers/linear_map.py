@@ -1,0 +1,70 @@
+"""A convolution or linear layer as numbers, into which constants beside it fold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """A convolution or linear layer, in float64.
+
+    The weight is (groups, C_out / groups, C_in / groups, *), the bias (C_out,) or None. `pads_zeros` says whether zeros
+    beside the input count in the output.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool = False
+    pads_zeros: bool = False
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, groups: int, transposed: bool, pads_zeros: bool = False
+    ) -> LinearMap:
+        """Return the layer of torch's parameters."""
+        weight = weight.double().unflatten(0, (groups, -1))
+        weight = weight.transpose(1, 2) if transposed else weight
+        return cls(weight, None if bias is None else bias.double(), transposed, pads_zeros)
+
+    def torch_weight(self) -> Tensor:
+        """Return the weight as torch holds it."""
+        return (self.weight.transpose(1, 2) if self.transposed else self.weight).flatten(0, 1)
+
+    def then(self, scale: Tensor, shift: Tensor) -> LinearMap:
+        """Return the layer that gives scale * y + shift where this one gives y; (C_out,) each. Padding is no matter."""
+        groups, out, _, *size = self.weight.shape
+        if self.bias is not None:
+            shift = scale * self.bias + shift
+        bias = shift if self.bias is not None or bool(shift.any()) else None
+        return replace(self, weight=self.weight * scale.view(groups, out, 1, *(1 for _ in size)), bias=bias)
+
+    def after(self, scale: Tensor, shift: Tensor) -> LinearMap:
+        """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each.
+
+        A shift other than zero is right only if this one does not count zeros beside its input.
+        """
+        groups, _, inner, *size = self.weight.shape
+        shape, bias = (groups, 1, inner, *(1 for _ in size)), self.bias
+        if bool(shift.any()):
+            moved = (self.weight * shift.view(shape)).flatten(2).sum(2).flatten()
+            bias = moved if bias is None else bias + moved
+        return replace(self, weight=self.weight * scale.view(shape), bias=bias)
+
+    def then_groups(self, matrix: LinearMap) -> LinearMap | None:
+        """Return the layer that gives what `matrix` makes of each group of this one's output channels.
+
+        `matrix` is a convolution of size 1 that keeps the number of channels of each group. The answer is None where
+        the channels of a group do not come from the same input channels.
+        """
+        groups, size = matrix.weight.shape[:2]
+        if self.weight.shape[:2].numel() != groups * size or self.weight.shape[1] % size:
+            return None
+        factor, bias = matrix.weight.view(groups, size, size), matrix.bias
+        weight = (factor @ self.weight.reshape(groups, size, -1)).view(self.weight.shape)
+        if self.bias is not None:
+            moved = (factor @ self.bias.view(groups, size, 1)).flatten()
+            bias = moved if bias is None else bias + moved
+        return replace(self, weight=weight, bias=bias)
