@@ -20,6 +20,7 @@ from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-4
 _SAMPLES = 4096  # elements kept of each layer's output: all of it would be gigabytes for a large network
+NO_NUMBERS = "the network answers with NaN or infinity alone; mend its weights, or give it other `inputs`"
 _ROUNDING = 8 * torch.finfo(torch.float32).eps  # of the layers' largest value: what float32 leaves of zero
 
 
@@ -318,5 +319,5 @@ def _nothing_to_compare(outputs: list[Tensor]) -> str:
     if not any(output.numel() for output in outputs):
         return "the network's answer holds no tensor; give it inputs that it answers with tensors, as `inputs`"
     if not any(output.isfinite().any() for output in outputs):
-        return "the network answers with NaN or infinity alone; mend its weights, or give it other `inputs`"
+        return NO_NUMBERS
     return ""

@@ -12,11 +12,11 @@ from typing import Any
 
 import onnx
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 import retrofit
-from retrofit.compare import Comparison, ComparisonError, Reference
+from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import choose
 from retrofit.export.approximation.fit import Fit
@@ -225,8 +225,11 @@ def _checked_fold(examples: Examples, options: FoldOptions) -> tuple[Program, li
     """Capture a network, fold it, and compare the two; also return what became of its layers and what it answered."""
     judged = examples.judged if options.approximates else examples.calls + examples.batches(examples.images)
     reference = Reference(examples.network, judged, tolerance=options.allowed)
-    if "NaN" in reference.not_checked:
-        raise RetrofitError(reference.not_checked)
+    if reference.not_checked == NO_NUMBERS:
+        raise RetrofitError(NO_NUMBERS)
+    for name, value in examples.network.state_dict().items():
+        if isinstance(value, Tensor) and value.isnan().any():
+            raise RetrofitError(f"{name} holds NaN; export other weights")
     lambdas = _mean_lambdas(examples.network, examples.fitted) if options.freeze_lambda else {}
     call = examples.calls[0 if examples.are_given else -1]
     program = capture(examples.network, call, batch=examples.batch, dynamic_size=examples.dynamic_size, lambdas=lambdas)

@@ -169,6 +169,13 @@ def test_constants_that_are_no_numbers_are_refused(name: str, value: float) -> N
         retrofit.fold(model, input_size=(3, 9, 9))
 
 
+def test_one_channel_that_is_no_number_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8))
+    model[1].running_lambda[3] = float("nan")
+    with pytest.raises(RetrofitError, match=r"^1\.running_lambda holds NaN; export other weights$"):
+        retrofit.fold(model, input_size=(3, 9, 9))
+
+
 class Scores(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax((x @ x.transpose(-1, -2)) / 1e4, -1) @ x
