@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from retrofit.callbacks.walk import Walk
 
 
-class LightningStrength(Callback):
+class LightningStrength(Walk, Callback):
     """Raise the strength with the optimizer's steps, log it as `strength`, and go on with it when a run resumes.
 
     It counts `trainer.global_step`, so that gradients may be accumulated. Checkpoints hold the strength of the step
@@ -19,36 +19,25 @@ class LightningStrength(Callback):
         **options: `StrengthSchedule`'s; `total_steps` is the trainer's estimate unless given.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.walk = Walk(options)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, or go on."""
-        total = self.walk.options.get("total_steps") or int(trainer.estimated_stepping_batches)
-        self.walk.begin(pl_module, total, trainer.global_step)
+        total = self.options.get("total_steps") or int(trainer.estimated_stepping_batches)
+        self.begin(pl_module, total, trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Stand where the step is."""
-        self.walk.go(trainer.global_step)
+        self.go(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Move on before anyone saves."""
-        self.walk.go(trainer.global_step)
-        if self.walk.strength is not None:
-            self.log("strength", self.walk.strength)
+        self.go(trainer.global_step)
+        if self.strength is not None:
+            self.log("strength", self.strength)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Undo what averaging, which exchanges the weights for the validation, did to the strength."""
-        self.walk.go(trainer.global_step)
+        self.go(trainer.global_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Undo it in the weights that averaging leaves in the module when training ends."""
-        self.walk.go(trainer.global_step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return self.walk.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self.walk.load_state_dict(state_dict)
+        self.go(trainer.global_step)

@@ -11,19 +11,22 @@ from retrofit.finetune.strength_schedule import StrengthSchedule
 
 
 class Walk:
-    """Where the layers are to stand at each optimizer step, by `StrengthSchedule`'s options.
+    """What the callbacks share: at each optimizer step the layers get the strength that the schedule has for it.
+
+    Args:
+        **options: `StrengthSchedule`'s; `total_steps` is the trainer's own unless given.
 
     Raises:
         UsageError: If the way leads back, before which constants have to be estimated anew: a callback has no images.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, **options: Any) -> None:
         if options.get("shape") == "there-and-back":
             raise UsageError(
                 "a callback cannot go there-and-back, which needs `retrofit.recentre` on images at its turn; take "
                 "`retrofit finetune --strength-sched there-and-back`, or `StrengthSchedule` in a loop of your own"
             )
-        self.options = dict(options)
+        self.options = options
         self._schedule: StrengthSchedule | None = None
         self._state: dict[str, Any] = {}
 
@@ -44,10 +47,8 @@ class Walk:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        if self._schedule is None:
-            return self._state
-        return {key: value for key, value in self._schedule.state_dict().items() if key != "steps"}
+        return self._state if self._schedule is None else {"starts": self._schedule.state_dict()["starts"]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._state = {key: value for key, value in state.items() if key != "steps"}
+        self._state = state_dict

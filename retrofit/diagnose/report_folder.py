@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +12,7 @@ from typing import Any
 from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer
 from retrofit.diagnose.plots import plots
 from retrofit.errors import RetrofitError
-from retrofit.utils.files import atomic_folder
+from retrofit.utils.files import atomic_folder, ensure_writable
 from retrofit.utils.html_page import as_html, html_page, html_table
 from retrofit.utils.text import shortlist
 
@@ -34,11 +33,8 @@ def check_folder(folder: Path, force: bool) -> None:
             raise RetrofitError(f"{folder} exists; choose another `folder`, or pass `force=True` to replace it")
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / _RESULTS).is_file()):
             raise RetrofitError(f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`")
-    parent = folder.absolute().parent
-    if not parent.is_dir():
-        raise RetrofitError(f"there is no folder {parent}; create it or choose another `folder`")
-    if not os.access(parent, os.W_OK):
-        raise RetrofitError(f"cannot write to {parent}; choose another `folder`")
+    else:
+        ensure_writable(folder)
 
 
 def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], folder: Path) -> None:
@@ -80,23 +76,19 @@ def _row(layer: Layer) -> list[str]:
 
 
 def _titled(name: str, model: Mapping[str, Any]) -> str:
-    """Name a network with how far it is converted; the name of a run's file says which run it is from."""
-    if not model.get("target"):
-        return name
+    """Name a network with its architecture and how far it is converted; its own name says which run it is from."""
+    target = f" to {model['target']}" if model.get("target") else ""
     strength = "" if model.get("strength") is None else f", t = {model['strength']:.3g}"
-    return f"{name} ({model['model']} to {model['target']}{strength})"
+    what = f"{model.get('model', name)}{target}{strength}"
+    return name if what == name else f"{name} ({what})"
 
 
 def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:
-    """Say which network this is: its architecture, how far it is converted, whose weights it has."""
-    parts = [str(model["model"])] if "model" in model else []
-    if model.get("target"):
-        parts.append(f"converted to {model['target']}")
-    if model.get("strength") is not None:
-        parts.append(f"strength {model['strength']:.3g}")
-    if weights := model.get("weights"):
-        parts.append(f"weights: {weights['kind']}" + (f" ({weights['from']})" if weights.get("from") else ""))
-    return f"{name}: " + ", ".join([*parts, f"{diagnosis.images} images"])
+    """Say which network this is: how far it is converted, whose weights it has, on how many images it was measured."""
+    weights = model.get("weights") or {}
+    whose = f", weights: {weights['kind']}" if weights else ""
+    origin = f" ({weights['from']})" if weights.get("from") else ""
+    return f"{_titled(name, model)}{whose}{origin}, {diagnosis.images} images"
 
 
 def sentences(networks: Mapping[str, Diagnosis]) -> list[str]:

@@ -20,6 +20,7 @@ _PANELS = (
     {"train_loss": "training loss", "val_loss": "validation loss"},
     {"val_top1": "top-1 %", "val_top5": "top-5 %"},
     {"strength": "strength", "noise": "noise"},
+    {"lr": "learning rate"},
 )
 
 
@@ -48,19 +49,14 @@ def draw(folder: Path, rows: list[Row], lambdas: Callable[[], dict[str, Tensor]]
 
 def plot_curves(path: Path, rows: list[Row]) -> None:
     """Draw loss, accuracy, strength, noise and learning rate over the epochs."""
-    figure, axes = _figure(len(_PANELS), height=7)
-    epochs = [row["epoch"] for row in rows]
+    figure, axes = _figure(len(_PANELS), height=9)
     for axis, curves in zip(axes, _PANELS, strict=True):
         for key, label in curves.items():
             if rows[-1][key] is not None:
-                axis.plot(epochs, [row[key] for row in rows], ".-", label=label)
-    rate = axes[-1].twinx()
-    rate.plot(epochs, [row["lr"] for row in rows], ".:", color="grey", label="learning rate (right)")
-    rate.set_ylim(bottom=0)
+                axis.plot([row["epoch"] for row in rows], [row[key] for row in rows], ".-", label=label)
+        if axis.lines:
+            axis.legend(frameon=False)
     axes[-1].set_xlabel("epoch")
-    for axis, lines in zip(axes, ([], [], rate.get_lines()), strict=True):
-        if lines := [*axis.get_lines(), *lines]:
-            axis.legend(lines, [line.get_label() for line in lines], frameon=False)
     _save(figure, path)
 
 

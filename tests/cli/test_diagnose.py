@@ -33,7 +33,7 @@ def test_two_networks(run: Run, pictures: Path) -> None:
         ([], 2, "--data-dir"),
         (["--data-dir", "absent"], 1, "no data at absent"),
         (["--data-dir", "pictures", "--device", "quantum"], 2, "cannot use --device quantum"),
-        (["--data-dir", "pictures", "-o", "no/where"], 1, "no folder"),
+        (["--data-dir", "pictures", "-o", "no/where"], 1, "no does not exist; create it"),
         (["--data-dir", "pictures", "--against", "resnet99"], 2, "resnet99"),
     ],
 )

@@ -10,11 +10,8 @@ from typing import Any
 
 import onnx
 import pytest
-import torch
 from click.testing import CliRunner
-from PIL import Image
 
-import retrofit
 from retrofit.cli import main
 from retrofit.cli.export import _show
 from retrofit.compare import Comparison
@@ -25,15 +22,10 @@ from tests.half_resnet import FLAGS
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Convert once for all tests; lambdas lie away from 1."""
+    """Convert once for all tests."""
     path = tmp_path_factory.mktemp("converted") / "net.safetensors"
     words = ["convert", "test_resnet", *FLAGS, "--num-classes", "7", "--to", "bnn", "--strength", "1", "-o", str(path)]
     done(CliRunner().invoke(main, words))
-    model = retrofit.load(path)
-    for module in model.modules():
-        if isinstance(module, retrofit.layers.BatchNormalNorm2d):
-            torch.nn.init.uniform_(module.running_lambda, 0.5, 1.5)
-    retrofit.save(model, path, force=True)
     return path
 
 
@@ -103,20 +95,3 @@ def test_what_was_judged_on_noise_says_so(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().err
     assert "the same top-1 for 50.0% of 3 random inputs" in said
     assert "warning: judged on 3 random inputs, which are unlike pictures" in said
-
-
-@pytest.mark.parametrize("runtime", ["onnxruntime", pytest.param("openvino", marks=pytest.mark.slow)])
-def test_poly(run: Run, artifact: str, runtime: str) -> None:
-    Path("photos/one").mkdir(parents=True)
-    for number in range(6):
-        Image.effect_noise((200, 200), 20 + 20 * number).convert("RGB").save(f"photos/one/{number}.png")
-    words = ["--fold", "poly", "--for", runtime, "--calibrate", "photos", "--tolerance", "0.9"]
-    result = run("export", artifact, "-o", "net.onnx", *words, "--json")
-    found = answer(result)
-    assert found["parity"]["batches"] == [1, 2]
-    approximation = "polynomial" if runtime == "onnxruntime" else "lines"
-    forms = {approximation, "folded", "affine", "one branch", "two branches"}
-    assert {layer["form"] for layer in found["layers"]} <= forms
-    assert "rms error" in result.stderr
-    assert "% of 3 images" in result.stderr
-    assert "warning" not in result.stderr

@@ -65,13 +65,20 @@ def test_bake(run: Run, pictures: Path) -> None:
 
 
 def test_export(run: Run, pictures: Path) -> None:
-    network = artifact(run, "--to", "ln", "--strength", "1")
-    words = ["--calibrate", pictures, "--tolerance", "1e-3", "--opset", "20"]
-    result = answer(run("export", "a.safetensors", *words, "--json"))
+    network = artifact(run, "--to", "bnn", "--strength", "1")
+    for name, buffer in network.model.named_buffers():
+        if name.endswith("running_lambda"):
+            nn.init.uniform_(buffer, 0.5, 1.5)
+    retrofit.save(network.model, "a.safetensors", force=True)
+    words = ["--fold", "poly", "--calibrate", pictures, "--tolerance", "0.9", "--opset", "20"]
+    called = run("export", "a.safetensors", *words, "--json")
     images = sample_batches(pictures, network.preprocess, images=256)
-    report = retrofit.export_onnx(network.model, "b.onnx", opset=20, calibrate=images, tolerance=1e-3)
-    assert result == plain({**report.to_dict(), "output": "a.onnx"})
+    report = retrofit.export_onnx(network.model, "b.onnx", fold="poly", opset=20, calibrate=images, tolerance=0.9)
+    assert answer(called) == plain({**report.to_dict(), "output": "a.onnx"})
     assert onnx.load("a.onnx") == onnx.load("b.onnx")
+    assert "rms error" in called.stderr
+    assert "% of 6 images" in called.stderr
+    assert "warning" not in called.stderr
 
 
 def test_evaluate(run: Run, pictures: Path) -> None:

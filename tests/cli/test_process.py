@@ -18,7 +18,7 @@ CONVERT = [*RETROFIT, "convert", "test_resnet", "--to", "bnn"]
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = [*RETROFIT, "convert", "resnet152", "--to", "bnn"]
+    words = [*RETROFIT, "convert", "resnet50", "--to", "bnn"]
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
     with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
         assert process.stderr is not None

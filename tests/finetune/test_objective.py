@@ -8,8 +8,7 @@ import torch
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.finetune import Distillation
-from retrofit.finetune.objective import source_network
+from retrofit.finetune.objective import Distillation, source_network
 
 
 @pytest.mark.parametrize("to", ["bnn", "ln-pn"])
