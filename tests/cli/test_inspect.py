@@ -32,15 +32,6 @@ def test_json_lists_every_layer(run: Run) -> None:
     assert len(values["layers"]) == 20
 
 
-def test_converted_layers_show_their_strength(run: Run) -> None:
-    done(run("convert", "test_coatnet", "--to", "bnn", "--strength", "0.75", "-o", "a.safetensors"))
-    done(run("convert", "a.safetensors", "--to", "lnn", "-o", "b.safetensors"))
-    result = run("inspect", "b.safetensors", "--json")
-    shown = {row["source"]: row["strength"] for row in answer(result)["layers"]}
-    assert shown == {"BatchNormalNormAct2d": 0.75, "LayerNormalNorm2d": 0}
-    assert re.search(r"BatchNormalNormAct2d .* 0.75 .* already converted", result.stderr)
-
-
 def test_the_plan(run: Run) -> None:
     result = run("inspect", "test_resnet", "--to", "bnn", "--skip", "layer1", "--json")
     values = answer(result)

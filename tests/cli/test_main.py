@@ -31,12 +31,16 @@ def test_the_help_of_a_long_command_is_in_groups(run: Run, name: str) -> None:
     )
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_and_the_shells_completion_import_nothing_heavy() -> None:
     """What takes a second to import would show in a help that answers in 0.3 s."""
     heavy = {"torch", "timm", "torchvision", "rich", "numpy", "safetensors", "onnx"}
     script = f"""
 import sys
+from click.shell_completion import ShellComplete
 from retrofit.cli import main
+shell = ShellComplete(main, {{}}, "retrofit", "_RETROFIT_COMPLETE")
+assert shell.get_completions(["convert", "resnet18", "--to"], "b")
+assert shell.get_completions(["finetune", "resnet18", "--recipe"], "d")
 for name in [[], *([name] for name in {list(COMMANDS)})]:
     try:
         main([*name, "--help"])

@@ -88,11 +88,9 @@ def test_the_cause(to: str, settings: dict[str, Any], steps: int, collapsed: boo
     assert said in explanation(small_network(to).model, Recipe(**settings), steps, collapsed, untrained)
 
 
-@pytest.mark.parametrize(("opt", "lr", "warned"), [("sgd", 100.0, True), ("adamw", 3e-3, False)])
-def test_a_run_at_chance_is_warned_of_once(train: Train, opt: str, lr: float, warned: bool) -> None:
+def test_a_run_at_chance_is_warned_of_once(train: Train) -> None:
     listener = Listener()
-    result = train("run", small_network("gn"), epochs=4, lr=lr, opt=opt, warmup_epochs=0, callback=listener)
-    notes = [note for note in listener.notes if "no better than guessing" in note]
-    assert len(notes) == warned
-    assert not warned or "have collapsed" in notes[0]
+    result = train("run", small_network("gn"), epochs=4, lr=100.0, opt="sgd", warmup_epochs=0, callback=listener)
+    (note,) = [note for note in listener.notes if "no better than guessing" in note]
+    assert "have collapsed" in note
     assert all(row["val_loss"] > 0 for row in result.rows)

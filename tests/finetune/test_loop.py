@@ -67,6 +67,7 @@ def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.
     assert result.finished
     assert result.best is not None
     assert result.best > 60  # three classes, one colour each
+    assert not any("guessing" in note for note in listener.notes)
     assert [step.strength for step in listener.steps][:3] == pytest.approx([2 / 24, 4 / 24, 6 / 24], abs=0.05)
     assert listener.steps[-1].strength == 1.0
     model = retrofit.load(folder / "last.safetensors")
