@@ -27,9 +27,7 @@ $ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o b
 @click.command("bake", help=HELP)
 @options.model
 @options.path("--calibrate", "Folder or .tar of images to fit and judge on.", metavar="DIR", required=True)
-@click.option(
-    "--images", type=click.IntRange(min=4), default=128, metavar="N", help="How many of them at most (default: 128)."
-)
+@options.count("--images", least=4, default=128, help="How many of them at most")
 @click.option(
     "--tolerance",
     type=float,

@@ -39,15 +39,9 @@ $ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
 @options.model
 @options.against("The reference (default: an artifact's source network).")
 @options.runtime
-@click.option(
-    "--mode", type=click.Choice(["both", "eval", "train"]), default="both", help="What to measure (default: both)."
-)
-@click.option(
-    "-b", "--batch-size", type=click.IntRange(min=2), default=16, metavar="N", help="Images a batch (default: 16)."
-)
-@click.option(
-    "--rounds", type=click.IntRange(min=3), default=15, metavar="N", help="Turns of each network (default: 15)."
-)
+@options.choice("--mode", ["both", "eval", "train"], "What to measure (default: both).", default="both")
+@options.count("-b", "--batch-size", least=2, default=16, help="Images a batch")
+@options.count("--rounds", least=3, default=15, help="Turns of each network")
 @options.precision
 @click.option("--compile", is_flag=True, help="Run through torch.compile.")
 @options.weights

@@ -23,18 +23,10 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @click.command("diagnose", cls=options.Grouped, groups=options.GROUPS | {"against": "The measurement"}, help=HELP)
 @options.model
 @options.against("A second network, beside the first.")
-@click.option(
-    "--images",
-    type=click.IntRange(min=2),
-    default=200,
-    metavar="N",
-    help="Images to measure on, at most (default: 200).",
-)
+@options.count("--images", least=2, default=200, help="Images to measure on, at most")
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
-@click.option(
-    "-b", "--batch-size", type=click.IntRange(min=2), default=6, metavar="N", help="Images a batch (default: 6)."
-)
-@click.option("--channels", type=click.IntRange(min=1), default=20, metavar="N", help="Channels a plot (default: 20).")
+@options.count("-b", "--batch-size", least=2, default=6, help="Images a batch")
+@options.count("--channels", least=1, default=20, help="Channels a plot")
 @options.device
 @click.option("--seed", type=int, default=0, metavar="N", help="Chooses channels, values and noise (default: 0).")
 @options.output("folder", "NAME-diagnosis", metavar="DIR")

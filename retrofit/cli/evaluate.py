@@ -50,17 +50,8 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 @options.model
 @options.data
 @options.weights
-@click.option(
-    "-b", "--batch-size", type=click.IntRange(min=1), default=64, metavar="N", help="Images a batch (default: 64)."
-)
-@click.option(
-    "-j",
-    "--workers",
-    type=click.IntRange(min=0),
-    default=2,
-    metavar="N",
-    help="Processes that decode images (default: 2).",
-)
+@options.count("-b", "--batch-size", least=1, default=64, help="Images a batch")
+@options.count("-j", "--workers", least=0, default=2, help="Processes that decode images")
 @options.precision
 @options.runtime
 @options.attack

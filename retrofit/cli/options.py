@@ -167,6 +167,12 @@ def choice(flag: str, words: Sequence[str], help: str, *name: str, **rest: Any) 
     return click.option(flag, *name, type=click.Choice(words), help=help, **rest)
 
 
+def count(*flags: str, least: int, help: str, default: int | None = None) -> Decorator:
+    """Make an option that takes a whole number; the default stands behind its help."""
+    text = f"{help}." if default is None else f"{help} (default: {default})."
+    return click.option(*flags, type=click.IntRange(min=least), default=default, metavar="N", help=text)
+
+
 def path(flag: str, help: str, *name: str, metavar: str = "FILE", **rest: Any) -> Decorator:
     """Make an option that takes a file or a folder."""
     return click.option(flag, *name, type=click.Path(path_type=Path), metavar=metavar, help=help, **rest)
@@ -197,9 +203,9 @@ network = click.option(
 )
 
 architecture = _stacked(
-    click.option("--num-classes", type=click.IntRange(min=0), metavar="N", help="Outputs of the classifier."),
-    click.option("--in-chans", type=click.IntRange(min=1), metavar="N", help="Channels of the images."),
-    click.option("--img-size", type=click.IntRange(min=1), metavar="N", help="Side of the images in pixels."),
+    count("--num-classes", least=0, help="Outputs of the classifier"),
+    count("--in-chans", least=1, help="Channels of the images"),
+    count("--img-size", least=1, help="Side of the images in pixels"),
     click.option(
         "--model-kwargs",
         type=_key_value,
