@@ -6,7 +6,7 @@ does not grow with their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -276,7 +276,8 @@ class _Observer:
 
     def _look_closely(self, x: Tensor, y: Tensor) -> None:
         """Sample a few channels."""
-        channels = gaussianity.choose(y.shape[1], self._options.channels, self._generator)
+        drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
+        channels = drawn[: self._options.channels].sort().values
         state = self._generator.get_state()
         values = gaussianity.sample(y, channels, _VALUES, self._generator)
         self._plots += [plot for column in values.T if (plot := gaussianity.qq(column)) is not None]
@@ -295,11 +296,11 @@ class _Observer:
         return Layer(
             name=self.probe.name,
             kind=self.probe.kind,
-            r2=_mean([plot.r2 for plot in ranked]),
-            r2_before=_mean(self._before),
+            r2=mean_of(plot.r2 for plot in ranked),
+            r2_before=mean_of(self._before),
             power=self._power.result(),
-            henze_zirkler=_mean([gaussianity.henze_zirkler(pair) for pair in self._pairs]),
-            dependence=_mean([gaussianity.dependence(pair) for pair in self._pairs]),
+            henze_zirkler=mean_of(map(gaussianity.henze_zirkler, self._pairs)),
+            dependence=mean_of(map(gaussianity.dependence, self._pairs)),
             linearity=self._linearity.result() if self.activation is not None else None,
             lmbda=None if lmbda is None else self._quantiles(lmbda),
             plot=ranked[len(ranked) // 2] if ranked else None,
@@ -310,6 +311,7 @@ class _Observer:
         return tuple(np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist())
 
 
-def _mean(values: list[float]) -> float | None:
-    finite = [value for value in values if np.isfinite(value)]
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Return the mean of those values that are there and finite; None if none is."""
+    finite = [value for value in values if value is not None and np.isfinite(value)]
     return float(np.mean(finite)) if finite else None

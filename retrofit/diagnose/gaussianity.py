@@ -1,6 +1,6 @@
 """How close to normal a layer's features are: Q-Q plots, joint normality, and dependence between channels.
 
-The mutual information is scikit-learn's; what else is here chooses channels and values, and has two short formulas.
+The mutual information is scikit-learn's; what else is here chooses values, and has two short formulas.
 """
 
 from __future__ import annotations
@@ -84,11 +84,6 @@ def dependence(pair: FloatArray, bins: int = 10) -> float:
 
     cut = [np.searchsorted(np.quantile(v, np.linspace(0, 1, bins + 1)[1:-1]), v) for v in pair.T]
     return float(adjusted_mutual_info_score(*cut))
-
-
-def choose(channels: int, wanted: int, generator: torch.Generator) -> Tensor:
-    """Return the indices of at most `wanted` channels, without repetition, in order."""
-    return torch.randperm(channels, generator=generator, device="cpu")[:wanted].sort().values
 
 
 def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator) -> FloatArray:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer
+from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer, mean_of
 from retrofit.diagnose.plots import plots
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import atomic_folder, ensure_writable
@@ -99,10 +98,9 @@ def sentences(networks: Mapping[str, Diagnosis]) -> list[str]:
 def _findings(diagnosis: Diagnosis) -> list[str]:
     layers = diagnosis.layers
     texts = []
-    r2 = _mean(layers, lambda layer: layer.r2)
-    if r2 is not None:
+    if (r2 := mean_of(layer.r2 for layer in layers)) is not None:
         worst = min((layer for layer in layers if layer.r2 is not None), key=lambda layer: layer.r2 or 0.0)
-        before = _mean(layers, lambda layer: layer.r2_before)
+        before = mean_of(layer.r2_before for layer in layers)
         gained = "" if before is None else f" ({before:.3f} before the transform)"
         texts.append(f"mean R² to normal {r2:.3f}{gained}; furthest from normal: {worst.name} ({worst.r2:.3f})")
     collapsed = [layer.name for layer in layers if layer.power.p1 > _COLLAPSED]
@@ -143,8 +141,3 @@ def _findings(diagnosis: Diagnosis) -> list[str]:
     if (attacked := diagnosis.under_attack) is not None:
         texts.append(f"top-1 {attacked.top1:.1f}% under {attacked.attack}")
     return texts
-
-
-def _mean(layers: tuple[Layer, ...], value: Callable[[Layer], float | None]) -> float | None:
-    values = [v for layer in layers if (v := value(layer)) is not None]
-    return fmean(values) if values else None

@@ -78,10 +78,10 @@ class Run:
             if recipe.teacher == "source":
                 check_untrained(network)
             network, self.new_tensors = fit_network(network, images, recipe, callback.note)
-            self.origin = network.weights.get("from") or network.source.name
         else:
-            self.new_tensors, self.origin = tuple(state["new_tensors"]), state["origin"]
+            self.new_tensors = tuple(state["new_tensors"])
         self.network = network
+        self.origin = network.weights.get("from") or network.source.name
         self.layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.model = network.model.to(self.device).to(memory_format=self.layout).train()
         teacher = source_network(self.model) if recipe.teacher == "source" else None
@@ -185,7 +185,7 @@ class Run:
         if self.accelerator.is_main_process:
             state = {name: part.state_dict() for name, part in self.stateful.items()}
             state |= {"generators": generators, "position": asdict(self.position), "kept": self.kept}
-            state |= {"new_tensors": list(self.new_tensors), "origin": self.origin}
+            state["new_tensors"] = list(self.new_tensors)
             save_state(self.folder, state)
 
     def train_epoch(self, stop: Callable[[], bool]) -> bool:

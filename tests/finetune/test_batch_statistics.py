@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,21 +53,18 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def work_beside(_: int, folder: str) -> None:
-    work(1, folder)
-
-
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of what two processes computed, this one and another, which takes seconds to start: for all networks."""
+    """A folder of what two processes computed, this one and a fork of it, which imports nothing again."""
     folder = tmp_path_factory.mktemp("shares")
-    other = mp.spawn(work_beside, args=(str(folder),), nprocs=1, join=False)
+    other = multiprocessing.get_context("fork").Process(target=work, args=(1, str(folder)))
+    other.start()
     work(0, str(folder))
-    while not other.join():
-        pass
+    other.join()
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12's, of threads
 @pytest.mark.parametrize("name", MODELS.values(), ids=MODELS.keys())
 def test_two_processes_are_one(name: str, shares: Path) -> None:
     whole = network(name)
