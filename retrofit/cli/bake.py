@@ -39,16 +39,7 @@ $ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o b
 @options.architecture
 @options.force
 @options.json
-def command(
-    model: str,
-    calibrate: Path,
-    images: int,
-    tolerance: float,
-    output: Path | None,
-    force: bool,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def command(model: str, calibrate: Path, output: Path | None, force: bool, as_json: bool, **given: Any) -> None:
     """Run `retrofit bake`."""
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file
@@ -56,9 +47,9 @@ def command(
 
     output = output_file(output, f"{file_stem(model)}-baked.safetensors", force)
     network = open_network(model, given)
-    batches = sample_batches(calibrate, network.preprocess, images=images)
+    batches = sample_batches(calibrate, network.preprocess, images=given["images"])
     with waiting("baking"):
-        network.model, report = retrofit.bake(network.model, batches, tolerance=tolerance)
+        network.model, report = retrofit.bake(network.model, batches, tolerance=given["tolerance"])
     _show(report)
     retrofit.save(network.model, output, force=force)
     say_written(output)

@@ -36,24 +36,15 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @options.architecture
 @options.force
 @options.json
-def command(
-    model: str,
-    against: str | None,
-    folder: Path | None,
-    attack: Any,
-    eps: float | None,
-    force: bool,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def command(model: str, against: str | None, folder: Path | None, force: bool, as_json: bool, **given: Any) -> None:
     """Run `retrofit diagnose`."""
-    from retrofit.cli.network import file_stem, open_data, open_network, taken
+    from retrofit.cli.network import file_stem, open_data, open_network
     from retrofit.diagnose import DiagnosisOptions, check_folder, diagnose, labelled_batches, sentences, write_report
     from retrofit.evaluation.attack import attack_on
     from retrofit.networks.manifest import artifact_path
     from retrofit.utils.placement import device_named
 
-    place = device_named(given["device"])
+    place, attack = device_named(given["device"]), (given.pop("attack"), given.pop("eps"))
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
     shared = "pretrained" if against is None or artifact_path(against) is None else "network"
@@ -70,9 +61,9 @@ def command(
     }
     diagnoses = {}
     for name, network in networks.items():
-        rest = dict(given)
-        batches = labelled_batches(network, open_data(network, rest), rest.pop("images"), rest.pop("batch_size"))
-        how = DiagnosisOptions(**taken(rest, DiagnosisOptions), attack=attack_on(network.preprocess, attack, eps))
+        data = open_data(network, dict(given))
+        batches = labelled_batches(network, data, given["images"], given["batch_size"])
+        how = DiagnosisOptions(given["channels"], seed=given["seed"], attack=attack_on(network.preprocess, *attack))
         with progress_bar(f"measuring {name}") as move:
             diagnoses[name] = diagnose(network.model.to(place), batches, how, move)
     for sentence in sentences(diagnoses):

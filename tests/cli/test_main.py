@@ -84,6 +84,7 @@ OUTCOMES = [
     (RetrofitError("it broke; mend it"), 1, "error: it broke; mend it"),
     (UsageError("bad word; use a good one"), 2, "error: bad word; use a good one"),
     (KeyboardInterrupt(), 130, "interrupted"),
+    (click.UsageError("no such word."), 2, "error: no such word; see main inspect --help"),
     (OSError(5, "Input/output error", "f"), 1, "error: [Errno 5] Input/output error: 'f'; check"),
     (ValueError("first\nsecond"), 1, "error: unexpected ValueError: first second; RETROFIT_DEBUG=1"),
     (SystemExit(143), 143, ""),
@@ -107,11 +108,6 @@ def test_every_exception_becomes_a_line_and_a_code(
     assert (written[-1] if written else "").startswith(line)
     assert ("Traceback" in result.stderr) is (debug and code != 143)
     assert debug or len(written) <= 1
-
-
-def test_the_environment_shows_the_traceback_of_usage_errors_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RETROFIT_DEBUG", "1")
-    assert "Traceback" in run("inspect").stderr
 
 
 def test_version(run: Run) -> None:

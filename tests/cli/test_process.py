@@ -1,9 +1,8 @@
-"""The command line as a real process: signals, closed pipes, full disks."""
+"""The command line as a real process: signals and closed pipes."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 from tests.conftest import heed_signals
 
 RETROFIT = [sys.executable, "-m", "retrofit"]
-CONVERT = [*RETROFIT, "convert", "test_resnet", "--to", "bnn"]
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -42,19 +40,3 @@ def test_a_closed_pipe_is_no_error_of_ours(tmp_path: Path, environment: dict[str
     assert process.returncode == 1
     assert "Traceback" not in said
     assert "BrokenPipe" not in said
-
-
-@pytest.mark.slow
-def test_a_full_disk(tmp_path: Path, environment: dict[str, str]) -> None:
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    options = {"capture_output": True, "text": True, "preexec_fn": small_files}
-    done = subprocess.run(CONVERT, cwd=tmp_path, env=environment, check=False, **options)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert "test_resnet-bnn.safetensors" in last
-    assert "; " in last
-    assert "Traceback" not in done.stderr
-    assert os.listdir(tmp_path) == []
