@@ -41,15 +41,13 @@ from retrofit.finetune.running_statistics import recentre, update_bn
 from retrofit.finetune.step_gate import StepGate, Verdict
 from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.finetune.validation import summed, validate, validation_share
-from retrofit.layers.lambdas import lambda_values
 from retrofit.networks import artifact
 from retrofit.networks.models import Network
 from retrofit.surgery import strength_layers
-from retrofit.utils.evaluating import evaluating
 from retrofit.utils.text import shortlist
 
-_SHOWN = 8  # images that lambda is estimated on for a picture
-_RECENTRED = 128  # images that moments are measured on before the way back
+_FEW = 8  # images that show whether the network answers the same to all
+_RECENTRED = 128  # images that moments are measured on before the way back, a few at a time
 _PRECISE_BATCH = 32  # images that running statistics are estimated on at a time
 
 
@@ -252,7 +250,7 @@ class Run:
         images = self.plain_images.spread(_RECENTRED)
         if images is not None:
             for model in self.networks:
-                recentre(images.split(_SHOWN), model, self.device)
+                recentre(images.split(_FEW), model, self.device)
 
     def _step(self, epoch: int) -> Step:
         """Describe the step that was just done; its loss is known once the device has come so far."""
@@ -346,25 +344,20 @@ class Run:
 
     def _few_images(self) -> Tensor | None:
         """Return a few images to show the network; None if they cannot be read."""
-        images = self.plain_images.spread(_SHOWN)
+        images = self.plain_images.spread(_FEW)
         return None if images is None else images.to(self.device)
 
     def end(self) -> Result:
-        """Write the networks and pictures that the run leaves behind."""
+        """Write the networks and the picture that the run leaves behind."""
         position = self.position
         if self.accelerator.is_main_process:
             self._write_artifact(self.model, self.folder / "last.safetensors")
             if self.val is None and position.step == self.steps:
                 self._write_artifact(self.validated, self.folder / "best.safetensors")
-            if position.rows and (problem := run_report.draw(self.folder, position.rows, self._lambdas)) is not None:
+            if position.rows and (problem := run_report.draw(self.folder, position.rows)) is not None:
                 self.callback.note(f"warning: a picture cannot be drawn ({problem}); the run is complete without it")
         self.accelerator.end_training()
         return Result(position.step, self.steps, position.rows, position.best, position.unreadable)
-
-    def _lambdas(self) -> dict[str, Tensor]:
-        """Return each layer's estimates of lambda; those of single samples on a few of the run's images."""
-        with evaluating(self.validated):
-            return lambda_values(self.validated, self._few_images())
 
     def _write_artifact(self, model: nn.Module, path: Path, weights: dict[str, Any] | None = None) -> None:
         steps, network = self.position.step, self.network

@@ -28,7 +28,6 @@ from retrofit.finetune.loop import resume_network
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_callback import RunCallback, Step
 from retrofit.finetune.run_state import load_state
-from retrofit.layers import NormalityMixin
 from retrofit.layers.base import strength_code
 from retrofit.networks import artifact
 from retrofit.networks.models import open_model
@@ -81,9 +80,8 @@ def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.
     with (folder / "metrics.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [float(row["train_loss"]) for row in table] == [row["train_loss"] for row in rows]
-    for name in ("curves.png", "lambda.png"):
-        with Image.open(folder / name) as picture:
-            assert picture.format == "PNG"
+    with Image.open(folder / "curves.png") as picture:
+        assert picture.format == "PNG"
     assert sorted(os.listdir(folder / "state")) == ["last.pt", "previous.pt", "start.safetensors"]
 
 
@@ -100,20 +98,13 @@ def test_the_best_is_of_the_strength_at_the_end(train: Train, tmp_path: Path, mo
     assert torch.equal(weights(tmp_path / "run", "best")["bn1.strength"], strength_code(1))
 
 
-def test_lambda_is_drawn_of_each_sample_and_a_picture_that_fails_is_a_warning(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: dict[str, Tensor] = {}
-
-    def draw(_path: Path, values: dict[str, Tensor]) -> None:
-        drawn.update(values)
+def test_a_picture_that_fails_is_a_warning(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
         raise ValueError("no ink\nleft")
 
-    monkeypatch.setattr(run_report, "plot_lambdas", draw)
-    network, listener = small_network("lnn", "test_vit"), Listener()
-    assert train("run", network, epochs=1, val_split=0.0, callback=listener).finished
-    assert drawn.keys() == {key for key, one in network.model.named_modules() if isinstance(one, NormalityMixin)}
-    assert all(found.isfinite().all() and found.ne(1).any() for found in drawn.values())
+    monkeypatch.setattr(run_report, "_save", fail)
+    listener = Listener()
+    assert train("run", small_network("lnn", "test_vit"), epochs=1, val_split=0.0, callback=listener).finished
     assert "warning: a picture cannot be drawn (no ink left); the run is complete without it" in listener.notes
 
 
