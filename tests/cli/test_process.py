@@ -12,11 +12,12 @@ import pytest
 
 from tests.conftest import heed_signals
 
+pytestmark = pytest.mark.slow
 RETROFIT = [sys.executable, "-m", "retrofit"]
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = [*RETROFIT, "convert", "resnet50", "--to", "bnn"]
+    words = [*RETROFIT, "convert", "resnet152", "--to", "bnn"]
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
     with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
         assert process.stderr is not None
@@ -28,7 +29,6 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[s
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.slow
 def test_a_closed_pipe_is_no_error_of_ours(tmp_path: Path, environment: dict[str, str]) -> None:
     words = [*RETROFIT, "inspect", "test_resnet", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

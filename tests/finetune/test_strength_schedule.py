@@ -30,7 +30,7 @@ def network(*strengths: float) -> nn.Sequential:
         ((0, 0), {"ramp": 0.0}, [(1, 1)] * 5),  # at once
         ((0.25, 0.25), {"shape": "off"}, [(0.25, 0.25)] * 5),
         ((0, 0), {"start": 0.2, "end": 0.8}, [(t, t) for t in (0.2, 0.35, 0.5, 0.65, 0.8)]),
-        ((0, 0), {"shape": "cosine", "end": 0.8}, [(t, t) for t in (0, 0.117157, 0.4, 0.682843, 0.8)]),
+        ((0, 0), {"shape": "cosine", "end": 0.8}, [(t, t) for t in (0, 0.11715729, 0.4, 0.68284271, 0.8)]),
         # Layers that stand higher, as after an earlier conversion or training, are not taken back.
         ((0.5, 0), {}, [(0.5, 0), (0.625, 0.25), (0.75, 0.5), (0.875, 0.75), (1, 1)]),
         ((1, 1), {}, [(1, 1)] * 5),
