@@ -88,7 +88,9 @@ class Recipe(BaseModel):
     lr: Positive = Field(
         3e-4, description="Learning rate; take 1e-4 in batches of 1 or 2, 1e-3 for batch statistics, as bnn's."
     )
-    weight_decay: NotNegative = Field(0.05, description="Not for biases and norms, but for ProxyNorm's parameters.")
+    weight_decay: NotNegative = Field(
+        0.05, description="Weight decay of all but biases and norms; ProxyNorm's parameters have it."
+    )
     decay_norms: bool = Field(False, description="Decay biases, gamma and beta too: everything that is trained.")
     opt_eps: Positive | None = Field(None, description="The optimizer's eps (default: timm's).")
     momentum: Fraction = Field(0.9, description="For optimizers that have one.")
@@ -112,7 +114,7 @@ class Recipe(BaseModel):
         "linear", description="Course of the strength t; there-and-back goes to 1 and returns to strength_end."
     )
     strength_ramp: Fraction = Field(0.5, description="Fraction of the training in which t moves.")
-    strength_start: Fraction = Field(0.0, description="t at the start, of layers that do not stand higher.")
+    strength_start: Fraction = Field(0.0, description="t at the start; layers that stand higher keep theirs.")
     strength_end: Fraction = Field(1.0, description="t at the end.")
     noise: NotNegative | None = Field(0.0, description="Noise factor xi at the end; null leaves the layers' own.")
     noise_kind: NoiseKind | None = Field(None, description="Kind of noise; null leaves the layers' own.")
