@@ -7,7 +7,7 @@ noise and momentum, stays with the layer, as the p of a dropout does.)
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, TypedDict, get_args
+from typing import Any, ClassVar, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -122,15 +122,6 @@ class StrengthMixin(ConvertedLayer):
             self._code.copy_(strength_code(check_strength(strength), self._code.device))
 
 
-class LayerOptions(TypedDict, total=False):
-    """The constructor's options of a normality-normalized layer beside torch's own: see `NormalityMixin`."""
-
-    noise: float
-    strength: float
-    noise_kind: NoiseKind
-    alpha: float
-
-
 class NormalityMixin(StrengthMixin):
     """The options of a normality-normalized layer.
 
@@ -155,14 +146,14 @@ class NormalityMixin(StrengthMixin):
         device: Any = None,
         *,
         noise: float | None = None,
-        strength: float = 1.0,
+        strength: Tensor | float = 1.0,
         noise_kind: NoiseKind = "scaled",
         alpha: float = 1.0,
     ) -> None:
         self.noise = self.paper_noise if noise is None else check_noise(noise)
         self.noise_kind = check_noise_kind(noise_kind)
         self.alpha = check_alpha(alpha)
-        self._register_strength(strength, device)
+        self._register_strength(float(strength), device)
         hold_settings(self, {"alpha": check_alpha}, device)
 
     @property

@@ -188,34 +188,6 @@ def channel_form(constant: ChannelMap) -> list[nn.Module]:
     return [standardize, TwoBranch(constant.lmbda, constant.gamma, constant.beta)]
 
 
-class Standardize(nn.Module):
-    """(x - mean) / sqrt(var + eps) by the statistics of each normalized set."""
-
-    def __init__(self, sets: Sets, eps: float) -> None:
-        super().__init__()
-        self.sets, self.eps = sets, eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Standardise `x`."""
-        h, *_ = self.standardized(*self.viewed(x))
-        return h.reshape(x.shape)
-
-    def viewed(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return `x` as its sets, those of groups of channels in one dimension, and the dimensions of a set."""
-        values, dims = self.sets(x)
-        return (values.flatten(2), (2,)) if values.ndim > x.ndim else (values, dims)
-
-    def standardized(self, values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Return standardised values, their variance, and the smallest and the largest of each set."""
-        centred = values - values.mean(dims, keepdim=True)
-        low, high = centred.amin(dims, True), centred.amax(dims, True)
-        inverse, small, rest = _scaled(centred, low, high, math.sqrt(self.eps))
-        power = (small * small).mean(dims, keepdim=True)
-        rstd = torch.rsqrt(power + rest)
-        scale = inverse * rstd
-        return small * rstd, power * rstd * rstd, (low * scale, high * scale)
-
-
 def _scaled(centred: Tensor, low: Tensor, high: Tensor, root: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return 1 / c, centred / c and (root / c)^2 for c the largest |centred| of a set, or `root` where that is more."""
     inverse = 1.0 / torch.maximum(high, -low).clamp_min(max(root, _SMALLEST_HALF))
@@ -223,7 +195,7 @@ def _scaled(centred: Tensor, low: Tensor, high: Tensor, root: float) -> tuple[Te
     return inverse, centred * inverse, rest * rest
 
 
-class EstimatedTransform(Standardize):
+class EstimatedTransform(nn.Module):
     """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain operations.
 
     `effective_alpha` is the factor of the estimate's distance from 1; gamma and beta are (C,) for (N, C, *) with
@@ -242,7 +214,8 @@ class EstimatedTransform(Standardize):
         bias: Tensor | None,
         per_channel: bool,
     ) -> None:
-        super().__init__(sets, eps)
+        super().__init__()
+        self.sets, self.eps = sets, eps
         self.effective_alpha, self.per_channel = effective_alpha, per_channel
         self.frozen: TwoBranch | None = None
         for name, value in (("weight", weight), ("bias", bias)):
@@ -255,7 +228,9 @@ class EstimatedTransform(Standardize):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`."""
-        values, dims = self.viewed(x)
+        values, dims = self.sets(x)
+        if values.ndim > x.ndim:  # groups of channels: each in one dimension
+            values, dims = values.flatten(2), (2,)
         y = self._estimated(values, dims) if self.frozen is None else self.frozen(self._standardized(values, dims))
         y = y.reshape(x.shape)
         for value, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
@@ -264,7 +239,7 @@ class EstimatedTransform(Standardize):
         return y
 
     def _estimated(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        h, v, extremes = self.standardized(values, dims)
+        h, v, extremes = _standardize(values, dims, self.eps)
         a = h.abs()
         sign, log = _sign_and_log(h, a)
         signed = sign * log
@@ -276,7 +251,18 @@ class EstimatedTransform(Standardize):
         sizes = values.shape[dims[0] :]
         if dims == tuple(range(dims[0], values.ndim)) and all(isinstance(size, int) for size in sizes):
             return functional.layer_norm(values, sizes, eps=self.eps)
-        return self.standardized(values, dims)[0]
+        return _standardize(values, dims, self.eps)[0]
+
+
+def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return (x - mean) / sqrt(var + eps) of each set, its variance, and its smallest and largest value."""
+    centred = x - x.mean(dims, keepdim=True)
+    low, high = centred.amin(dims, True), centred.amax(dims, True)
+    inverse, small, rest = _scaled(centred, low, high, math.sqrt(eps))
+    power = (small * small).mean(dims, keepdim=True)
+    rstd = torch.rsqrt(power + rest)
+    scale = inverse * rstd
+    return small * rstd, power * rstd * rstd, (low * scale, high * scale)
 
 
 def _newton_step(

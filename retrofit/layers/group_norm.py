@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
-from retrofit.layers.base import LayerOptions, NormalityMixin
+from retrofit.layers.base import NormalityMixin
 from retrofit.layers.converted_layer import _ThenActivate, reset_affine
 from retrofit.layers.functional import Sets, group_normal_norm, group_sets
+from retrofit.layers.normality_norm import NormalityOptions
 
 
 class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
@@ -32,7 +33,7 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[NormalityOptions],
     ) -> None:
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
-from retrofit.layers.base import LayerOptions, NormalityMixin
+from retrofit.layers.base import NormalityMixin
 from retrofit.layers.converted_layer import _ThenActivate
 from retrofit.layers.forms import ChannelsFirstLayerNorm, constants_of
 from retrofit.layers.functional import (
@@ -18,6 +18,7 @@ from retrofit.layers.functional import (
     layer_normal_norm,
     trailing_sets,
 )
+from retrofit.layers.normality_norm import NormalityOptions
 
 
 class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
@@ -40,7 +41,7 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[NormalityOptions],
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._register_options(device, **options)

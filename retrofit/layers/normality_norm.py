@@ -21,9 +21,9 @@ from retrofit.layers.kernels.eager import KernelOptions, blocks
 from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
-from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds, step_derivative
+from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds
 from retrofit.layers.transforms import differentiable_once, transformed
-from retrofit.layers.yeo_johnson import lmbda_derivative, yeo_johnson
+from retrofit.layers.yeo_johnson import yeo_johnson
 
 __all__ = ["NoiseKind", "NormalityOptions", "Statistics", "apply_statistics", "compute_dtype", "normality_norm"]
 
@@ -227,11 +227,9 @@ class _OneStep(torch.autograd.Function):
         over = Reductions(dim)
         y, kept = torch.empty_like(h), []
         for block in blocks(h, dim):
-            values = block(h)
-            log = torch.log1p(values.abs())
-            newton = first_step(values, over.means, step_bounds(*over.extremes(values)), log)
-            block(y).copy_(formulas.transform(values, log, t * newton.step)[0])
-            kept.append(torch.stack([newton.step, *newton.gradient()]))
+            part, step, gradient = formulas.gaussianized(block(h), t, over)
+            block(y).copy_(part)
+            kept.append(torch.stack([step, *gradient]))
         stats = torch.cat(kept, block.axis + 1)
         lmbda = 1 + stats[0]
         ctx.dim = dim
@@ -245,14 +243,9 @@ class _OneStep(torch.autograd.Function):
         h, t, stats = ctx.saved_tensors
         grad_h = torch.empty_like(h)
         for block in blocks(h, ctx.dim):
-            values, grad, (step, *gradient) = block(h), block(grads[0]), (block.of(s) for s in stats)
-            a = values.abs()
-            log = torch.log1p(a)
-            _, u, growth = formulas.transform(values, log, t * step)
-            inverse = 1 / (1 + a)
-            to_lmbda = (grad * lmbda_derivative(u, log, growth)).mean(ctx.dim, True)
-            shift = step_derivative(values, a, log, inverse, StepGradient(*gradient))  # times the count
-            block(grad_h).copy_(grad * ((growth + 1) * inverse) + t * to_lmbda * shift)
+            step, *gradient = (block.of(s) for s in stats)
+            _, direct, to_lmbda, shift = formulas.pulls(block(grads[0]), block(h), t, step, StepGradient(*gradient))
+            block(grad_h).copy_(direct + t * to_lmbda.mean(ctx.dim, True) * shift)
         return grad_h, None, None
 
 

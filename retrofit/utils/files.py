@@ -82,10 +82,10 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
         mode = temporary.stat().st_mode  # as the user's umask has it; safetensors makes its files private
         yield temporary
         temporary.chmod(mode)
-        _flush(temporary)
+        flush(temporary)
         ensure_writable(path, force)  # another process may have finished the same file meanwhile
         os.replace(temporary, target)
-        _flush(target.parent)
+        flush(target.parent)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def release(path: Path) -> None:
         os.close(descriptor)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Have the system put a file's content, or a folder's entries, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

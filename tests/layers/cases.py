@@ -1,15 +1,16 @@
-"""Every normality-normalized layer beside torch's own, with an input that both take."""
+"""Every normality-normalized layer beside torch's own, with an input that both take; and a layer of every kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retrofit import layers
+from retrofit import layers, set_strength
 
 EPS = 1e-5
 """Of every layer here."""
@@ -78,6 +79,48 @@ CASES = {
         **RUNNING,
     ),
 }
+
+
+def _migrated(groups: int, channels: int, **where: Any) -> nn.Module:
+    layer = layers.MigratedGroupNorm(groups, channels, **where)
+    for buffer, low, high in ((layer.running_mean, -1, 1), (layer.running_var, 0.5, 2), (layer.gain, 0.5, 2)):
+        nn.init.uniform_(buffer, low, high)
+    return layer
+
+
+def _proxied(channels: int, **where: Any) -> nn.Module:
+    norm = _migrated(2, channels, **where)
+    return nn.Sequential(norm, layers.ProxyNorm(nn.SiLU(), channels, norm=norm, restore=True, **where))
+
+
+_KINDS = ("batch1d", "batch2d", "layer", "layer channels first", "group", "instance2d", "instance tracked")
+LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
+    **{
+        name: (partial(CASES[name].ours, noise=0.0, **{CASES[name].affine: True}), CASES[name].shape) for name in _KINDS
+    },
+    "batch cumulative": (partial(layers.BatchNormalNorm2d, 6, momentum=None, noise=0.0), MAPS),
+    "migrated": (partial(_migrated, 2, 6), MAPS),
+    "migrated flat": (partial(_migrated, 1, 6), (4, 6)),
+    "proxy": (partial(_proxied, 6), MAPS),
+    "standardized weights": (partial(layers.WeightStandardizedConv2d, 6, 4, 3), MAPS),
+    "decorrelated": (partial(layers.DecorrelatedBatchNorm2d, 6, group_size=3), MAPS),
+    "decorrelated normal": (partial(layers.DecorrelatedBatchNormalNorm2d, 6, group_size=3, noise=0.0), MAPS),
+}
+"""What makes a layer, by keywords `dtype` and `device`, and the shape of an input."""
+OF_BATCHES = [name for name in LAYERS if name.startswith(("batch", "decorrelated", "instance tracked"))]
+
+
+def build(name: str, strength: float = 0.6, training: bool = False) -> tuple[nn.Module, Tensor]:
+    """A layer of `LAYERS` away from its first values, and an input."""
+    make, shape = LAYERS[name]
+    layer, x = make(), torch.randn(shape).exp()
+    if name in OF_BATCHES:
+        layer.train()(x)  # running statistics, lambda among them
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    set_strength(layer, strength)
+    return layer.train(training), x
 
 
 def randomise(module: nn.Module) -> nn.Module:

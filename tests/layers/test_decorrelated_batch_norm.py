@@ -1,8 +1,6 @@
 """Decorrelated batch normalization against scipy and torch's own layers."""
 
 import copy
-import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,37 +9,19 @@ from torch import Tensor, nn
 
 from retrofit import layers
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm, inverse_square_root
-from tests.layers.cases import EPS, assert_same_gradient, randomise
+from tests.layers.cases import EPS, randomise
 from tests.oracles import normality as normality_oracle
 from tests.oracles import whitening as oracle
 
 SHAPES = {"1d": (40, 12), "1d maps": (9, 12, 7), "2d": (5, 12, 4, 3), "3d": (4, 12, 2, 3, 3)}
-DBN = {
-    "1d": layers.DecorrelatedBatchNorm1d,
-    "1d maps": layers.DecorrelatedBatchNorm1d,
-    "2d": layers.DecorrelatedBatchNorm2d,
-    "3d": layers.DecorrelatedBatchNorm3d,
-}
-DBNN = {
-    "1d": layers.DecorrelatedBatchNormalNorm1d,
-    "1d maps": layers.DecorrelatedBatchNormalNorm1d,
-    "2d": layers.DecorrelatedBatchNormalNorm2d,
-    "3d": layers.DecorrelatedBatchNormalNorm3d,
-}
-TORCHS = {"1d": nn.BatchNorm1d, "1d maps": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
 KIND = pytest.mark.parametrize("kind", SHAPES)
 NORMAL = pytest.mark.parametrize("normal", [False, True], ids=["dbn", "dbnn"])
 
 
-@pytest.fixture(autouse=True)
-def _reset_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
-
-
 def build(kind: str, normal: bool, channels: int = 12, **options: Any) -> DecorrelatedNorm:
     quiet = {"noise": 0.0} if normal else {}
-    return (DBNN if normal else DBN)[kind](channels, **{"group_size": 4, **quiet, **options})
+    cls = getattr(layers, f"DecorrelatedBatch{'NormalNorm' if normal else 'Norm'}{kind[:2]}")
+    return cls(channels, **{"group_size": 4, **quiet, **options})
 
 
 def data(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,11 +54,10 @@ def test_is_zca_as_scipy_has_it(kind: str, strength: float, asked: int, size: in
 
 
 @NORMAL
-@pytest.mark.parametrize("strength", [0.0, 0.6])
 @pytest.mark.parametrize("training", [True, False])
-def test_gradcheck(normal: bool, strength: float, training: bool) -> None:
-    layer = randomise(build("2d", normal, 6, group_size=3, strength=strength).double())
-    x = data((5, 6, 3, 2), torch.float64).requires_grad_()
+def test_gradcheck(normal: bool, training: bool) -> None:
+    layer = randomise(build("2d", normal, 6, group_size=3, strength=0.6).double())
+    x = data((4, 6, 3, 1), torch.float64).requires_grad_()
     layer(x)
     layer.train(training)
     names = [name for name, _ in layer.named_parameters()]
@@ -105,27 +84,15 @@ def test_root_of_ill_conditioned_matrices() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@KIND
 @NORMAL
-def test_strength_0_is_torchs_layer(kind: str, normal: bool) -> None:
-    for options in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-2}):
-        ours = build(kind, normal, strength=0.0, **options)
-        torchs = randomise(TORCHS[kind](12, **options))
-        ours.load_state_dict(torchs.state_dict())
-        for _ in range(2):
-            x, y = (data(SHAPES[kind]).requires_grad_() for _ in range(2))
-            out, expected = ours(x), torchs(y)
-            torch.testing.assert_close(out, expected, rtol=1e-5, atol=5e-6)
-            ours.zero_grad()
-            torchs.zero_grad()
-            assert_same_gradient(out, x, expected, y, 1e-4, 1e-5)
-            for name, parameter in torchs.named_parameters():
-                torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=5e-5)
-        for name, buffer in torchs.named_buffers():
-            torch.testing.assert_close(ours.get_buffer(name), buffer, rtol=1e-5, atol=1e-5)
-        ours.load_state_dict({**ours.state_dict(), **torchs.state_dict()})
-        if torchs.track_running_stats:
-            assert torch.equal(ours.eval()(x), torchs.eval()(x))
+@pytest.mark.parametrize("tracked", [True, False])
+def test_strength_0_evaluates_as_torchs_layer_to_the_bit(normal: bool, tracked: bool) -> None:
+    torchs = randomise(nn.BatchNorm2d(12, track_running_stats=tracked)).eval()
+    ours = build("2d", normal, strength=0.0, track_running_stats=tracked).eval()
+    ours.load_state_dict(torchs.state_dict())
+    x = data(SHAPES["2d"])
+    torch.testing.assert_close(ours(x), torchs(x), rtol=1e-5, atol=5e-6)
+    assert torch.equal(ours(x), torchs(x)) == tracked
 
 
 @KIND
@@ -203,54 +170,9 @@ def test_nothing_finite_is_made_of_nan_and_nothing_raises(normal: bool) -> None:
     out.sum().backward()
 
 
-@NORMAL
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("training", [True, False])
-def test_half_precision_in_and_out_float32_inside(normal: bool, dtype: torch.dtype, training: bool) -> None:
-    layer = randomise(build("2d", normal)).train(training)
-    x = data((5, 12, 4, 3), dtype)
-    out = copy.deepcopy(layer)(x)
-    assert out.dtype == dtype
-    with torch.autocast("cpu", dtype):
-        under = copy.deepcopy(layer)(x.float())
-    assert torch.equal(under, copy.deepcopy(layer)(x.float()))
-    assert torch.equal(under.to(dtype), out)
-
-
-def test_compiles_whole_and_strength_recompiles_nothing() -> None:
-    layer = build("2d", True, strength=0.0)
-    reference = copy.deepcopy(layer)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for training in (True, False):
-        layer.train(training)
-        reference.train(training)
-        for strength in (0.0, 0.3):
-            layer.set_strength(strength)
-            reference.set_strength(strength)
-            x, y = (data((5, 12, 4, 3)).requires_grad_() for _ in range(2))
-            with torch.compiler.set_stance("fail_on_recompile" if strength else "default"):
-                out, expected = compiled(x), reference(y)
-                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-                out.square().sum().backward()
-            expected.square().sum().backward()
-            torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
-
-
-@NORMAL
-def test_memory_format_copies_and_state_dicts(normal: bool) -> None:
-    layer = build("2d", normal, strength=0.6)
-    x = data((5, 12, 4, 3))
-    last = x.contiguous(memory_format=torch.channels_last)
-    for training in (True, False):
-        out = layer.train(training)(last)
-        assert out.is_contiguous(memory_format=torch.channels_last)
-        torch.testing.assert_close(out, copy.deepcopy(layer)(x), rtol=1e-4, atol=1e-5)
-    for clone in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(clone(x), layer(x))
-    fresh = build("2d", normal).eval()
-    fresh.load_state_dict(layer.state_dict())
-    assert torch.equal(fresh(x), layer(x))
-    source = randomise(nn.BatchNorm2d(12))
+def test_a_checkpoint_of_batch_norm_has_no_correlations() -> None:
+    layer, source = build("2d", True, strength=0.6), randomise(nn.BatchNorm2d(12))
+    layer(data((5, 12, 4, 3)))
     layer.load_state_dict(source.state_dict())
     assert layer.strength.item() == pytest.approx(0.6)
     expected = torch.diag_embed(torch.rsqrt(source.running_var + 1e-5).view(3, 4))

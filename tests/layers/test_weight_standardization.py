@@ -76,12 +76,6 @@ def test_names_copies_and_types() -> None:
     assert WeightStandardizedConv2d(4, 6, 3, dtype=torch.bfloat16).restore_scale.dtype == torch.float32
 
 
-def test_compiles_in_one_graph() -> None:
-    conv, x = WeightStandardizedConv2d(4, 6, 3, strength=0.5), torch.randn(1, 4, 5, 5)
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(conv, fullgraph=True, backend="eager")(x), conv(x))
-
-
 @pytest.mark.parametrize("options", [{"strength": 2.0}, {"eps": -1.0}, {"groups": 4}])
 def test_arguments_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"strength|eps|single weight"):

@@ -19,14 +19,6 @@ def sample_moments(phi: Function, mean: float, std: float, samples: int = 256) -
     return float(np.mean(values)), float(np.var(values))
 
 
-def relu_moments(mean: float, std: float) -> tuple[float, float]:
-    """Mean and variance of the rectified Gaussian in closed form."""
-    z = mean / std
-    first = mean * norm.cdf(z) + std * norm.pdf(z)
-    second = (mean**2 + std**2) * norm.cdf(z) + mean * std * norm.pdf(z)
-    return float(first), float(second - first**2)
-
-
 def migrated_group_norm(
     x: Tensor,
     groups: int,

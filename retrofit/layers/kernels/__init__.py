@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 VARIABLE = "RETROFIT_KERNELS"
 NAMES = ("eager", "cpp", "triton", "inductor")
+_SPOKEN = {"cpp": "C++", "triton": "Triton", "inductor": "torch.compile's"}
 _STRETCH = 32
 LARGE = 2**13
 """Elements from which compiled kernels are worth the call, and some ten seconds of building them once a machine."""
@@ -54,24 +55,15 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
         RuntimeError: If it names kernels that cannot run here.
     """
     name = _named()
-    if name == "eager" or x.dtype not in self_test.TOLERANCES:
+    if name == "eager" or x.dtype not in self_test.TOLERANCES or (not name and not x.is_cuda and x.numel() < LARGE):
         return eager
-    if name == "cpp":
-        if x.device.type != "cpu":
-            raise RuntimeError(f"{VARIABLE}=cpp, but the tensor is on {x.device}; unset it or choose triton or eager")
-        if cpp.fault() is not None:
-            raise RuntimeError(f"{VARIABLE}=cpp, but there are no C++ kernels: {cpp.fault()}")
-        return cpp
-    if name:
-        fault = _fault(name, x.device, x.dtype)
-        if fault is not None:
-            raise RuntimeError(f"{VARIABLE}={name}, but {fault}; unset it or choose eager")
+    if not name:
+        kernels = _fastest(x.device, x.dtype if x.is_cuda else torch.float32)  # said once of a CPU
+    elif (fault := _fault(name, x.device, x.dtype)) is None:
         kernels = _module(name)
-    elif x.is_cuda:
-        kernels = _on_gpu(x.device, x.dtype)
     else:
-        return cpp if x.numel() >= LARGE and _on_cpu() else eager
-    return kernels if group is None else eager
+        raise RuntimeError(f"{VARIABLE}={name}, but {fault}; unset it or choose eager")
+    return kernels if group is None or kernels is cpp else eager
 
 
 def runs_cpp(x: Tensor) -> bool:
@@ -95,33 +87,29 @@ def _named() -> str:
 
 
 @cache
-def _on_cpu() -> bool:
-    """Whether the C++ kernels are there; says what runs on the CPU."""
-    fault = cpp.fault()
-    if fault is None:
-        _log.info("normality layers run C++ kernels on the CPU")
-    else:
-        _log.warning("normality layers run torch operations on the CPU, about 12 times slower than C++: %s", fault)
-    return fault is None
-
-
-@cache
-def _on_gpu(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The fastest kernels that pass their self-test; says what runs, and why where it is not Triton's."""
-    if (fault := _fault("triton", device, dtype)) is None:
-        _log.info("normality layers run Triton kernels on GPUs in %s", dtype)
-        return _module("triton")
-    if (second := _fault("inductor", device, dtype)) is None:
-        _log.warning("normality layers run torch.compile's kernels on GPUs in %s: %s", dtype, fault)
-        return _module("inductor")
-    what = "torch operations, several times slower,"
-    _log.warning("normality layers run %s on GPUs in %s: %s; %s", what, dtype, fault, second)
+def _fastest(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The fastest kernels that are there and right; says what runs, and why where it is not the fastest of all."""
+    names, where, slower = ["cpp"], "the CPU", "about 12 times"
+    if device.type == "cuda":
+        names, where, slower = ["triton", "inductor"], f"GPUs in {dtype}", "several times"
+    faults: list[str] = []
+    for name in names:
+        if (fault := _fault(name, device, dtype)) is None:
+            level = logging.WARNING if faults else logging.INFO
+            _log.log(level, ": ".join([f"normality layers run {_SPOKEN[name]} kernels on {where}", *faults]))
+            return _module(name)
+        faults.append(fault)
+    _log.warning("normality layers run torch operations, %s slower, on %s: %s", slower, where, "; ".join(faults))
     return eager
 
 
 @cache
 def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Say why kernels cannot run on a device, or return None where they can."""
+    if name == "cpp" and device.type == "cpu":
+        return cpp.fault() and f"there are no C++ kernels: {cpp.fault()}"
+    if name == "cpp":
+        return f"the tensor is on {device}"
     if name == "triton":
         if not importlib.util.find_spec("triton"):
             return "triton is not installed"

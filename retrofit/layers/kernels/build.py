@@ -33,7 +33,6 @@ _CONSTANTS = tuple(f"-D{name}={getattr(lambda_estimate, name)}" for name in ("MI
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
 _LIMIT = 170.0  # seconds to build, which takes about ten
-_ASIDE = "build-"  # begins the names of folders that are built in
 
 
 class UnavailableError(RuntimeError):
@@ -63,8 +62,6 @@ def load() -> ctypes.CDLL:
         with cache_folder.locked(folder):
             if (cached := _find(folder, name)) is not None:
                 return _open(cached)
-            for left in folder.glob(f"{_ASIDE}*"):  # of builds that were killed
-                shutil.rmtree(left, ignore_errors=True)
             return _build(folder, name, options)
     except HungError:
         raise
@@ -91,14 +88,17 @@ def _find(folder: Path, name: str) -> Path | None:
 
 def _build(folder: Path, name: str, options: tuple[str, ...]) -> ctypes.CDLL:
     """Build and load the library; if that succeeds it appears in `folder`, whole."""
+    from retrofit.utils.files import flush, temporary_folder
+
     compiler = _compiler()
     _log.warning("building the C++ kernels, once on this machine; this takes about ten seconds")
-    with tempfile.TemporaryDirectory(prefix=_ASIDE, dir=folder, ignore_cleanup_errors=True) as aside:
-        built = Path(aside) / "kernels.so"
-        _compile(aside, *compiler, *options, *map(str, _SOURCES[:-1]), "-o", str(built))
+    with temporary_folder(folder / name) as aside:
+        built = aside / "kernels.so"
+        _compile(str(aside), *compiler, *options, *map(str, _SOURCES[:-1]), "-o", str(built))
         built.chmod(0o700)
         library = _open(built)
-        cache_folder.publish(built, folder / f"{name}-{_hash(built.read_bytes())}.so")
+        flush(built)  # so that the name stands for the whole content whatever happens
+        built.replace(folder / f"{name}-{_hash(built.read_bytes())}.so")
     return library
 
 

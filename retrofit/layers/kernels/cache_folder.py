@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PATIENCE = 180.0  # seconds: longer than what another process does under the lock
@@ -33,31 +33,16 @@ def folder() -> Path:
     return place
 
 
-def publish(file: Path, final: Path) -> None:
-    """Rename `file`, whose content is flushed to the disk first, so that `final` is whole whatever happens."""
-    with file.open("rb") as content:
-        os.fsync(content.fileno())
-    file.replace(final)
-
-
-@contextlib.contextmanager
+@contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Hold the lock of a folder, one process at a time.
+    """Hold the lock of a folder, one process at a time; go on without it where a stopped process holds it for ever."""
+    from retrofit.utils.files import acquire, release  # fcntl is not on every platform that imports this module
 
-    Go on without it on a file system that has no locks, and where a process that was stopped holds it for ever.
-    """
-    import fcntl  # not on every platform that imports this module
-
-    with (place / "lock").open("w") as handle:
-        end = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    break
-                time.sleep(0.05)
-            except OSError:
-                break
+    lock, end = place / "lock", time.monotonic() + _PATIENCE
+    while not (held := acquire(lock)) and time.monotonic() < end:
+        time.sleep(0.05)
+    try:
         yield
+    finally:
+        if held:
+            release(lock)

@@ -54,16 +54,13 @@ def forward(
     values = x.to(compute_dtype(x))
     mean, var = _mean_and_variance(values, over)
     rstd = torch.rsqrt(var + eps)
-    h = (values - mean) * rstd
-    log = torch.log1p(h.abs())
-    newton = first_step(h, over.means, step_bounds(*over.extremes(h)), log)
-    y, _, _ = transform(h, log, t * newton.step)
+    y, step, gradient = gaussianized((values - mean) * rstd, t, over)
     spread = torch.zeros_like(mean)
     if noise is not None:
         (centre,) = over.means([y])
         (spread,) = over.means([(y - centre).abs()])
         y = y + noise(spread)
-    stats = torch.stack(Kept(mean, var, rstd, newton.step, *newton.gradient(), spread))
+    stats = torch.stack(Kept(mean, var, rstd, step, *gradient, spread))
     return affine(y, weight, bias).to(x.dtype), stats
 
 
@@ -74,21 +71,34 @@ def backward(
     values, grad = x.to(compute_dtype(x)), grad.to(compute_dtype(x))
     mean, _, rstd, step, *gradient, spread = stats.unbind()
     h = (values - mean) * rstd
-    a = h.abs()
-    log = torch.log1p(a)
-    y, u, growth = transform(h, log, t * step)
     g = grad if weight is None else grad * weight.to(values.dtype)
-    inverse = 1 / (1 + a)
-    direct = g * ((growth + 1) * inverse)  # psi' = exp(u) / (1 + a)
-    shift = step_derivative(h, a, log, inverse, StepGradient(*gradient))  # times the count
+    y, direct, to_lmbda, shift = pulls(g, h, t, step, StepGradient(*gradient))
     # d psi / d h is linear in the mean gradient of lambda, so one reduction serves all three projections.
-    to_lmbda, d0, dh, s0, sh = over.means([g * lmbda_derivative(u, log, growth), direct, direct * h, shift, shift * h])
+    to_lmbda, d0, dh, s0, sh = over.means([to_lmbda, direct, direct * h, shift, shift * h])
     to_lmbda = t * to_lmbda
     pull = direct + to_lmbda * shift
     grad_x = rstd * (pull - (d0 + to_lmbda * s0) - h * (dh + to_lmbda * sh))
     if noise is not None:
         y = y + noise(spread)
     return grad_x.to(x.dtype), y
+
+
+def gaussianized(h: Tensor, t: Tensor, over: Reductions) -> tuple[Tensor, Tensor, StepGradient]:
+    """Return psi of standardised values by t times their step, the step of each set, and its gradient."""
+    log = torch.log1p(h.abs())
+    newton = first_step(h, over.means, step_bounds(*over.extremes(h)), log)
+    return transform(h, log, t * newton.step)[0], newton.step, newton.gradient()
+
+
+def pulls(
+    grad: Tensor, h: Tensor, t: Tensor, step: Tensor, gradient: StepGradient
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return psi, `grad` times its derivatives by h and by lambda, and the set's size times d step / d h."""
+    a = h.abs()
+    log, inverse = torch.log1p(a), 1 / (1 + a)
+    y, u, growth = transform(h, log, t * step)
+    direct = grad * ((growth + 1) * inverse)  # psi' = exp(u) / (1 + a)
+    return y, direct, grad * lmbda_derivative(u, log, growth), step_derivative(h, a, log, inverse, gradient)
 
 
 def apply(x: Tensor, constants: Tensor) -> Tensor:

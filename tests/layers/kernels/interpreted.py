@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(
         kernels.__dict__, "_module", lambda name: {"triton": ours, "inductor": nothing}.get(name, eager)
     )
-    for function in (kernels._on_gpu, kernels._fault):
+    for function in (kernels._fastest, kernels._fault):
         function.cache_clear()
 
 
@@ -61,7 +61,7 @@ def test_what_is_right_passes_once(caplog: pytest.LogCaptureFixture, monkeypatch
         assert kernels.choose(SimpleNamespace(is_cuda=True, device=GPU, dtype=dtype)) is ours
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # that it is tested
     caplog.clear()
-    kernels._on_gpu.cache_clear(), kernels._fault.cache_clear()  # as in another process
+    kernels._fastest.cache_clear(), kernels._fault.cache_clear()  # as in another process
     monkeypatch.setattr(ours, "forward", raised)
     assert kernels.choose(tensor) is ours
     assert not caplog.records
