@@ -148,7 +148,9 @@ class _NormalityNorm(torch.autograd.Function):
         shapes = [None if p is None else p.shape for p in (weight, bias)]
         ctx.layout = Layout.of(x, dim, *shapes) if kernels.fits(x) else None
         ctx.dim, ctx.eps, ctx.group = dim, eps, group
-        seed = None if factor is None else draw_seed(x.device if ctx.layout is None else torch.device("cpu"))
+        seed = None
+        if factor is not None:  # where kernels run, a seed of the CPU gives the same noise on every device
+            seed = draw_seed(x.device if ctx.layout is None else torch.device("cpu")).to(x.device)
         if ctx.layout is None:
             out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), Reductions(dim, group))
             statistics = stats[:4]

@@ -22,7 +22,7 @@ from retrofit.layers import distributed
 from retrofit.layers.kernels import build, eager
 from retrofit.layers.kernels.eager import KernelOptions
 from retrofit.layers.kernels.formulas import FIELDS
-from retrofit.layers.kernels.layout import Axis, Geometry, geometry_of, side_by_side
+from retrofit.layers.kernels.layout import Geometry, geometry_of, side_by_side
 
 TYPES = (torch.float32, torch.bfloat16)
 _ALL, _LAST = -1, 4  # all stages in one call; the stage of `forward` that writes
@@ -30,18 +30,6 @@ _ALL, _LAST = -1, 4  # all stages in one call; the stage of `forward` that write
 # absolute deviation
 _STAGES = slice(0, 2), slice(2, 9), slice(9, 10), slice(10, 11)
 _SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
-
-
-class _CAxis(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in Axis._fields)
-
-
-class _CGeometry(ctypes.Structure):
-    _fields_ = (
-        ("columns", ctypes.c_int64),
-        *((name, _CAxis) for name in ("outer", "inner", "runs", "lane")),
-        *((name, ctypes.c_int64) for name in ("affine_size", "share")),
-    )
 
 
 class _COptions(ctypes.Structure):
@@ -61,15 +49,15 @@ def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     stats = room(FIELDS, *(1 if d in options.dims else n for d, n in enumerate(x.shape)))
     tensors = out, x, _floats(weight), _floats(bias), stats
     if group is None:
-        call("forward", _as_structure(geometry), own, *tensors, None)
+        call("forward", geometry, own, *tensors, None)
         return stats
     parts = room(_STAGES[-1].stop, geometry.sets)
     for stage, rows in enumerate(_STAGES if own.noise else _STAGES[:2]):
         own.stage = stage
-        call("forward", _as_structure(geometry), own, *tensors, parts)
+        call("forward", geometry, own, *tensors, parts)
         parts[rows] = _over_ranks(stage, parts[rows], x.numel() // geometry.sets, group)
     own.stage = _LAST
-    call("forward", _as_structure(geometry), own, *tensors, parts)
+    call("forward", geometry, own, *tensors, parts)
     return stats
 
 
@@ -85,9 +73,9 @@ def backward(
     tensors, parts = (grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats), None
     if options.group is not None:
         parts, own.stage = room(5, geometry.sets), 0
-        call("backward", _as_structure(geometry), own, *tensors, parts)
+        call("backward", geometry, own, *tensors, parts)
         parts, own.stage = _average(parts, x.numel() // geometry.sets, options.group), 1
-    call("backward", _as_structure(geometry), own, *tensors, parts)
+    call("backward", geometry, own, *tensors, parts)
     return shares.sum(0)
 
 
@@ -98,7 +86,7 @@ def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> N
         eager.apply(out, x, dims, constants)
     else:
         own = _COptions(threads=threads(x), half=x.dtype == torch.bfloat16)
-        call("apply", _as_structure(geometry), own, out, x, constants)
+        call("apply", geometry, own, out, x, constants)
 
 
 @cache
@@ -160,9 +148,13 @@ def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
 
 
 def _geometry(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
-    width = library().width()
-    geometry = geometry_of(tuple(x.shape), dims, affine, width) if x.dtype in TYPES else None
-    return None if geometry is None else side_by_side(geometry, width)
+    return _geometry_of(tuple(x.shape), dims, affine) if x.dtype in TYPES else None
+
+
+@lru_cache(maxsize=1024)
+def _geometry_of(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
+    geometry = geometry_of(shape, dims, affine, library().width())
+    return None if geometry is None else side_by_side(geometry, library().width())
 
 
 def _options(x: Tensor, options: KernelOptions) -> _COptions:
@@ -175,9 +167,3 @@ def _options(x: Tensor, options: KernelOptions) -> _COptions:
 
 def _floats(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach().to(torch.float32).contiguous()
-
-
-@lru_cache(maxsize=1024)
-def _as_structure(geometry: Geometry) -> _CGeometry:
-    columns, *axes, affine_size, share = geometry
-    return _CGeometry(columns, *(_CAxis(*axis) for axis in axes), affine_size, share)

@@ -31,7 +31,7 @@ class KernelOptions(NamedTuple):
         t: The strength, a 0-dim tensor of the computation's type.
         eps: Added to the variance.
         factor: xi * t, a 0-dim tensor, or None for no noise.
-        seed: The noise's, or None.
+        seed: The noise's, on the device of the tensors, or None.
         group: Ranks that share the sets, or None.
     """
 
@@ -96,7 +96,7 @@ class _Block(NamedTuple):
         factor, seed = options.factor, options.seed
         if factor is None or seed is None:
             return None
-        moved = advance(seed, self.start * x.stride(self.axis)).to(x.device)
+        moved = advance(seed, self.start * x.stride(self.axis))
         return lambda spread: normal(self(x).shape, moved, x.stride()) * (factor * spread)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import lru_cache
 from itertools import groupby
@@ -86,35 +87,32 @@ def _layout_of(
     )
 
 
-class Axis(NamedTuple):
+class Axis(ctypes.Structure):
     """One loop over a tensor: how many steps, and how far each moves in the tensor and in the affine parameters."""
 
-    size: int = 1
-    stride: int = 0
-    affine: int = 0
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("size", "stride", "affine"))
 
 
-class Geometry(NamedTuple):
+class Geometry(ctypes.Structure):
     """Where the normalized sets of a contiguous tensor lie, as loops around each other; strides are in elements.
 
     The two outer loops go from set to set, the two inner ones through a set: `runs` stretches of memory, each of them
     `lane.size` neighbouring elements. If `columns`, neighbouring elements belong to neighbouring sets instead: then
     `inner` goes from block to block of as many sets as a vector holds, `lane` through all of these sets, and a set has
-    `share` neighbouring elements a run.
+    `share` neighbouring elements a run. The C++ kernels read it as it is.
     """
 
-    columns: bool
-    outer: Axis
-    inner: Axis
-    runs: Axis
-    lane: Axis
-    affine_size: int
-    share: int = 1
+    _fields_ = (
+        ("columns", ctypes.c_int64),
+        *((name, Axis) for name in ("outer", "inner", "runs", "lane")),
+        *((name, ctypes.c_int64) for name in ("affine_size", "share")),
+    )
 
     @property
     def sets(self) -> int:
         """Number of sets."""
-        return self.outer.size * (self.lane.size // self.share if self.columns else self.inner.size)
+        sets: int = self.outer.size * (self.lane.size // self.share if self.columns else self.inner.size)
+        return sets
 
 
 @lru_cache(maxsize=1024)
@@ -127,15 +125,15 @@ def geometry_of(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int
     columns = len(axes) not in dims
     within = [axis for d, axis in enumerate(axes) if d in dims]
     between = [axis for d, axis in enumerate(axes) if d not in dims]
-    runs = within.pop() if within else Axis()
+    runs = within.pop() if within else Axis(1)
     if columns:
         inner = Axis(math.ceil(lane.size / width), width, width * lane.affine)
     else:
-        inner = between.pop() if between else Axis()
-    outer = between.pop() if between else Axis()
+        inner = between.pop() if between else Axis(1)
+    outer = between.pop() if between else Axis(1)
     if within or between or outer.affine or (columns and lane.affine and runs.affine):
         return None
-    return Geometry(columns, outer, inner, runs, lane, math.prod(affine))
+    return Geometry(columns, outer, inner, runs, lane, math.prod(affine), 1)
 
 
 def side_by_side(geometry: Geometry, width: int) -> Geometry:
@@ -146,4 +144,5 @@ def side_by_side(geometry: Geometry, width: int) -> Geometry:
         return geometry
     elements, block = inner.size * lane.size, width // lane.size * lane.size
     blocks = Axis(math.ceil(elements / block), block, block * lane.affine)
-    return geometry._replace(columns=True, inner=blocks, lane=lane._replace(size=elements), share=lane.size)
+    whole = Axis(elements, lane.stride, lane.affine)
+    return Geometry(True, geometry.outer, blocks, geometry.runs, whole, geometry.affine_size, lane.size)

@@ -102,7 +102,7 @@ def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
     t, factor = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.8, case.noise))
     options = KernelOptions(case.dims, case.affine, t, eps=1e-5)
     if case.noise:
-        options = options._replace(factor=factor, seed=torch.tensor([11, -7], dtype=torch.int32, device="cpu"))
+        options = options._replace(factor=factor, seed=torch.tensor([11, -7], dtype=torch.int32, device=device))
 
     out, grad_x, applied = (torch.empty_like(x) for _ in range(3))
     stats = kernels.forward(out, x, weight, bias, options)

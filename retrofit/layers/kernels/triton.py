@@ -631,12 +631,12 @@ def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     geometry = geometry_of(tuple(x.shape), options.dims, options.affine, _COLUMNS)
     if geometry is None:
         return eager.forward(out, x, weight, bias, options)
-    launch, (factor, seed) = _Launch(x, geometry), _noise(x, options)
+    launch, noise = _Launch(x, geometry), (options.t, options.factor, options.seed)
     kept = (1 if d in options.dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
-    pointers = out, x, _flat(weight), _flat(bias), stats, launch.parts(_FORWARD_PARTS), options.t, factor, seed
+    pointers = out, x, _flat(weight), _flat(bias), stats, launch.parts(_FORWARD_PARTS), *noise
     numbers = *launch.strides, *launch.affine, *launch.sizes, options.eps
-    stages = range(5) if seed is not None else (0, 1, 4)
+    stages = range(5) if options.seed is not None else (0, 1, 4)
     for stage in stages if launch.splits > 1 else (_ALL,):
         _forward[launch.grid](*pointers, *numbers, stage, launch.rows, launch.columns)
     return stats
@@ -650,9 +650,9 @@ def backward(
     geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
     if geometry is None:
         return eager.backward(grad_x, x, grad, weight, stats, options)
-    launch, (factor, seed) = _Launch(x, geometry), _noise(x, options)
+    launch, noise = _Launch(x, geometry), (options.t, options.factor, options.seed)
     parts = launch.parts(_BACKWARD_PARTS)
-    pointers = grad_x, x, grad, _flat(weight), stats, parts, options.t, factor, seed
+    pointers = grad_x, x, grad, _flat(weight), stats, parts, *noise
     numbers: tuple[int, ...] = *launch.strides, *launch.affine, *launch.sizes
     for stage in (0, 1) if launch.splits > 1 else (_ALL,):
         _backward[launch.grid](*pointers, *numbers, stage, launch.rows, launch.columns)
@@ -672,7 +672,7 @@ def backward(
     outer, inner = geometry.outer, geometry.lane if geometry.columns else geometry.inner
     sets = outer.stride or x.numel(), inner.stride or x.numel(), inner.size, geometry.sets
     numbers = *launch.strides, *launch.sizes, *sets, launch.rows, launch.columns
-    _affine_gradients[launch.grid](shares, x, grad, stats, options.t, factor, seed, *numbers)
+    _affine_gradients[launch.grid](shares, x, grad, stats, *noise, *numbers)
     return shares.sum(1).view(2, *affine)
 
 
@@ -688,10 +688,3 @@ def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> N
 
 def _flat(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach().contiguous()
-
-
-def _noise(x: Tensor, options: KernelOptions) -> tuple[Tensor | None, Tensor | None]:
-    """Return factor and seed of the noise on the device of `x`, or None twice."""
-    if options.factor is None or options.seed is None:
-        return None, None
-    return options.factor.to(x.device), options.seed.to(x.device)
