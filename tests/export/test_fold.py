@@ -260,7 +260,15 @@ RUNS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["one branch", "two branches", "batch norm", "estimated", "whitened"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one branch",
+        "batch norm",
+        "whitened",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("two branches", "estimated")),
+    ],
+)
 def test_odd_calls(kind: str) -> None:
     check({run.replace(".", ""): Odd(NORMS[kind](), code, consumer()) for run, (code, consumer) in RUNS.items()})
 
@@ -416,7 +424,7 @@ def test_constants() -> None:
     check({name: network for name, network in networks.items() if name not in exact}, tolerance=2e-4)
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.6])
+@pytest.mark.parametrize("strength", [pytest.param(0.0, marks=pytest.mark.slow), 0.6])
 @pytest.mark.parametrize("kind", ["group", "layer"])
 def test_affine_of_layers_that_estimate(kind: str, strength: float) -> None:
     """It goes into the layer after the norm, never into the one after an activation."""

@@ -61,7 +61,6 @@ def test_json_is_the_report(model: nn.Module) -> None:
     [
         (6, {}, "9 random inputs and images"),
         (0, {"fold": "poly"}, "3 random inputs"),
-        (6, {"fold": "poly"}, "3 images"),
         (1, {"precision": "float16"}, "3 random inputs"),
         (6, {"precision": "float16"}, "3 images"),
     ],
