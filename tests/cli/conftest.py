@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 from click.testing import CliRunner, Result
 
+import retrofit
 from retrofit.cli import main
+from tests.half_resnet import HALF
 from tests.pictures import write_folder
 
 Run = Callable[..., Result]
@@ -37,6 +41,26 @@ def run(here: Path) -> Run:
 def pictures(here: Path) -> Path:
     """Pictures of three classes, four each, in the working folder."""
     return write_folder(here / "pictures", wrong=0)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A folder with net.safetensors, net.onnx and net.json; what `retrofit export` said when it wrote the last two."""
+    folder = tmp_path_factory.mktemp("exported")
+    model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3, **HALF), "ln")
+    model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.2, 0.3, 0.4), "crop_pct": 0.7}
+    retrofit.set_strength(model, 1)
+    retrofit.save(model, folder / "net.safetensors", labels=["bee", "cat", "ant"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        words = ["export", "net.safetensors", "--json", "--report", "net.json"]
+        return folder, done(CliRunner().invoke(main, words))
+
+
+@pytest.fixture
+def artifact(here: Path, exported: tuple[Path, Result]) -> str:
+    """A converted classifier of three classes in the working folder."""
+    return Path(shutil.copy(exported[0] / "net.safetensors", here)).name
 
 
 @pytest.fixture

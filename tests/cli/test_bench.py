@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
 
 from tests.cli.conftest import Run, answer, complaint, done
-from tests.half_resnet import FLAGS
 
 FEW = ["-b", "2", "--rounds", "3", "--json"]
 
@@ -38,9 +38,9 @@ def test_another_network_gets_images_of_the_same_size(run: Run) -> None:
     assert f"batches of 2 at 3 x 48 x 48, {torch.get_num_threads()} thread of a" in result.stderr
 
 
-def test_exported_files(run: Run) -> None:
-    done(run("export", "test_resnet", *FLAGS, "--img-size", "32", "-o", "a.onnx"))
-    shutil.copy("a.onnx", "b.onnx")
+def test_exported_files(run: Run, exported: tuple[Path, Result]) -> None:
+    for name in ("a.onnx", "b.onnx"):
+        shutil.copy(exported[0] / "net.onnx", name)
     found = answer(run("bench", "a.onnx", "--against", "b.onnx", *FEW))
     assert found["runtime"] == "onnxruntime"
     one, other = found["costs"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import onnx
 import pytest
 import timm
 import torch
+from click.testing import Result
 
 import retrofit
 from retrofit.record import Preprocess
 from tests.cli.conftest import Run, answer, complaint, done
-from tests.half_resnet import HALF
 from tests.pictures import write_folder
 
 MODEL = ["test_resnet", "-j", "0", "-b", "4"]
@@ -117,19 +118,17 @@ RUNTIMES = [("onnxruntime", "ONNX Runtime"), pytest.param("openvino", "OpenVINO"
 
 @pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(("runtime", "name"), RUNTIMES)
-def test_an_exported_file_scores_as_its_artifact(run: Run, runtime: str, name: str) -> None:
-    model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3, **HALF), "ln")
-    model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.2, 0.3, 0.4), "crop_pct": 0.7}
-    retrofit.set_strength(model, 1)
-    retrofit.save(model, "net.safetensors", labels=["bee", "cat", "ant"])
-    done(run("export", "net.safetensors"))
+def test_an_exported_file_scores_as_its_artifact(
+    run: Run, exported: tuple[Path, Result], artifact: str, runtime: str, name: str
+) -> None:
+    shutil.copy(exported[0] / "net.onnx", ".")
     data = [*DATA, "-j", "0", "-b", "4", "--json"]
-    artifact = answer(run("evaluate", "net.safetensors", *data))
+    scored = answer(run("evaluate", artifact, *data))
     result = run("evaluate", "net.onnx", "--device", "cpu", "--runtime", runtime, *data)
     assert answer(result) == {
-        **artifact,
+        **scored,
         "weights": {"kind": "onnx", "from": "net.onnx"},
-        "loss": pytest.approx(artifact["loss"], rel=1e-3),
+        "loss": pytest.approx(scored["loss"], rel=1e-3),
         "fold": "exact",
         "runtime": runtime,
     }

@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import onnx
 import pytest
-from click.testing import CliRunner
+from click.testing import Result
 
-from retrofit.cli import main
 from retrofit.cli.export import _show
 from retrofit.compare import Comparison
 from retrofit.export import api
-from tests.cli.conftest import Run, answer, complaint, done
-from tests.half_resnet import FLAGS
+from tests.cli.conftest import Run, answer, complaint
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Convert once for all tests."""
-    path = tmp_path_factory.mktemp("converted") / "net.safetensors"
-    words = ["convert", "test_resnet", *FLAGS, "--num-classes", "7", "--to", "bnn", "--strength", "1", "-o", str(path)]
-    done(CliRunner().invoke(main, words))
-    return path
-
-
-@pytest.fixture
-def artifact(here: Path, converted: Path) -> str:
-    return Path(shutil.copy(converted, here)).name
-
-
-def test_export_and_report(run: Run, artifact: str) -> None:
-    result = run("export", artifact, "--json", "--report", "net.json")
+def test_export_and_report(exported: tuple[Path, Result]) -> None:
+    folder, result = exported
     found = answer(result)
-    assert Path("net.json").read_text() == result.stdout
+    assert (folder / "net.json").read_text() == result.stdout
     assert (found["schema"], found["model"], found["fold"], found["opset"]) == (1, "test_resnet", "exact", 18)
-    assert (found["target"], found["strength"], found["weights"]["kind"]) == ("bnn", 1.0, "random")
-    assert (found["output"], found["bytes"]) == ("net.onnx", Path("net.onnx").stat().st_size)
+    assert (found["target"], found["strength"], found["weights"]["kind"]) == ("ln", 1.0, "unknown")
+    assert (found["output"], found["bytes"]) == ("net.onnx", (folder / "net.onnx").stat().st_size)
     assert set(found["parity"]) == {"batches", "max_abs_diff", "scale", "top1_agreement", "tolerance", "passed"}
     assert found["parity"]["passed"] is True
     assert found["nodes"]["Conv"] > 0
     assert len(found["layers"]) > 3
     for said in ("check passed: largest difference", "wrote net.onnx (", "wrote net.json"):
         assert said in result.stderr
-    metadata = {entry.key: entry.value for entry in onnx.load("net.onnx").metadata_props}
-    assert (metadata["model"], metadata["target"], metadata["strength"]) == ("test_resnet", "bnn", "1.0")
+    metadata = {entry.key: entry.value for entry in onnx.load(folder / "net.onnx").metadata_props}
+    assert (metadata["model"], metadata["target"], metadata["strength"]) == ("test_resnet", "ln", "1.0")
     for name in ("input_size", "mean", "std", "crop_pct"):
         assert found["preprocess"][name] == json.loads(metadata[name])
 
@@ -85,7 +68,7 @@ def test_failed_check(run: Run, artifact: str, monkeypatch: pytest.MonkeyPatch) 
     assert lines[-1].startswith("error: the folded network differs")
     assert len(lines) <= 3
     found = json.loads(result.stdout)
-    assert (found["parity"]["passed"], found["output"], found["target"]) == (False, None, "bnn")
+    assert (found["parity"]["passed"], found["output"], found["target"]) == (False, None, "ln")
     assert [path.name for path in Path().iterdir()] == [artifact]
 
 
