@@ -26,7 +26,6 @@ from torch import Tensor
 import retrofit
 from retrofit.cli import main
 from retrofit.cli.finetune import _GROUPS
-from retrofit.finetune import run_report
 from retrofit.finetune.recipe import Recipe
 from tests.cli.conftest import Run, answer, done
 from tests.conftest import heed_signals
@@ -40,12 +39,6 @@ DATA = ["--data-dir", "pictures"]
 @pytest.fixture
 def pictures(here: Path) -> Path:
     return write_folder(here / "pictures", wrong=0, each=8)
-
-
-@pytest.fixture(autouse=True)
-def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw a run's pictures, but do not paint them, as in tests/finetune."""
-    monkeypatch.setattr(run_report, "_save", lambda figure, path: None)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from tests.pictures import write_folder
 
 Train = Callable[..., Result]
 SMALL: dict[str, Any] = {"batch_size": 4, "epochs": 2, "workers": 0, "lr": 1e-3, "val_split": 0.25}
-PAINT = run_report._save
-"""Paints a picture and saves it, which takes as long as the training of a small run."""
+DRAW = run_report.draw
+"""Draws a run's curves, which takes as long as the training of a small run."""
 
 
 class Listener(RunCallback):
@@ -56,9 +56,9 @@ def _reset() -> None:
 
 
 @pytest.fixture(autouse=True)
-def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw a run's pictures, but do not paint them: `test_a_run_and_its_folder` does."""
-    monkeypatch.setattr(run_report, "_save", lambda figure, path: None)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs draw nothing, but for two in test_loop.py."""
+    monkeypatch.setattr(run_report, "draw", lambda folder, rows: None)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from retrofit.layers.base import strength_code
 from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import record_of
-from tests.finetune.conftest import PAINT, SMALL, Listener, Train, small_network
+from tests.finetune.conftest import DRAW, SMALL, Listener, Train, small_network
 from tests.half_resnet import HALF
 
 
@@ -60,7 +60,7 @@ class Reader(Listener):
 
 
 def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_report, "_save", PAINT)
+    monkeypatch.setattr(run_report, "draw", DRAW)
     listener, folder = Reader(tmp_path / "run"), tmp_path / "run"
     result = train("run", epochs=6, callback=listener, lr=3e-3)
     assert result.finished
@@ -102,6 +102,7 @@ def test_a_picture_that_fails_is_a_warning(train: Train, monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise ValueError("no ink\nleft")
 
+    monkeypatch.setattr(run_report, "draw", DRAW)
     monkeypatch.setattr(run_report, "_save", fail)
     listener = Listener()
     assert train("run", small_network("lnn", "test_vit"), epochs=1, val_split=0.0, callback=listener).finished
