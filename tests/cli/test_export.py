@@ -21,7 +21,7 @@ def test_export_and_report(exported: tuple[Path, Result]) -> None:
     folder, result = exported
     found = answer(result)
     assert (folder / "net.json").read_text() == result.stdout
-    assert (found["schema"], found["model"], found["fold"], found["opset"]) == (1, "test_resnet", "exact", 18)
+    assert (found["schema"], found["model"], found["fold"], found["opset"]) == (1, "test_resnet.r160_in1k", "exact", 18)
     assert (found["target"], found["strength"], found["weights"]["kind"]) == ("ln", 1.0, "unknown")
     assert (found["output"], found["bytes"]) == ("net.onnx", (folder / "net.onnx").stat().st_size)
     assert set(found["parity"]) == {"batches", "max_abs_diff", "scale", "top1_agreement", "tolerance", "passed"}
@@ -31,7 +31,7 @@ def test_export_and_report(exported: tuple[Path, Result]) -> None:
     for said in ("check passed: largest difference", "wrote net.onnx (", "wrote net.json"):
         assert said in result.stderr
     metadata = {entry.key: entry.value for entry in onnx.load(folder / "net.onnx").metadata_props}
-    assert (metadata["model"], metadata["target"], metadata["strength"]) == ("test_resnet", "ln", "1.0")
+    assert (metadata["model"], metadata["target"], metadata["strength"]) == (found["model"], "ln", "1.0")
     for name in ("input_size", "mean", "std", "crop_pct"):
         assert found["preprocess"][name] == json.loads(metadata[name])
 
