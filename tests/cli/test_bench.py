@@ -1,11 +1,10 @@
-"""`retrofit bench`: the ratios, the JSON, and the refusals."""
+"""`retrofit bench`: the ratios and the JSON."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from click.testing import Result
 
@@ -56,19 +55,3 @@ def test_exported_files(run: Run, exported: tuple[Path, Result]) -> None:
         (["damaged.onnx", "--against", "b.onnx"], "is not an ONNX file"),
     ):
         assert message in complaint(run("bench", *words))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["test_resnet"], "--against"),
-        (["test_resnet", "--against", "test_resnet"], "against itself"),
-        (["test_resnet", "--against", "net.onnx"], "compare two of a kind"),
-        (["test_resnet", "--against", "test_vit", "--amp-dtype", "bfloat16"], "give --amp too"),
-        (["test_resnet", "--against", "test_vit", "--runtime", "openvino"], "--runtime runs exported files"),
-        (["test_resnet", "--device", "abacus"], "cannot use --device abacus"),
-    ],
-)
-def test_refusals(run: Run, words: list[str], message: str) -> None:
-    result = run("bench", *words)
-    assert (result.exit_code, message in complaint(result)) == (2, True)

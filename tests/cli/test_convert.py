@@ -1,4 +1,4 @@
-"""`retrofit convert`: what it writes and says, and that a refusal is one line and leaves nothing behind."""
+"""`retrofit convert`: what it writes and says."""
 
 from __future__ import annotations
 
@@ -124,24 +124,6 @@ def test_the_next_step_fits_a_network_that_does_not_classify(run: Run) -> None:
 )
 def test_names_of_output_files(model: str, stem: str) -> None:
     assert file_stem(model) == stem
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "pattern"),
-    [
-        (["test_vit", "--to", "bnn"], 1, "BatchNorm.* LayerNorm.*--to lnn"),
-        ([*BNN, "-o", "b.safetensors", "--model-kwargs", "depht=3"], 2, "depht"),
-        (BNN, 1, "exists; pass --force"),
-        (["no_model", "--to", "bnn", "-o", "no/a.safetensors"], 1, "no does not exist"),  # said before it is opened
-        ([*BNN, "-o", "a.pth"], 2, "ends in .safetensors"),
-    ],
-)
-def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: str) -> None:
-    Path("test_resnet-bnn.safetensors").write_text("mine")
-    result = run("convert", *words)
-    assert result.exit_code == code
-    assert re.search(pattern, complaint(result)), result.stderr
-    assert [(file.name, file.read_text()) for file in here.iterdir()] == [("test_resnet-bnn.safetensors", "mine")]
 
 
 def test_which_weights_of_a_checkpoint_were_taken_is_said_and_recorded(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""`retrofit diagnose`: the report, the JSON, and the refusals."""
+"""`retrofit diagnose`: the report and the JSON."""
 
 from __future__ import annotations
 
@@ -25,19 +25,3 @@ def test_two_networks(run: Run, pictures: Path) -> None:
     saved = json.loads(Path("test_resnet-diagnosis/results.json").read_text())
     assert saved["networks"] == found["networks"]
     assert "--force" in complaint(run("diagnose", *words, *SMALL))
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ([], 2, "--data-dir"),
-        (["--data-dir", "absent"], 1, "no data at absent"),
-        (["--data-dir", "pictures", "--device", "quantum"], 2, "cannot use --device quantum"),
-        (["--data-dir", "pictures", "-o", "no/where"], 1, "no does not exist; create it"),
-        (["--data-dir", "pictures", "--against", "resnet99"], 2, "resnet99"),
-    ],
-)
-def test_refusals(run: Run, pictures: Path, words: list[str], code: int, message: str) -> None:
-    result = run("diagnose", "test_resnet", *words)
-    assert (result.exit_code, message in complaint(result)) == (code, True)
-    assert [path.name for path in Path().iterdir()] == ["pictures"]

@@ -1,4 +1,4 @@
-"""`retrofit evaluate`: the figures, what is said about the data, exported files, and the refusals."""
+"""`retrofit evaluate`: the figures, what is said about the data, and exported files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from click.testing import Result
 import retrofit
 from retrofit.record import Preprocess
 from tests.cli.conftest import Run, answer, complaint, done
-from tests.pictures import write_folder
 
 MODEL = ["test_resnet", "-j", "0", "-b", "4"]
 CHECKPOINT = ["--checkpoint", "w.pth", "--num-classes", "3"]
@@ -95,22 +94,6 @@ def test_a_strength_that_nobody_set_is_warned_of_in_mixed_precision_too(run: Run
     precision = ["--device", "cpu", "--amp", "--amp-dtype", "bfloat16", "--channels-last"]
     result = done(run("evaluate", "a.safetensors", *DATA, "-j", "0", *precision))
     assert "warning: layers stand at strength 0.0253" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "pattern"),
-    [
-        ([], 2, "give --data-dir or --dataset"),
-        ([*DATA, "--num-classes", "2"], 1, "class 2 .* gives 2 scores"),
-        (["--data-dir", "parted"], 2, r"no part to validate on, but test, train; give --split .* --split \. for all"),
-    ],
-)
-def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: str) -> None:
-    for folder in ("pictures", "parted/test", "parted/train"):
-        write_folder(here / folder, each=1, wrong=0)
-    result = run("evaluate", *MODEL, *words)
-    assert result.exit_code == code
-    assert re.search(pattern, complaint(result)), result.stderr
 
 
 RUNTIMES = [("onnxruntime", "ONNX Runtime"), pytest.param("openvino", "OpenVINO", marks=pytest.mark.slow)]

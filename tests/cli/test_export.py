@@ -14,7 +14,7 @@ from click.testing import Result
 from retrofit.cli.export import _show
 from retrofit.compare import Comparison
 from retrofit.export import api
-from tests.cli.conftest import Run, answer, complaint
+from tests.cli.conftest import Run, answer
 
 
 def test_export_and_report(exported: tuple[Path, Result]) -> None:
@@ -34,24 +34,6 @@ def test_export_and_report(exported: tuple[Path, Result]) -> None:
     assert (metadata["model"], metadata["target"], metadata["strength"]) == (found["model"], "ln", "1.0")
     for name in ("input_size", "mean", "std", "crop_pct"):
         assert found["preprocess"][name] == json.loads(metadata[name])
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--report", "net.html"], 2, "a report is a .json file, not net.html; give --report a name that ends in"),
-        (["-o", "mine.onnx"], 1, "mine.onnx exists; pass --force"),
-        (["-o", "net.safetensors", "--force"], 2, "ends in .onnx"),  # would have replaced the network
-        (["--half", "--int8"], 2, "choose one"),
-        (["--opset", "9"], 2, "18 to 22"),
-    ],
-)
-def test_refusals(words: list[str], code: int, message: str, run: Run, artifact: str, here: Path) -> None:
-    Path("mine.onnx").write_text("mine")
-    before = {path.name: path.read_bytes() for path in here.iterdir() if path.is_file()}
-    result = run("export", artifact, *words)
-    assert (result.exit_code, message in complaint(result)) == (code, True)
-    assert {path.name: path.read_bytes() for path in here.iterdir() if path.is_file()} == before
 
 
 def test_failed_check(run: Run, artifact: str, monkeypatch: pytest.MonkeyPatch) -> None:

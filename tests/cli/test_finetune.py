@@ -1,4 +1,4 @@
-"""`retrofit finetune`: whole runs through the command line, interruptions from outside, and the refusals."""
+"""`retrofit finetune`: whole runs through the command line, and interruptions from outside."""
 
 from __future__ import annotations
 
@@ -176,35 +176,6 @@ def test_a_full_disk_leaves_no_half_of_a_state(run: Run, network: str) -> None:
     assert result.exit_code == 1
     assert re.search(r"^error: cannot write full/state/.*; free", result.stderr.splitlines()[-1])
     assert not list(Path("full").rglob("*.tmp"))
-
-
-NET = "small.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "pattern"),
-    [
-        ([], 2, "there is no network to train"),
-        ([NET], 2, "nothing to read images from; give --data-dir or --dataset"),
-        ([NET, *DATA, "-o", "pictures"], 1, "pictures exists; give another --output, "),
-        ([NET, "--lr", "-1", "--opt", "sdg", "--epochs", "x"], 2, "3 mistakes in the settings"),
-        ([NET, *DATA, "--device", "tpu"], 2, "cannot use --device tpu"),
-        ([NET, *DATA, "--log-with", "nothing"], 2, "no tracker of accelerate"),
-        (["--resume", "nowhere"], 1, "no run to resume in nowhere"),
-        (["--resume", "pictures", "--lr", "1", "--momentum", "0"], 2, "drop --lr, --momentum"),
-        ([NET, "--resume", "pictures", "-o", "out"], 2, "drop MODEL, --output"),
-        (["test_resnet", *DATA, "--teacher", "source"], 1, "cannot teach"),
-        ([NET, *DATA, "--match", "order"], 2, "set checkpoint too"),
-        (["test_vit", *DATA, "--img-size", "9"], 1, "; give another --img-size"),
-    ],
-)
-def test_refusals(run: Run, network: str, words: list[str], code: int, pattern: str) -> None:
-    before = sorted(os.listdir())
-    result = run("finetune", *words)
-    assert result.exit_code == code, result.stderr
-    assert pattern in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
-    assert sorted(os.listdir()) == before  # no run folder either
 
 
 @pytest.mark.slow

@@ -47,25 +47,6 @@ def test_the_plan(run: Run) -> None:
     assert "(left)" in stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "pattern"),
-    [
-        (["notes.txt"], 2, "unknown model 'notes.txt'; give"),
-        (["test_resnet", "--skip", "bn1"], 2, "--skip belongs to a conversion; give --to"),
-        (["test_resnet", "--from", "bn"], 2, "--from belongs"),
-        (["test_resnet", "--no-pn-params"], 2, "--pn-params belongs"),
-        (["."], 2, "is a folder and no network; give an artifact"),
-        (["there.txt"], 2, "is a file and no network; give an artifact"),
-        (["weights.pth"], 2, "is not a network's name or an artifact; give a name"),
-    ],
-)
-def test_refusals(run: Run, here: Path, words: list[str], code: int, pattern: str) -> None:
-    (here / "there.txt").touch()
-    result = run("inspect", *words)
-    assert result.exit_code == code
-    assert re.search(pattern, complaint(result))
-
-
 @pytest.mark.parametrize("words", [["--to", "ln-pn"], ["--to", "ln-pn", "--from", "gn"], ["--to", "bnn"]])
 def test_a_hint_never_names_the_command_that_gave_it(run: Run, words: list[str]) -> None:
     line = complaint(run("inspect", "test_efficientnet_gn", *words))
