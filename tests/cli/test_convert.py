@@ -75,7 +75,7 @@ def test_a_second_conversion_leaves_the_first_at_its_strength(run: Run) -> None:
     ],
 )  # fmt: skip
 def test_flags_of_the_targets(run: Run, pictures: Path, to: str, flags: list[str], expected: dict[str, Any]) -> None:
-    values = answer(run("convert", "test_resnet", "--to", to, *flags, "--json"))
+    values = answer(run("convert", "test_resnet", "--img-size", "64", "--to", to, *flags, "--json"))
     layer = retrofit.load(values["output"]).bn1
     assert {name: getattr(layer, name) for name in expected} == expected
     if to == "gn-pn":

@@ -55,7 +55,7 @@ def test_figures_and_json(run: Run) -> None:
 @pytest.mark.usefixtures("pictures")
 def test_top1_under_attack_stands_beside_the_clean_one(run: Run) -> None:
     torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), "w.pth")
-    words = ["evaluate", *MODEL, *CHECKPOINT, *DATA, "--json"]
+    words = ["evaluate", *MODEL, *CHECKPOINT, *DATA, "--img-size", "64", "--json"]
     clean = answer(run(*words))
     result = run(*words, "--attack", "pgd", "--eps", "255/255")
     found = answer(result)

@@ -34,6 +34,7 @@ def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
     assert changed.labels is None
 
 
+@pytest.mark.slow
 def test_what_torchvision_builds_for_weights_stays(tmp_path: object) -> None:
     source = ModelSource("torchvision", "googlenet", {"weights": "IMAGENET1K_V1"})
     model, _ = retrofit.convert(build(source), "bnn", check=False)

@@ -122,7 +122,7 @@ EVERYTHING: dict[str, Any] = {
     "clip_grad": 1.0,
     "warmup_epochs": 1,
     "precise_bn": 5,
-    "checkpoint_every": 1,
+    "checkpoint_every": 2,
     "epochs": 3,
     "batch_size": 2,
 }
