@@ -28,7 +28,7 @@ from retrofit.diagnose import Diagnosis, DiagnosisOptions, diagnose
 from retrofit.diagnose.meters import LinearityMeter, PowerMeter
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe
-from retrofit.images.dataset import SampledBatches, open_images
+from retrofit.images.dataset import open_images, sample_loader
 from retrofit.layers import ProxyNorm, yeo_johnson
 from retrofit.networks.models import open_model
 
@@ -235,7 +235,7 @@ def _train(to: str | None, alpha: float = 1.0) -> Diagnosis:
         with tempfile.TemporaryDirectory() as folder:
             finetune(network, load_recipe("digits", settings), Path(folder))
     data = open_images(None, dataset="digits", channels=3)
-    return diagnose(network.model, SampledBatches(data, network.preprocess, 300, 30), DiagnosisOptions())
+    return diagnose(network.model, sample_loader(data, network.preprocess, 300, 30), DiagnosisOptions())
 
 
 CHECKS: dict[str, Callable[[], list[Row]]] = {"collapse": collapse, "newton": newton, "trained": trained}

@@ -76,7 +76,11 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What a network expects of its images, as `timm.data.create_transform` takes it; mean and std are per channel."""
+    """What a network expects of its images, as `timm.data.create_transform` takes it; mean and std are per channel.
+
+    Raises:
+        UsageError: If no images have such sizes and numbers; TypeError or OverflowError for what is none.
+    """
 
     input_size: tuple[int, int, int]  # (C, H, W)
     mean: tuple[float, ...]
@@ -85,35 +89,31 @@ class Preprocess:
     crop_pct: float = 0.875
     crop_mode: str = "center"
 
+    def __post_init__(self) -> None:
+        check_size(self.input_size)
+        for name, numbers in (("mean", self.mean), ("std", self.std), ("crop_pct", (self.crop_pct,))):
+            for number in numbers:
+                if type(number) not in (int, float) or not math.isfinite(number) or (name != "mean" and number <= 0):
+                    raise UsageError(f"no images have {name} {shown(getattr(self, name))}; mend the preprocessing")
+        if self.interpolation not in _INTERPOLATIONS or self.crop_mode not in _CROP_MODES:
+            named = f"interpolation {shown(self.interpolation)} and crop_mode {shown(self.crop_mode)}"
+            raise UsageError(f"no images are prepared with {named}; mend the preprocessing")
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """Rebuild from `to_dict`'s values, which may come from anyone.
-
-        Raises:
-            KeyError, OverflowError, TypeError, ValueError: If `values` did not come from `to_dict`, or no images have
-                such sizes and numbers.
-        """
+        """Rebuild from `to_dict`'s values, which may come from anyone; raise TypeError also for other names."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        found = cls(**plain)
-        check_size(found.input_size)
-        for name in ("mean", "std", "crop_pct"):
-            numbers = getattr(found, name) if name != "crop_pct" else (found.crop_pct,)
-            for number in numbers:
-                if type(number) not in (int, float) or not math.isfinite(number) or (name != "mean" and number <= 0):
-                    raise ValueError(f"{name} {shown(getattr(found, name))}")
-        if found.interpolation not in _INTERPOLATIONS or found.crop_mode not in _CROP_MODES:
-            raise ValueError(f"interpolation {shown(found.interpolation)}, crop_mode {shown(found.crop_mode)}")
-        return found
+        return cls(**plain)
 
 
 def check_size(sizes: Sequence[Any]) -> None:
-    """Raise ValueError for what is no (C, H, W) or (N, C, H, W) of images."""
+    """Raise UsageError for what is no (C, H, W) or (N, C, H, W) of images."""
     if len(sizes) not in (3, 4) or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
-        raise ValueError(f"images of size {shown(sizes)}")
+        raise UsageError(f"no images have size {shown(sizes)}; mend the preprocessing")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import pytest
@@ -42,16 +43,16 @@ def test_words_are_the_layers() -> None:
     assert OPTIONS["noise_kind"].words == get_args(NoiseKind)
 
 
-@pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_each_option_is_refused_where_it_means_nothing(name: str, to: str) -> None:
+def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
     options = ConversionOptions(**{name: VALUES[name]})
-    if to in OPTIONS[name].targets:
-        options.check(to)
-    else:
-        with pytest.raises(UsageError, match=f"`{name}` means nothing to this target") as caught:
+    for to in TARGETS:
+        with (
+            nullcontext()
+            if to in OPTIONS[name].targets
+            else pytest.raises(UsageError, match=f"`{name}` means nothing to this target")
+        ):
             options.check(to)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

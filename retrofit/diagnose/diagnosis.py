@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from retrofit.diagnose import gaussianity
 from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter
@@ -21,7 +23,7 @@ from retrofit.diagnose.robustness import Attenuation, InputNoise, UnderAttack, a
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.attack import Attack
 from retrofit.graph.sites import find_sites
-from retrofit.images.dataset import ImageData, SampledBatches
+from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values
 from retrofit.networks.models import Network
@@ -32,6 +34,7 @@ from retrofit.utils.placement import device_of
 from retrofit.utils.text import shortlist
 
 Batch = tuple[Tensor, "Tensor | None"]
+Batches = Sequence[Batch] | DataLoader[Any]
 Progress = Callable[[int, int, str], None]
 Item = TypeVar("Item")
 
@@ -125,7 +128,7 @@ class Diagnosis:
         }
 
 
-def labelled_batches(network: Network, data: ImageData, images: int, batch_size: int) -> Sequence[Batch]:
+def labelled_batches(network: Network, data: ImageData, images: int, batch_size: int) -> Batches:
     """Return some images of a set as batches, with labels if these are known to be the network's outputs.
 
     Args:
@@ -134,18 +137,19 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
         images: How many at most.
         batch_size: Images in a batch.
     """
-    batches = SampledBatches(data, network.preprocess, images, batch_size)
+    labelled = True
     if data.matched == "order":
+        pixels, _ = next(iter(sample_loader(data, network.preprocess, images=1)))
         with evaluating(network.model):
-            scores = network.model(batches[0][0][:1].to(device_of(network.model)))
+            scores = network.model(pixels.to(device_of(network.model)))
         outputs = scores.shape[1] if isinstance(scores, Tensor) and scores.ndim == 2 else None
-        batches.labelled = data.classes is not None and not data.doubt(outputs, network.labels)
-    return batches
+        labelled = data.classes is not None and not data.doubt(outputs, network.labels)
+    return sample_loader(data, network.preprocess, images, batch_size, labelled)
 
 
 def diagnose(
     model: nn.Module,
-    batches: Sequence[Batch],
+    batches: Batches,
     options: DiagnosisOptions | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
@@ -154,7 +158,7 @@ def diagnose(
     Args:
         model: Any network with normalization layers, on any device; its mode, hooks and statistics end as they were.
         batches: Images (N, C, H, W), preprocessed, with their labels or None; passed over twice, so that a
-            sequence that reads them when they are asked for (`retrofit.images.dataset.SampledBatches`) keeps memory
+            loader that reads them when they are asked for (`retrofit.images.dataset.sample_loader`) keeps memory
             small.
         options: How much is measured.
         progress: Called as progress(done, in all, what).
@@ -172,7 +176,7 @@ def diagnose(
     if not len(batches):
         raise RetrofitError("there are no images to measure on; give some")
     device = device_of(model)
-    first = batches[0][0].to(device)
+    first = next(iter(batches))[0].to(device)
 
     def passed_over(what: str) -> Iterator[Batch]:
         for pixels, labels in _reported(what, batches, progress):
@@ -208,7 +212,7 @@ def diagnose(
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
         few = min(len(batches), -(-_NOISE_IMAGES // len(first)))
-        pixels = torch.cat([batches[number][0] for number in range(few)])[:_NOISE_IMAGES].to(device)
+        pixels = torch.cat([batch for batch, _ in islice(batches, few)])[:_NOISE_IMAGES].to(device)
         noise = []
         for source in _reported("noise", sources, progress):
             generator = torch.Generator().manual_seed(options.seed)
@@ -222,7 +226,7 @@ def diagnose(
     return Diagnosis(images, tuple(layers), left, tuple(answers), (*unmeasured(model), *rowless), attacked)
 
 
-def _reported(what: str, items: Sequence[Item], progress: Progress | None) -> Iterator[Item]:
+def _reported(what: str, items: Sequence[Item] | DataLoader[Item], progress: Progress | None) -> Iterator[Item]:
     """Yield items; report each when it is done."""
     for number, item in enumerate(items, 1):
         yield item

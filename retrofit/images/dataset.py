@@ -8,7 +8,6 @@ an unreadable image is marked, and a missing class is an error.
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform
 from timm.data.readers.class_map import load_class_map
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.image_files import ImageFiles
@@ -331,39 +331,33 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
     return outputs
 
 
-class SampledBatches(Sequence[tuple[Tensor, "Tensor | None"]]):
-    """Some images of a set, spread evenly over it, as batches that are read when they are asked for.
+def sample_loader(
+    data: ImageData, preprocess: Preprocess, images: int, batch_size: int = 32, labelled: bool = True
+) -> DataLoader[Any]:
+    """Return a loader of some images of a set, spread evenly over it, which reads a batch when it is asked for.
 
-    Each is (pixels, targets): (N, C, H, W), as a model takes them, and (N,); no targets unless `labelled`.
+    A batch is (pixels, targets): (N, C, H, W), as a model takes them, and (N,); no targets unless `labelled`. That an
+    image cannot be read is a RetrofitError.
 
     Args:
         data: From `open_images`; its transform is set.
         preprocess: The model's.
         images: How many at most.
         batch_size: Images in a batch.
+        labelled: Whether the targets are given too.
     """
 
-    def __init__(self, data: ImageData, preprocess: Preprocess, images: int, batch_size: int = 32) -> None:
-        """Read nothing yet."""
-        self._images = data.images
-        self._images.transform = create_transform(**preprocess.to_dict())
-        self._batch_size = batch_size
-        self.labelled = True
-        self._count = min(images, len(data.images))
-
-    def __len__(self) -> int:
-        return math.ceil(self._count / self._batch_size)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Read one batch; raise RetrofitError if an image cannot be read."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        rows = range(self._count)[index * self._batch_size :][: self._batch_size]
-        samples = [self._images[row * len(self._images) // self._count] for row in rows]
-        if unread := [target for _, target in samples if target < 0]:
-            raise RetrofitError(f"cannot read {self._images.unreadable(unread[0])}; remove it")
+    def batch(samples: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor | None]:
         pixels, targets = zip(*samples, strict=True)
-        return torch.stack(pixels), torch.tensor(targets, device="cpu") if self.labelled else None
+        if (lowest := min(targets)) < 0:
+            raise RetrofitError(f"cannot read {data.images.unreadable(lowest)}; remove it")
+        return torch.stack(pixels), torch.tensor(targets, device="cpu") if labelled else None
+
+    data.images.transform = create_transform(**preprocess.to_dict())
+    count = min(images, len(data.images))
+    rows = [row * len(data.images) // count for row in range(count)]
+    own_random = torch.Generator()  # a loader draws a number for its workers, also where it has none
+    return DataLoader(Subset(data.images, rows), batch_size, collate_fn=batch, generator=own_random)
 
 
 def sample_batches(
@@ -386,4 +380,4 @@ def sample_batches(
     """
     split = "validation" if has_part(data_dir, "", "validation") else "."
     data = open_images(data_dir, split=split, channels=preprocess.input_size[0])
-    return [pixels for pixels, _ in SampledBatches(data, preprocess, images, batch_size)]
+    return [pixels for pixels, _ in sample_loader(data, preprocess, images, batch_size)]

@@ -12,9 +12,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from retrofit.networks.identify import identify, rebuilt, skeleton
 from retrofit.networks.library import parse, with_options
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, artifact_path, damaged
 from retrofit.networks.preprocess import preprocess_of
-from retrofit.networks.sampled_outputs import NotRunError, SampledOutputs, is_small, sample_outputs, sample_outputs_at
+from retrofit.networks.sampled_outputs import SampledOutputs, is_small, sample_outputs, sample_outputs_at
 from retrofit.networks.tensors import (
     checksum,
     fill,
@@ -39,6 +37,7 @@ from retrofit.networks.tensors import (
     tensors_of,
     to_write,
     training_settings,
+    under_all_names,
 )
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
@@ -94,17 +93,8 @@ def save(
     source, structure = (source, model) if proved and source is not None else identify(model, source)
     tensors = to_write(model, structure)
     preprocess = preprocess or record.preprocess or preprocess_of(model, source)
-    try:
-        Preprocess.from_dict(json.loads(json.dumps(preprocess.to_dict())))  # as `load` will read it
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"`preprocess` is none that images can have ({one_line(error)}); pass another") from error
-    outputs: SampledOutputs | None = None
-    try:
-        outputs = sample_outputs(model, preprocess.input_size)
-        sampled: dict[str, Any] = asdict(outputs)
-    except NotRunError as reason:
-        sampled = {"not_checked": str(reason)}
-    if outputs is not None and structure is not model:
+    outputs = sample_outputs(model, preprocess.input_size)
+    if not outputs.not_checked and structure is not model:
         twin = rebuilt(source, record.plans)
         fill(twin, tensors)
         if problem := _difference(outputs, twin):
@@ -126,7 +116,7 @@ def save(
         "strength": common_strength(model),
         "training": training_settings(model),
         "checksum": checksum(tensors),
-        "sampled_outputs": sampled,
+        "sampled_outputs": outputs.to_dict(),
         "versions": _versions(),
     }
     with atomic_write(path, force) as temporary:
@@ -151,7 +141,7 @@ def _source(
     return source
 
 
-def _labels(model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs | None) -> list[str] | None:
+def _labels(model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs) -> list[str] | None:
     """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
 
     Their number is that of what the network answered or, where it was not run, what timm's networks say.
@@ -160,9 +150,7 @@ def _labels(model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutp
         UsageError: If those given are not one for each output.
     """
     names = record_of(model).labels if labels is None else labels
-    classes = None if outputs is None else outputs.classes
-    if classes is None:
-        classes = getattr(model, "num_classes", None)
+    classes = getattr(model, "num_classes", None) if outputs.classes is None else outputs.classes
     if names is None or not isinstance(classes, int) or not classes or len(names) == classes:
         return None if names is None else list(names)
     if labels is None:
@@ -230,10 +218,10 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
             f"the tensors of {path} were changed after it was saved: they do not match its checksum; write or fetch it "
             "again (to change tensors, load the network, change them there and save it)"
         )
-    with nullcontext() if into is None else _as_it_was_on_failure(into):
+    with nullcontext() if into is None else unchanged_on_failure(into):
         with _explained(path, manifest):
             model = _converted(manifest, tensors, into)
-        if problem := misfit(model, tensors):
+        if problem := misfit(tensors_of(model), under_all_names(model, tensors)):
             raise RetrofitError(
                 f"the tensors of {path} do not fit the network in its manifest: {problem}; write it again, or check "
                 "what it is loaded into"
@@ -243,7 +231,7 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
                 model = rebuilt(manifest.source, manifest.plans)
             fill(model, tensors)
             set_training_settings(model, manifest.training)
-        if isinstance(manifest.outputs, SampledOutputs) and (problem := _difference(manifest.outputs, model)):
+        if not manifest.outputs.not_checked and (problem := _difference(manifest.outputs, model)):
             raise RetrofitError(f"{path} does not come back as it was saved with {_library(manifest)}: {problem}")
     set_record(model, source=source, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
     return model, manifest
@@ -260,19 +248,6 @@ def _converted(manifest: Manifest, tensors: Mapping[str, Tensor], into: nn.Modul
 
 
 @contextmanager
-def _as_it_was_on_failure(model: nn.Module) -> Iterator[None]:
-    """Give a network back its structure and the memory of its tensors if what happens inside fails."""
-    former = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
-    with unchanged_on_failure(model):
-        try:
-            yield
-        except BaseException:
-            for tensor, data in former:
-                tensor.data = data
-            raise
-
-
-@contextmanager
 def _explained(path: str | Path, manifest: Manifest) -> Iterator[None]:
     """Say of any error that the file cannot be rebuilt: a plan of other making may ask the layers for anything."""
     try:
@@ -281,14 +256,11 @@ def _explained(path: str | Path, manifest: Manifest) -> Iterator[None]:
         raise RetrofitError(f"{path} cannot be rebuilt with {_library(manifest)}: {one_line(error)}") from error
 
 
-def _difference(outputs: SampledOutputs, model: nn.Module) -> str | None:
-    """Say how a network's outputs differ from those that are known; None if they do not."""
+def _difference(outputs: SampledOutputs, model: nn.Module) -> str:
+    """Say how a network's outputs differ from those that are known; empty if they do not."""
     if not is_small(model, outputs.size):
         return f"its manifest asks for a run of a large network on images of {printable(outputs.size, 80)}"
-    try:
-        return outputs.difference(sample_outputs_at(model, outputs.size, outputs.values))
-    except NotRunError as error:
-        return str(error)
+    return outputs.difference(sample_outputs_at(model, outputs.size, outputs.values))
 
 
 def _library(manifest: Manifest) -> str:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.tensors import tensors_of
+from retrofit.networks.tensors import describe_misfit, fits, tensors_of
 from retrofit.utils.text import one_line, printable, shortlist
 
 # Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's order).
@@ -255,12 +255,9 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     unexpected = _weights(result.unexpected_keys) + beside
     weights = _weights(own)
     if (missing or unexpected or unfit) and (not partial or len(missing + unfit) == len(weights)):
-        pairs = [_difference(name, state[name], own[name]) for name in unfit]
-        word = "shape" if any(own[name].shape != state[name].shape for name in unfit) else "type"
-        parts = ((missing, "missing", 64), (unexpected, "unexpected", 64), (pairs, f"of another {word}", 120))
-        listed = [f"{len(names)} {what} ({shortlist(names, limit=limit)})" for names, what, limit in parts if names]
+        listed = describe_misfit(missing, unexpected, {name: (state[name], own[name]) for name in unfit})
         hint = _hint(own, state, missing, unexpected, unfit, prefix if beside else "")
-        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {', '.join(listed)}; {hint}")
+        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {listed}; {hint}")
     loaded = Loaded(unexpected + unfit, missing + unfit)
     random = f"of the network's {len(weights)} tensors are left RANDOM"
     for names, what in ((loaded.left_random, random), (loaded.left_out, "tensors of the checkpoint are left out")):
@@ -326,14 +323,8 @@ def _wrapper_prefix(names: list[str]) -> str:
 
 
 def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:
-    """Whether a tensor can take another's values: of its shape, and a number with a fraction if it is one."""
-    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, theirs)]
-    return ours.shape == theirs.shape and (kinds[0] == kinds[1] or is_counter(name))
-
-
-def _difference(name: str, theirs: Tensor, ours: Tensor) -> str:
-    kinds = (theirs.dtype, ours.dtype) if theirs.shape == ours.shape else (list(theirs.shape), list(ours.shape))
-    return f"{printable(name, 64)} {printable(kinds[0], 32)} for {kinds[1]}".replace("torch.", "")
+    """Whether a tensor can take another's values; a counter may be of any type."""
+    return fits(ours, theirs) or (is_counter(name) and ours.shape == theirs.shape)
 
 
 def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,10 +18,10 @@ from retrofit.errors import RetrofitError
 from retrofit.networks import own
 from retrofit.networks.budget import TooLargeError
 from retrofit.networks.library import build, timm_source
-from retrofit.networks.tensors import SETTINGS, shapes_of
+from retrofit.networks.tensors import SETTINGS, misfit, shapes_of, tensors_of
 from retrofit.record import ModelSource, record_of
 from retrofit.surgery import Plan, plans_of, replay
-from retrofit.utils.text import printable, shortlist
+from retrofit.utils.text import printable
 
 _SIZES = 4  # a detector's head has one for the classes and one for their boxes
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a layer works out when it
@@ -62,8 +62,11 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
                 continue
             theirs = shapes_of(built)
             unlike = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-            problem = _difference(ours, theirs, likely) if unlike else _module_difference(model, built, likely)
-            if problem is None:
+            if unlike:
+                problem = f"of the tensors of {likely} here are {misfit(tensors_of(built), tensors_of(model))}"
+            else:
+                problem = _module_difference(model, built, likely)
+            if not problem:
                 return likely, built
             problems[problem] = len(unlike)
             if unlike and likely is candidate:
@@ -77,19 +80,8 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
     )
 
 
-def _difference(ours: Shapes, theirs: Shapes, source: ModelSource) -> str:
-    """Describe the first tensors in which two networks differ."""
-    reshaped = [
-        f"{name} {list(theirs[name])} for {list(ours[name])}"
-        for name in ours
-        if theirs.get(name, ours[name]) != ours[name]
-    ]
-    parts = {"no": sorted(ours.keys() - theirs.keys()), "also": sorted(theirs.keys() - ours.keys()), "shapes": reshaped}
-    return f"{source} has " + "; ".join(f"{word} {shortlist(names)}" for word, names in parts.items() if names)
-
-
-def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str | None:
-    """Name the first thing in which a network differs from what its library builds; None if there is none.
+def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str:
+    """Name the first thing in which a network differs from what its library builds; empty if there is none.
 
     Compared are the modules' names, their classes, and those of their attributes that are numbers, words or lists of
     them. An attribute that only one of them has is a note, or comes and goes with a library's versions.
@@ -110,7 +102,7 @@ def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) 
                 if _plain(here[key]) != _plain(there[key]):
                     values = [printable(values[key], 80) for values in (here, there)]
                     return f"{printable(key, 64)} of {label} is {values[0]} here, {values[1]} in {source}"
-    return None
+    return ""
 
 
 def _plain(value: object) -> Any:

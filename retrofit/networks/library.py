@@ -62,10 +62,10 @@ def parse(text: str) -> ModelSource:
         raise UsageError(f"timm has removed {text!r} without a replacement; choose another network")
     base = name.partition(".")[0]
     if timm.is_model(base) and base not in deprecated:
-        tagged = timm.list_models(f"{base}.*", include_tags=True)
+        tagged = timm.models.get_arch_pretrained_cfgs(base)
         if name == base or name in tagged:
             return ModelSource("timm", name)
-        raise _unknown(text, text, tagged or [base], cutoff=0.0)
+        raise _unknown(text, text, [*tagged] or [base], cutoff=0.0)
     if text in torchvision_names:
         return ModelSource("torchvision", text)
     if text and Path(text).exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from retrofit.errors import RetrofitError
 from retrofit.networks.library import no_waiting_for_the_hub
 from retrofit.networks.sampled_outputs import SampledOutputs
-from retrofit.record import ModelSource, Preprocess, check_size
+from retrofit.record import ModelSource, Preprocess
 from retrofit.surgery import Plan
 from retrofit.utils.text import one_line, printable
 
@@ -35,7 +34,7 @@ class Manifest:
         versions: Of the libraries that wrote it.
         training: By layer, what only training depends on.
         checksum: Of its tensors.
-        outputs: What it answered when it was saved; or why it was not run.
+        outputs: What it answered when it was saved.
     """
 
     source: ModelSource
@@ -46,7 +45,7 @@ class Manifest:
     versions: dict[str, Any]
     training: dict[str, dict[str, Any]]
     checksum: str
-    outputs: SampledOutputs | str
+    outputs: SampledOutputs
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:
@@ -66,7 +65,7 @@ class Manifest:
                 versions=dict(values["versions"]),
                 training={str(name): dict(row) for name, row in values["training"].items()},
                 checksum=str(values["checksum"]),
-                outputs=_outputs(values["sampled_outputs"]),
+                outputs=SampledOutputs.from_dict(values["sampled_outputs"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise damaged(path, f"its manifest is malformed: {one_line(error)}") from error
@@ -74,17 +73,8 @@ class Manifest:
     @property
     def not_checked(self) -> str:
         """A line that says why the network in the file was not run; empty if it was."""
-        if isinstance(self.outputs, SampledOutputs):
-            return ""
-        why = printable(self.outputs, 300)
-        return f"not checked: {why}; only the names and shapes of its tensors tell which network it is"
-
-
-def _outputs(values: Mapping[str, Any]) -> SampledOutputs | str:
-    if "not_checked" in values:
-        return str(values["not_checked"])
-    check_size(values["size"])
-    return SampledOutputs.from_dict(values)
+        why = printable(self.outputs.not_checked, 300)
+        return why and f"not checked: {why}; only the names and shapes of its tensors tell which network it is"
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:

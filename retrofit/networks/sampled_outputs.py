@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from retrofit.compare import tensors_of
 from retrofit.inputs import Call, input_shapes, is_detector
+from retrofit.record import check_size
 from retrofit.utils.evaluating import undisturbed
 from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import placement_of
@@ -29,10 +30,6 @@ TOLERANCE = 1e-3
 
 _INPUTS, _PRODUCTS = 4e6, 5e12  # numbers of an image; parameters times pixels, 4.3e12 for ViT-B
 _LAYERS, _SAMPLES, _SIDE = 12, 6, 32
-
-
-class NotRunError(Exception):
-    """The network is not run; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +48,36 @@ class SampledOutputs:
         size: (C, H, W) of the image.
         classes: How many scores the network gives, where it gives one number for each class.
         values: Samples by layer, "" for the network's output.
+        not_checked: Why the network was not run, and there is nothing of all that; empty if it was.
     """
 
-    size: tuple[int, ...]
-    classes: int | None
-    values: dict[str, Sample]
+    size: tuple[int, ...] = ()
+    classes: int | None = None
+    values: dict[str, Sample] = field(default_factory=dict)
+    not_checked: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values: the attributes, or why there are none."""
+        values = asdict(self)
+        why = values.pop("not_checked")
+        return {"not_checked": why} if why else values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SampledOutputs:
-        """Rebuild from `dataclasses.asdict`'s values; raise KeyError, TypeError or ValueError if they are others."""
+        """Rebuild from `to_dict`'s values; raise KeyError, TypeError or ValueError if they are others."""
+        if "not_checked" in values:
+            return cls(not_checked=str(values["not_checked"]))
+        check_size(values["size"])
         rows = {
             str(name): Sample(float(row["scale"]), [float(number) for number in row["samples"]])
             for name, row in values["values"].items()
         }
         return cls(tuple(values["size"]), values["classes"], rows)
 
-    def difference(self, other: SampledOutputs) -> str | None:
-        """Say where another network's outputs differ most by more than rounding; None if they do not."""
+    def difference(self, other: SampledOutputs) -> str:
+        """Say where another network's outputs differ most by more than rounding; empty if they do not."""
+        if other.not_checked:
+            return other.not_checked
         worst, where = 0.0, ""
         for name, sample in self.values.items():
             others = other.values[name].samples if name in other.values else []
@@ -77,24 +87,18 @@ class SampledOutputs:
             share = max(gaps, default=0.0) / sample.scale if sample.scale else float(any(gaps))
             if not share <= max(worst, TOLERANCE):
                 worst, where = share, name
-        return f"the output of {where or 'the network'} differs by {worst:.2g} of its scale" if worst else None
+        return f"the output of {where or 'the network'} differs by {worst:.2g} of its scale" if worst else ""
 
 
 def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
-    """Run a network on an image of half its own size, or of that, or a smaller one where the network is large.
-
-    Raises:
-        NotRunError: If it is too large, or takes no such images.
-    """
+    """Run a network on an image of half its own size, or of that, or a smaller one where the network is large."""
     size = tuple(own_size)
     while not is_small(model, size):
         if _halved(size) == size:
-            raise NotRunError("it is large")
+            return SampledOutputs(not_checked="it is large")
         size = _halved(size)
-    try:
-        return sample_outputs_at(model, _halved(size))
-    except NotRunError:
-        return sample_outputs_at(model, size)
+    outputs = sample_outputs_at(model, _halved(size))
+    return sample_outputs_at(model, size) if outputs.not_checked else outputs
 
 
 def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[str] | None = None) -> SampledOutputs:
@@ -105,9 +109,6 @@ def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[
             where rounding swaps two.
         size: (C, H, W) of the image.
         layers: Names of layers to sample, of which those that it has count; some of all if None.
-
-    Raises:
-        NotRunError: If it takes no such image.
     """
     values: dict[str, Sample] = {}
 
@@ -127,13 +128,12 @@ def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[
         with undisturbed(model), watched:
             answer = call.on(model)
     except Exception as error:  # anything may come out of a network's own code
-        raise NotRunError(
-            f"it takes no random images of {'x'.join(map(str, size))} ({with_class(error, 100)})"
-        ) from error
+        why = f"it takes no random images of {'x'.join(map(str, size))} ({with_class(error, 100)})"
+        return SampledOutputs(not_checked=why)
     values[""] = _sample(answer)
     values = {name: sample for name, sample in values.items() if sample.samples}
     if not values:
-        raise NotRunError("it answers random images with no finite number")
+        return SampledOutputs(not_checked="it answers random images with no finite number")
     scores = not call.stage and isinstance(answer, Tensor) and answer.ndim == 2
     return SampledOutputs(tuple(size), answer.shape[1] if scores else None, values)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.layers.base import NormalityMixin, check_noise, check_noise_kind
 from retrofit.utils.text import shortlist
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -56,6 +54,12 @@ def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True, memory_format=form) for name, tensor in tensors.items()}
 
 
+def under_all_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a file's tensors also under the further names that they have in the network."""
+    further = {name: tensors[original] for name, original in _aliases(model).items() if original in tensors}
+    return further | dict(tensors)
+
+
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of a file's tensors, with their names, shapes and types."""
     digest = hashlib.sha256()
@@ -65,32 +69,35 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def misfit(model: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
-    """Say how a file's tensors differ from a network's, in name, shape or type; None if they do not."""
-    own = tensors_of(model)
-    given = {name: tensors[original] for name, original in _aliases(model).items() if original in tensors}
-    given |= tensors
-    both = [name for name in own if name in given]
-    parts = {
-        "missing": [name for name in own if name not in given],
-        "unexpected": sorted(name for name in given if name not in own),
-        "of another shape": [
-            f"{name} {list(given[name].shape)} for {list(own[name].shape)}"
-            for name in both
-            if given[name].shape != own[name].shape
-        ],
-        "of another type": [
-            f"{name} {given[name].dtype}".replace("torch.", "")
-            for name in both
-            if (given[name].dtype in _FLOATS) != own[name].is_floating_point()
-        ],
-    }
-    return ", ".join(f"{len(names)} {word} ({shortlist(names)})" for word, names in parts.items() if names) or None
+def fits(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether a tensor can take another's values: of its shape, and a number with a fraction if it is one."""
+    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, theirs)]
+    return ours.shape == theirs.shape and kinds[0] == kinds[1]
+
+
+def misfit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """Say how given tensors differ from a network's own; empty if they do not."""
+    missing, unexpected = [name for name in own if name not in given], sorted(given.keys() - own.keys())
+    unfit = {name: (given[name], own[name]) for name in own if name in given and not fits(own[name], given[name])}
+    return describe_misfit(missing, unexpected, unfit)
+
+
+def describe_misfit(
+    missing: Iterable[str], unexpected: Iterable[str], unfit: Mapping[str, tuple[Tensor, Tensor]]
+) -> str:
+    """Count and list the tensors that are not given, that are not the network's, and the (given, own) that differ."""
+    parts = {"missing": [*missing], "unexpected": [*unexpected], "of another shape": [], "of another type": []}
+    for name, (theirs, ours) in unfit.items():
+        if theirs.shape != ours.shape:
+            parts["of another shape"].append(f"{name} {list(theirs.shape)} for {list(ours.shape)}")
+        else:
+            parts["of another type"].append(f"{name} {theirs.dtype} for {ours.dtype}".replace("torch.", ""))
+    return ", ".join(f"{len(names)} {what} ({shortlist(names, limit=120)})" for what, names in parts.items() if names)
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load a file's tensors, which fit, strictly, each into new memory of its own type on the model's device."""
-    tensors = {name: tensors[original] for name, original in _aliases(model).items()} | dict(tensors)
+    tensors = under_all_names(model, tensors)
     parameters = [name for name, tensor in tensors_of(model).items() if isinstance(tensor, nn.Parameter)]
     floating = {tensors[name].dtype for name in parameters if tensors[name].is_floating_point()}
     if len(floating) == 1:

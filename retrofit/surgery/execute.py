@@ -107,9 +107,10 @@ def _count_parameters(model: nn.Module) -> int:
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
     """Put `model` back as it was if what happens inside fails or is interrupted.
 
-    Classes, attributes, children and hooks of every module are kept, and the values of the normalization layers' own
-    parameters, the only ones that a conversion writes to.
+    Classes, attributes, children and hooks of every module are kept, the memory of every tensor, and the values of the
+    normalization layers' own parameters, the only ones that a conversion writes to.
     """
+    memory = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
     modules = []
     for module in model.modules():
         tables = [(table, dict(table)) for table in vars(module).values() if isinstance(table, dict)]
@@ -119,6 +120,8 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        for tensor, data in memory:
+            tensor.data = data
         for module, cls, attributes, tables in modules:
             module.__class__ = cls
             vars(module).clear()

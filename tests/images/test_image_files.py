@@ -89,12 +89,10 @@ def test_a_folder_without_images_is_said_to_be_no_class(folder: Path) -> None:
     assert data.notes == ("no image in dog: no class of its own",)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "broken link"])
-def test_what_is_no_regular_file_is_unreadable_and_not_opened(folder: Path, tmp_path: Path, kind: str) -> None:
-    os.mkfifo(folder / "ant" / "9.png" if kind == "pipe" else tmp_path / "pipe")
-    if kind != "pipe":
-        (folder / "ant" / "9.png").symlink_to(tmp_path / ("pipe" if "pipe" in kind else "absent"))
-    assert [name for name, _, target in read(folder) if target < 0] == ["ant/9.png"]
+def test_what_is_no_regular_file_is_unreadable_and_not_opened(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(folder / "ant" / "8.png")
+    (folder / "ant" / "9.png").symlink_to(tmp_path / "absent")
+    assert [name for name, _, target in read(folder) if target < 0] == ["ant/8.png", "ant/9.png"]
 
 
 @pytest.mark.parametrize("packed", [False, True])

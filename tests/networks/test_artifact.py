@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import os
 import struct
@@ -29,6 +28,7 @@ from retrofit.networks.library import build
 from retrofit.networks.manifest import is_artifact, read_manifest
 from retrofit.networks.tensors import checksum
 from retrofit.record import ModelSource, Preprocess, Record, record_of
+from tests.networks import mynet
 
 WEIGHTS = {"kind": "checkpoint", "from": "x.pth"}
 
@@ -39,7 +39,7 @@ def _network(name: str, to: str | None = None, **kwargs: Any) -> nn.Module:
     for tensor in model.state_dict().values():  # the statistics too
         if tensor.is_floating_point():
             tensor.uniform_(0.1, 1)
-    return surgery.convert(model, to)[0] if to else model
+    return surgery.convert(model, to, check=False)[0] if to else model
 
 
 def _assert_same(a: nn.Module, b: nn.Module) -> None:
@@ -65,7 +65,7 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tenso
         ("test_resnet", None, {"num_classes": 3}),
         ("test_byobnet", "bnn", {"in_chans": 1}),
         ("test_vit", "lnn", {"img_size": 64}),
-        ("tv:resnet18", "bnn", {"num_classes": 3}),
+        ("tv:mobilenet_v3_small", "bnn", {"num_classes": 3}),
         pytest.param("tv:googlenet", "bnn", {"weights": "IMAGENET1K_V1"}, marks=pytest.mark.slow),
         pytest.param("tv:regnet_y_400mf", "bnn", {}, marks=pytest.mark.slow),  # does not build on the meta device
     ],
@@ -83,7 +83,6 @@ def test_round_trip(tmp_path: Path, name: str, to: str | None, kwargs: dict[str,
 
     save(again, tmp_path / "b.safetensors")
     assert read_manifest(tmp_path / "b.safetensors") == read_manifest(path)
-    _assert_same(load(tmp_path / "b.safetensors"), model)
 
 
 def test_several_conversions_are_replayed_in_order(tmp_path: Path) -> None:
@@ -99,14 +98,14 @@ def test_several_conversions_are_replayed_in_order(tmp_path: Path) -> None:
 
 def test_manifest(tmp_path: Path) -> None:
     preprocess = Preprocess((3, 64, 64), (0.1, 0.2, 0.3), (1.0, 1.0, 1.0), "bilinear", 0.9)
-    model = _network("resnet18", "bnn", num_classes=2)
+    model = _network("test_resnet", "bnn", num_classes=2)
     surgery.set_strength(model, 0.5)
     save(model, tmp_path / "a.safetensors", labels=["cat", "dog"], weights=WEIGHTS, preprocess=preprocess)
     manifest = read_manifest(tmp_path / "a.safetensors")
     (plan,) = record_of(model).plans
     assert manifest == {
         "schema": 1,
-        "model": {"library": "timm", "name": "resnet18", "kwargs": {"num_classes": 2}},
+        "model": {"library": "timm", "name": "test_resnet", "kwargs": {"num_classes": 2}},
         "conversion": {"to": "bnn", "steps": [plan.to_dict()]},
         "layers": plan.to_dict()["layers"],
         "training": {row.name: {"momentum": 0.1, "noise": 0.0, "noise_kind": "scaled"} for row in plan.layers},
@@ -128,14 +127,13 @@ def test_manifest(tmp_path: Path) -> None:
     assert manifest["versions"]["retrofit"] == retrofit.__version__
     assert manifest["versions"]["timm"] == timm.__version__
     again = load(tmp_path / "a.safetensors")
-    source = ModelSource("timm", "resnet18", {"num_classes": 2})
+    source = ModelSource("timm", "test_resnet", {"num_classes": 2})
     assert record_of(again) == Record(source, WEIGHTS, preprocess, ["cat", "dog"], (plan,))
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float64, torch.bfloat16)])
-def test_dtypes_come_back(tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    model = _network("test_resnet", "bnn").to(dtypes[0])
-    model.fc.to(dtypes[1])
+def test_dtypes_come_back(tmp_path: Path) -> None:
+    model = _network("test_resnet", "bnn").double()
+    model.fc.bfloat16()
     save(model, tmp_path / "a.safetensors")
     _assert_same(load(tmp_path / "a.safetensors"), model)
 
@@ -184,14 +182,14 @@ def tied(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return build(ModelSource("torchvision", "tied"))
 
 
-@pytest.mark.parametrize("to", [None, "bnn"])
-def test_tied_tensors_are_written_once_and_tied_again(tmp_path: Path, tied: nn.Module, to: str | None) -> None:
-    model = surgery.convert(tied, to)[0] if to else tied
+def test_tied_tensors_are_written_once_and_tied_again(tmp_path: Path, tied: nn.Module) -> None:
+    model, random = surgery.convert(tied, "bnn")[0], torch.get_rng_state()
     save(model, tmp_path / "a.safetensors")
     names = load_file(tmp_path / "a.safetensors").keys()
     assert {"a.weight", "norm.weight"} <= names
     assert not {name for name in names if name == "b.weight" or name.startswith("again")}
     again = load(tmp_path / "a.safetensors")
+    assert torch.equal(torch.get_rng_state(), random)
     _assert_same(again, model)
     assert again.a.weight is again.b.weight
     assert again.norm is again.again
@@ -201,21 +199,6 @@ def test_a_tensor_untied_by_the_user_is_refused(tmp_path: Path, tied: nn.Module)
     tied.b.weight = nn.Parameter(torch.rand(4, 4))
     with pytest.raises(RetrofitError, match=r"b.weight and a.weight are one tensor in the library's network, two here"):
         save(tied, tmp_path / "a.safetensors")
-    assert os.listdir(tmp_path) == []
-
-
-def test_saving_and_loading_leave_the_random_numbers_alone(tmp_path: Path, tied: nn.Module) -> None:
-    before = torch.get_rng_state()
-    save(tied, tmp_path / "a.safetensors")
-    load(tmp_path / "a.safetensors")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("changes", [{"std": (0.0,) * 3}, {"interpolation": "area"}, {"input_size": (3, 0, 64)}])
-def test_a_preprocessing_that_load_would_refuse_is_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
-    preprocess = dataclasses.replace(Preprocess((3, 64, 64), (0.0,) * 3, (1.0,) * 3), **changes)
-    with pytest.raises(UsageError, match="`preprocess` is none that images can have"):
-        save(_network("test_resnet"), tmp_path / "a.safetensors", preprocess=preprocess)
     assert os.listdir(tmp_path) == []
 
 
@@ -331,7 +314,6 @@ def test_a_type_that_this_torch_does_not_have_is_one_line(saved: Path, monkeypat
         (lambda m, t: t.update(extra=torch.zeros(1)), r"1 unexpected \(extra\)"),
         (lambda m, t: t.update({"head.fc.bias": torch.zeros(7)}), r"1 of another shape \(.* \[7\] for \[1000"),
         (lambda m, t: t.update({"head.fc.bias": t["head.fc.bias"].long()}), r"1 of another type \(head.fc.bias int64"),
-        (lambda m, t: t.update({"head.fc.bias": t["head.fc.bias"].to(torch.float8_e4m3fn)}), r"1 of another type"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(
@@ -345,15 +327,15 @@ def test_a_manifest_that_does_not_fit_is_refused(
 
 
 def test_labels_are_those_of_the_classifier_that_is_there(tmp_path: Path) -> None:
-    model = timm.create_model("test_resnet", num_classes=3)
+    model = mynet.small(num_classes=3)
     with pytest.raises(UsageError, match="2 labels for 3 outputs"):
         save(model, tmp_path / "a.safetensors", labels=["cat", "dog"])
     save(model, tmp_path / "a.safetensors", labels=["ant", "cat", "dog"])
-    again = load(tmp_path / "a.safetensors")
-    again.fc = torch.nn.Linear(again.fc.in_features, 2)
-    retrofit.export_onnx(again, tmp_path / "a.onnx", input_size=(3, 32, 32))
+    again = load(tmp_path / "a.safetensors", into=model)
+    again.head = nn.Linear(8, 2)
+    retrofit.export_onnx(again, tmp_path / "a.onnx")
     assert "labels" not in {entry.key for entry in onnx.load(tmp_path / "a.onnx").metadata_props}
-    save(again, tmp_path / "b.safetensors", source="own")
+    save(again, tmp_path / "b.safetensors")
     assert read_manifest(tmp_path / "b.safetensors")["labels"] is None
-    save(again, tmp_path / "c.safetensors", source="own", labels=["ant", "cat"])
+    save(again, tmp_path / "c.safetensors", labels=["ant", "cat"])
     assert read_manifest(tmp_path / "c.safetensors")["labels"] == ["ant", "cat"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -202,9 +203,8 @@ def test_timms_own_converter_is_asked() -> None:
 
 
 def test_torchs_hooks_for_old_names_are_asked() -> None:
-    from torchvision.models import vit_b_16
-
-    model = vit_b_16(num_classes=2, image_size=32)
+    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 8}
+    model = torchvision.models.VisionTransformer(image_size=32, patch_size=16, **sizes)
     new = {".mlp.0.": ".mlp.linear_1.", ".mlp.3.": ".mlp.linear_2."}
     old = model.state_dict()
     for ours, theirs in new.items():

@@ -95,21 +95,10 @@ def test_what_was_set_by_hand_must_be_set_on_the_network_to_load_into(tmp_path: 
         assert torch.equal(again.eval()(images), model.eval()(images))
 
 
-def _with(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        model = mynet.build()
-        change(model)
-        return model
-
-    return make
-
-
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "more classes": (lambda: mynet.build(5), r"head.bias \[2\] for \[5\]"),
     "another network": (mynet.small, "made for another model"),
     "already converted": (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "converted already"),
-    "another pool": (_with(lambda m: setattr(m, "pool", nn.AvgPool2d(2))), "the output of .* differs by"),
-    "a patched forward": (_with(lambda m: setattr(m.head, "forward", torch.relu)), "has another shape|differs by"),
 }
 
 
@@ -151,15 +140,14 @@ def test_a_librarys_network_may_be_saved_as_ones_own(tmp_path: Path) -> None:
         assert torch.equal(again.eval()(images), model.eval()(images))
 
 
-@pytest.mark.parametrize(("to", "trained"), [("bnn", False), ("ln-pn", True)])
-def test_a_feature_extractor(to: str, trained: bool, tmp_path: Path) -> None:
+def test_a_feature_extractor(tmp_path: Path) -> None:
     """Its activations are shared, and its graphs are attributes."""
 
     def make(node: str = "layer2") -> nn.Module:
         return create_feature_extractor(torchvision.models.resnet18(), [node])
 
-    model, report = retrofit.convert(make().train(trained), to, input_size=(3, 32, 32))
-    assert to == "bnn" or "5 of 9 activations" in report.plan.activations
+    model, report = retrofit.convert(make().train(), "ln-pn", input_size=(3, 32, 32))
+    assert "5 of 9 activations" in report.plan.activations
     retrofit.set_strength(model, 1.0)
     retrofit.save(model, tmp_path / "a.safetensors")
     images = torch.rand(2, 3, 32, 32)
@@ -258,68 +246,35 @@ def test_wrong_usage(text: str, options: dict[str, Any], message: str) -> None:
 
 
 class Activated(nn.Module):
-    """Its activation has parameters; its state dict may give them other names, as ProxyNorm's does."""
+    """Its activation has parameters, which ProxyNorm's state dict gives other names."""
 
     pretrained_cfg: ClassVar = {"input_size": (3, 16, 16)}
 
-    def __init__(self, renamed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.PReLU(4)
-        if renamed:
-            self.register_state_dict_post_hook(_rename("act.weight", "slopes"))
-            self.register_load_state_dict_pre_hook(lambda _, state, *__: _rename("slopes", "act.weight")(_, state))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.norm(self.conv(x)))
 
 
-def _rename(old: str, new: str) -> Callable[..., None]:
-    def rename(_: nn.Module, state: dict[str, Tensor], *__: Any) -> None:
-        if old in state:
-            state[new] = state.pop(old)
-
-    return rename
-
-
-@pytest.mark.parametrize(("to", "renamed"), [("gn-pn", False), ("bnn", True)])
-def test_parameters_that_the_state_dict_names_otherwise(tmp_path: Path, to: str, renamed: bool) -> None:
-    model = retrofit.convert(Activated(renamed), to)[0].half()
+def test_parameters_that_the_state_dict_names_otherwise(tmp_path: Path) -> None:
+    model = retrofit.convert(Activated(), "gn-pn")[0].half()
     names = {name for name, _ in model.named_parameters()}
     assert not names <= model.state_dict().keys()
     retrofit.save(model, tmp_path / "a.safetensors")
-    again = retrofit.load(tmp_path / "a.safetensors", into=Activated(renamed))
+    again = retrofit.load(tmp_path / "a.safetensors", into=Activated())
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
     assert {p.dtype for p in again.parameters()} == {torch.float16}
 
 
-class SelfHooked(mynet.Classifier):
-    """Installs hooks at its first run, as networks of transformers do to capture hidden states."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.features._forward_hooks:
-            self.features.register_forward_hook(lambda *_: None)
-        return super().forward(x)
-
-
-def test_a_network_that_ran_before_it_was_saved_loads_into_one_that_did_not(tmp_path: Path) -> None:
-    model, _ = retrofit.convert(SelfHooked(), "bnn")
-    assert model.features._forward_hooks
-    retrofit.save(model, tmp_path / "a.safetensors")
-    retrofit.load(tmp_path / "a.safetensors", into=SelfHooked())
-
-
-@pytest.mark.parametrize("stage", ["fill", "_difference"])
-def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(
-    saved: Path, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
+def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:  # when all is loaded
         raise KeyboardInterrupt
 
     into = mynet.build().half()
     before, pointers = copy.deepcopy(into), [tensor.data_ptr() for tensor in into.parameters()]
-    original = getattr(artifact, stage)
-    monkeypatch.setattr(artifact, stage, interrupt)
+    monkeypatch.setattr(artifact, "_difference", interrupt)
     with pytest.raises(KeyboardInterrupt):
         retrofit.load(saved, into=into)
     assert [type(module) for module in into.modules()] == [type(module) for module in before.modules()]

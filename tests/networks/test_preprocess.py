@@ -12,10 +12,10 @@ from PIL import Image
 from timm.data import create_transform
 from torchvision.models import get_model_weights, list_models
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.library import build
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
-from retrofit.record import ModelSource
+from retrofit.record import ModelSource, Preprocess
 
 _SMALL = ["resnet18", "mobilenet_v3_small", "resnet50", "inception_v3", "efficientnet_b3"]
 
@@ -71,6 +71,11 @@ def test_what_a_network_says_of_images_is_checked(cfg: dict[str, object], source
     model.pretrained_cfg = {"input_size": (3, 64, 64), **cfg}
     with pytest.raises(RetrofitError, match="the network's `pretrained_cfg` is none that images can have"):
         preprocess_of(model, source)
+
+
+def test_images_that_cannot_be_are_no_preprocessing() -> None:
+    with pytest.raises(UsageError, match=r"no images have std \(0.0, 0.0, 0.0\)"):
+        Preprocess((3, 64, 64), mean=(0.0,) * 3, std=(0.0,) * 3)
 
 
 def test_timms_crop_mode_is_kept() -> None:

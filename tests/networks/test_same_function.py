@@ -19,7 +19,6 @@ import torchvision
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
-from torch.nn import functional
 from torchvision.models import WeightsEnum
 
 import retrofit
@@ -45,29 +44,12 @@ def _built(name: str, **kwargs: Any) -> nn.Module:
     return _spread(build(ModelSource("torchvision" if library else "timm", name, kwargs)))
 
 
-STORED: dict[str, tuple[str, str | None, Change]] = {
-    "momentum": ("test_resnet", None, lambda m: setattr(m.bn1, "momentum", None)),
-    "noise": ("test_resnet", "bnn", lambda m: vars(m.bn1).update(noise=0.25, noise_kind="unscaled")),
-    "alpha": ("test_vit", "lnn", lambda m: setattr(m.norm, "alpha", 0.5)),
-}
-
-
-@pytest.mark.parametrize("case", list(STORED))
-def test_what_a_run_sets_on_a_layer_comes_back(tmp_path: Path, case: str) -> None:
-    name, to, change = STORED[case]
-    model = _built(name, num_classes=3)
-    if to:
-        retrofit.convert(model, to, check=False)
-        retrofit.set_strength(model, 0.5)
-    change(model)
+def test_what_a_run_sets_on_a_layer_comes_back(tmp_path: Path) -> None:
+    model = retrofit.convert(_built("test_resnet", num_classes=3), "bnn", check=False)[0]
+    model.bn1.momentum, model.bn1.noise, model.bn1.noise_kind = None, 0.25, "unscaled"
     retrofit.save(model, tmp_path / "a.safetensors")
-    again = retrofit.load(tmp_path / "a.safetensors")
-    images = torch.randn(2, 3, 160, 160)
-    with torch.no_grad():
-        torch.testing.assert_close(again.eval()(images), model.eval()(images))
-    for module, twin in zip(model.modules(), again.modules(), strict=True):
-        for key in ("momentum", "noise", "noise_kind", "alpha"):
-            assert vars(module).get(key) == vars(twin).get(key), (key, module)
+    again = retrofit.load(tmp_path / "a.safetensors").bn1
+    assert (again.momentum, again.noise, again.noise_kind) == (None, 0.25, "unscaled")
 
 
 class Loud(nn.ReLU):
@@ -82,10 +64,6 @@ def _patched_block(model: nn.Module) -> None:
     block.forward = lambda x: 2 * type(block).forward(block, x)
 
 
-def _other_class(model: nn.Module) -> None:
-    model.layer1[0].__class__ = type("Mine", (type(model.layer1[0]),), {"forward": lambda self, x: x})
-
-
 REFUSED: dict[str, tuple[str, str | None, Change, str]] = {
     "eps": ("test_resnet", "bnn", lambda m: setattr(m.bn1, "eps", 0.3), "eps of bn1 is 0.3 here, 1e-05 in test_resnet"),
     "padding": (
@@ -94,23 +72,15 @@ REFUSED: dict[str, tuple[str, str | None, Change, str]] = {
         lambda m: setattr(m.conv1[0], "padding", (0, 0)),
         r"padding of conv1.0 is \(0, 0\) h",
     ),
-    "dropout": ("tv:mobilenet_v3_small", None, lambda m: setattr(m.classifier[2], "p", 0.7), "p of classifier.2 is 0"),
     "drop rate": ("test_resnet", "bnn", lambda m: setattr(m, "drop_rate", 0.5), "drop_rate of the network is 0.5 here"),
     "a subclass": ("test_resnet", "bnn", lambda m: setattr(m, "act1", Loud()), "act1 is a Loud here, a ReLU in"),
     "a module more": ("test_resnet", None, lambda m: m.act1.add_module("x", nn.ReLU()), "act1.x is a .*here, absent"),
     "a patched forward": ("test_resnet", "bnn", _patched_block, "layer1.0 has a forward of its own here, none in"),
-    "another class": ("test_resnet", "bnn", _other_class, "layer1.0 is a Mine here, a BasicBlock in"),
     "a hook": (
         "test_resnet",
         "bnn",
         lambda m: m.layer1.register_forward_hook(lambda *args: 2 * args[-1]),
         "is another function than this network: the output of .* differs",
-    ),
-    "a method": (
-        "test_resnet",
-        None,
-        lambda m: setattr(m, "forward_head", functional.relu),
-        "is another function than this network: the output of the network differs",
     ),
 }
 
@@ -211,7 +181,8 @@ def test_one_changed_byte_is_found(saved: Path) -> None:
 
 def test_a_large_network_is_asked_about_smaller_images(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, ...]] = []
-    monkeypatch.setattr(sampled_outputs, "sample_outputs_at", lambda _, size: sizes.append(size))
+    known = sampled_outputs.SampledOutputs()
+    monkeypatch.setattr(sampled_outputs, "sample_outputs_at", lambda _, size: sizes.append(size) or known)
     with torch.device("meta"):
         sampled_outputs.sample_outputs(timm.create_model("resnet18"), (3, 4096, 2048))
     ((channels, height, width),) = sizes
@@ -260,7 +231,7 @@ def test_a_difference_of_rounding_is_none() -> None:
         with torch.no_grad():
             model.fc.weight.mul_(1 + change)
             model.fc.bias.mul_(1 + change)
-        assert (known.difference(sampled_outputs.sample_outputs(model, (3, 64, 64))) is not None) is differs
+        assert bool(known.difference(sampled_outputs.sample_outputs(model, (3, 64, 64)))) is differs
 
 
 @pytest.mark.slow
@@ -315,11 +286,8 @@ UNUSUAL: dict[str, tuple[Callable[[pytest.MonkeyPatch], nn.Module], ModelSource]
 }
 
 
-SLOW = ("a trained backbone", "a builder in another file")
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in UNUSUAL]
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "head" not in case else []) for case in UNUSUAL]
 )
 def test_the_builders_arguments_are_found(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, source = UNUSUAL[case]

@@ -110,10 +110,7 @@ def test_a_conversion_that_changes_the_function_is_refused_and_taken_back(monkey
     assert_same({**state(model), "tensors": {}}, {**before, "tensors": {}})
 
 
-@pytest.mark.parametrize(
-    ("to", "error"),
-    [("gn-pn", KeyboardInterrupt), ("bnn", RuntimeError), ("frozen", RuntimeError), ("evonorm-s0", RuntimeError)],
-)
+@pytest.mark.parametrize(("to", "error"), [("gn-pn", KeyboardInterrupt), ("evonorm-s0", RuntimeError)])
 def test_a_failure_anywhere_leaves_the_network_as_it_was(
     to: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,17 +136,6 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
                 apply(made, model)
         assert_same(state(model), before)
         retrofit.convert(model, to)  # and it still converts
-
-
-@pytest.mark.parametrize("to", ["gn-pn", "evonorm-s0"])
-def test_the_first_argument_of_forward_may_have_any_name(to: str) -> None:
-    model, x = Shared().eval(), torch.randn(2, 3, 16, 16)
-    expected = model(x)
-    model, report = retrofit.convert(model, to)
-    assert sum(row.status == "converted" for row in report.plan.edits) == 3
-    out = model(x)
-    assert torch.allclose(out, expected, rtol=1e-4, atol=1e-5) is (to == "gn-pn")
-    assert torch.equal(copy.deepcopy(model)(x), out)
 
 
 @pytest.mark.parametrize("thing", ["resnet50", None, nn.BatchNorm2d], ids=str)

@@ -267,8 +267,9 @@ def test_only_what_is_no_affine_map_refuses_to_fuse(to: str) -> None:
     expected = model(x)
     assert any("re-parameterise" in note for note in report.notes) is (to != "frozen")
     if to != "frozen":
-        with pytest.raises(RetrofitError, match="re-parameterise before converting"):
-            model[0].fuse()
+        for block in (model[0], copy.deepcopy(model[0])):
+            with pytest.raises(RetrofitError, match="re-parameterise before converting"):
+                block.fuse()
         model[0].bn = model[0].bn.source_layer()
         expected = model(x)
         allow_fusing(model)

@@ -56,9 +56,6 @@ def look(model: nn.Module) -> None:
 LOOKS: dict[str, Callable[[nn.Module], object]] = {
     "evaluating": look,
     "find_sites": find_sites,
-    "convert": lambda model: retrofit.convert(model, "ln", input_size=(3, 8, 8)),
-    "convert to -pn": lambda model: retrofit.convert(model, "ln-pn", check=False),
-    "fold": lambda model: retrofit.fold(model, input_size=(3, 8, 8)),
     "update_bn": lambda model: retrofit.update_bn([X], model),
 }
 

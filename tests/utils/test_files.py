@@ -34,12 +34,6 @@ def test_writes_beside_and_renames(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_an_interrupted_body_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        _write(tmp_path / "a.bin", "half", KeyboardInterrupt())
-    assert os.listdir(tmp_path) == []
-
-
 def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_text("old")

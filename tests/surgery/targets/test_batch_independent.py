@@ -23,7 +23,6 @@ TV = torchvision.models
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     # name: how to build it, image side, activations that are proxied
-    "resnet18": (lambda: timm.create_model("resnet18"), 64, 9),
     "tv:vgg11_bn": (TV.vgg11_bn, 64, 8),
     "densenet121": (lambda: timm.create_model("densenet121"), 64, 121),
     "efficientnet_lite0": (lambda: timm.create_model("efficientnet_lite0"), 64, 33),
@@ -59,17 +58,17 @@ def test_identical_at_zero_and_trains(name: str) -> None:
 
 
 def test_which_activations_of_a_torchvision_resnet() -> None:
-    model = TV.ResNet(TV.resnet.Bottleneck, [1, 1, 1, 1])
-    names = {name for name, _ in model.named_modules() if name.endswith(("bn1", "bn2"))}
+    model = TV.ResNet(TV.resnet.BasicBlock, [1, 1, 1, 1])
+    names = {name for name, _ in model.named_modules() if name.endswith("bn1")}
     _, report = retrofit.convert(copy.deepcopy(model), "gn-pn", check=False)
-    assert report.notes[0] == "9 of 13 activations are converted, 4 are left (4: after a residual addition)"
+    assert report.notes[0] == "5 of 9 activations are converted, 4 are left (4: after a residual addition)"
     assert {row.norm for row in report.plan.edits if row.status == "converted"} == names
     replayed, _ = apply(Plan.from_dict(report.plan.to_dict()), model)
-    assert len(proxies(replayed)) == 9
+    assert len(proxies(replayed)) == 5
 
 
 def test_only_the_last_activation_before_pooling_keeps_its_scale() -> None:
-    model, report = retrofit.convert(timm.create_model("tf_efficientnet_lite0"), "ln-pn")
+    model, report = retrofit.convert(timm.create_model("test_efficientnet"), "ln-pn", check=False)
     unscaled = [row.name for row in report.plan.edits if row.options.get("scale") is False]
     assert unscaled == ["bn2.act"]
     assert not model.bn2.act.scale
@@ -91,7 +90,7 @@ def test_strength_one_is_group_norm_of_the_standardised_input(to: str) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-9)  # restored, so PN changes nothing yet
 
 
-@pytest.mark.parametrize(("to", "strength"), [("gn", 1.0), ("gn-pn", 0.5), ("ln-pn", 1.0), ("frozen", 0.0)])
+@pytest.mark.parametrize(("to", "strength"), [("gn-pn", 0.5), ("frozen", 0.0)])
 def test_gradients_of_single_images_add_up_to_those_of_the_batch(to: str, strength: float) -> None:
     torch.manual_seed(0)
     model, _ = retrofit.convert(trained(timm.create_model("test_resnet", num_classes=3)).double(), to)
@@ -136,13 +135,13 @@ def test_auto_groups_follow_the_data() -> None:
 
 
 def test_paper_mode_for_training_from_scratch() -> None:
-    model, report = retrofit.convert(timm.create_model("efficientnet_b0"), "gn-pn", pn_restore=False)
+    model, report = retrofit.convert(timm.create_model("test_efficientnet"), "gn-pn", pn_restore=False)
     assert all(p.restore_shift is None and p.proxy_bias is not None for p in proxies(model))
     last = [row.name for row in report.plan.layers if row.options.get("bias") is False]
-    assert len(last) == 16
+    assert last == ["blocks.1.0.bn2", "blocks.2.0.bn2", "blocks.3.0.bn3", "blocks.4.0.bn3"]
     assert all(model.get_submodule(name).bias is None for name in last)
     x = torch.randn(2, 3, 64, 64)
-    source = timm.create_model("efficientnet_b0").eval()
+    source = timm.create_model("test_efficientnet").eval()
     source.load_state_dict(model.state_dict(), strict=False)
     torch.testing.assert_close(model.eval()(x), source(x), rtol=1e-4, atol=1e-5)
 
@@ -156,9 +155,15 @@ def test_parameters_are_counted_and_may_be_left_out() -> None:
     assert any(note.startswith(f"ProxyNorm adds {added:,} parameters") for note in report.notes)
 
 
-@pytest.mark.parametrize(("name", "proxied", "kept"), [("test_efficientnet_gn", 9, 4), ("resnetv2_50x1_bit", 49, 0)])
-def test_group_norm_that_is_there_stays(name: str, proxied: int, kept: int) -> None:
-    model = timm.create_model(name, num_classes=4).eval()
+@pytest.mark.parametrize(
+    ("build", "proxied", "kept"),
+    [
+        (lambda: timm.create_model("test_efficientnet_gn", num_classes=4), 9, 4),
+        (lambda: timm.models.resnetv2.ResNetV2([1, 1], [128, 128], num_classes=4, stem_type="fixed"), 7, 0),
+    ],
+)
+def test_group_norm_that_is_there_stays(build: Callable[[], nn.Module], proxied: int, kept: int) -> None:
+    model = build().eval()
     norms = {name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)}
     for norm in norms.values():
         nn.init.uniform_(norm.weight, 0.5, 1.5)
