@@ -25,7 +25,6 @@ from retrofit.utils.text import one_line, printable, shortlist
 # Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's order).
 _NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 _COUNTERS = {"num_batches_tracked", "n_averaged"}  # BatchNorm's and AveragedModel's: no weights
-_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and AveragedModel, and of torch.compile
 _ROLES = {"weight", "bias", "running_mean", "running_var"}
 _DEPTH = 3  # levels of a file in which weights are looked for
 _PARTS = 6  # of a name that may be a prefix: "model.backbone.module." has three
@@ -240,10 +239,15 @@ def load_into(
 
 
 def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
-    prefix = _prefix(model, state)
+    from timm.models import clean_state_dict
+
+    own = tensors_of(model)
+    if own.keys().isdisjoint(state):  # as DistributedDataParallel, AveragedModel and torch.compile leave the names
+        state = clean_state_dict(state)
+    prefix = _prefix(own, state)
     beside = _weights(name for name in state if not name.startswith(prefix))
     state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    own, state = tensors_of(model), _translated(model, state)
+    state = _translated(model, state)
     unfit = [name for name in own if name in state and not _alike(own[name], state[name], name)]
     try:  # torch's own hooks may rename what older versions of a network called otherwise
         result = model.load_state_dict({name: t for name, t in state.items() if name not in unfit}, strict=False)
@@ -287,25 +291,21 @@ def _hint(
     return "check which network the checkpoint is of"
 
 
-def _prefix(model: nn.Module, state: Tensors) -> str:
+def _prefix(own: Tensors, state: Tensors) -> str:
     """Return what stands before the network's own names in a checkpoint's, if at least half of them are there.
-
-    Of a part of the network's tensors, or where the checkpoint has other names, it is what a wrapper put before all.
 
     Raises:
         RetrofitError: If two prefixes fit equally well: the file holds two sets of weights.
     """
-    own = set(_weights(tensors_of(model)))
+    weights = set(_weights(own))
     counts: Counter[str] = Counter()
     for name in state:
         parts = name.split(".")
-        for length in range(min(_PARTS, len(parts))):
-            counts["".join(f"{part}." for part in parts[:length])] += ".".join(parts[length:]) in own
+        tails = (".".join(parts[length:]) for length in range(min(_PARTS, len(parts))))
+        counts.update(name.removesuffix(tail) for tail in tails if tail in weights)
     best = max(counts.values(), default=0)
-    if best and counts[""] == best:
+    if counts[""] == best or 2 * best < len(weights):
         return ""
-    if not best or 2 * best < len(own):
-        return _wrapper_prefix(_weights(state))
     fitting = [prefix for prefix, count in counts.items() if count == best]
     if len(fitting) > 1:
         raise RetrofitError(
@@ -313,13 +313,6 @@ def _prefix(model: nn.Module, state: Tensors) -> str:
             f"choose with `checkpoint_key={printable(fitting[0].strip('.'), 64)!r}`"
         )
     return fitting[0]
-
-
-def _wrapper_prefix(names: list[str]) -> str:
-    prefix = ""
-    while names and (one := next((w for w in _WRAPPERS if all(n.startswith(prefix + w) for n in names)), "")):
-        prefix += one
-    return prefix
 
 
 def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:
