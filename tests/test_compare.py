@@ -281,14 +281,9 @@ def test_own_input_size() -> None:
     assert own_input_size(nn.ReLU()) == (3, 224, 224)
 
 
-def detector(name: str, **small: int) -> nn.Module:
-    return torchvision.models.get_model(name, weights=None, weights_backbone=None, **small)
-
-
 @pytest.mark.parametrize(
     ("make", "size"),
     [
-        (lambda: detector("ssdlite320_mobilenet_v3_large"), (3, 96, 96)),
         (torchvision.models.optical_flow.raft_small, (3, 128, 128)),
         pytest.param(torchvision.models.video.mc3_18, (3, 32, 32), marks=pytest.mark.slow),
         (lambda: timm.create_model("test_vit"), None),
@@ -304,7 +299,8 @@ def test_networks_of_every_kind_of_input(make: Callable[[], nn.Module], size: tu
 
 
 def test_a_detectors_backbone_and_heads_are_compared() -> None:
-    model = detector("maskrcnn_resnet50_fpn_v2", min_size=96, max_size=96, rpn_post_nms_top_n_test=8)
+    small = {"min_size": 96, "max_size": 96, "rpn_post_nms_top_n_test": 8}
+    model = torchvision.models.detection.maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, **small)
     check = reference(model, (3, 96, 96))
     assert {"backbone", "rpn.head", "roi_heads.box_head", "roi_heads.mask_head"} <= {call.stage for call in check.parts}
     assert check.compare(model).passed

@@ -115,12 +115,10 @@ def test_what_a_model_can_still_do(tmp_path: Any) -> None:
     retrofit.convert(model)
     assert model.forward_features(torch.randn(1, 3, 64, 64)).shape == (1, 96, 2, 2)
     model.reset_classifier(3)
-    compiled = torch.compile(copy.deepcopy(model).eval(), fullgraph=True, backend="eager")
     x = torch.randn(2, 3, 64, 64)
-    torch.testing.assert_close(compiled(x), model.eval()(x))
     torch.save(model, tmp_path / "whole.bin")
     again = torch.load(tmp_path / "whole.bin", weights_only=False)
-    assert torch.equal(again(x), model(x))
+    assert torch.equal(again.eval()(x), model.eval()(x))
 
 
 def test_strength() -> None:
