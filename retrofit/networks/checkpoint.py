@@ -39,14 +39,12 @@ class Checkpoint:
     """One set of weights out of a file.
 
     Attributes:
-        path: The file.
         tensors: The weights by name.
         key: Where in the file they lie, "state_dict_ema", say; empty for the top of the file.
         others: Where other sets of weights lie.
         left_out: Names beside the weights, where `key` chose what follows a prefix.
     """
 
-    path: str
     tensors: dict[str, Tensor]
     key: str = ""
     others: tuple[str, ...] = ()
@@ -102,7 +100,7 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     left_out = tuple(name for name in tensors if not name.startswith(prefix) and not is_counter(name))
     tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     others = tuple(other for other in sets if other not in ("", nest))
-    return Checkpoint(str(path), tensors, f"{nest}.{prefix}".strip("."), others, left_out)
+    return Checkpoint(tensors, f"{nest}.{prefix}".strip("."), others, left_out)
 
 
 def is_counter(name: str) -> bool:

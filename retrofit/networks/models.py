@@ -175,7 +175,8 @@ def open_model(
             "left_random": loaded.left_random,
             "left_out": [*read.left_out, *loaded.left_out],
         }
-        weights = {"kind": "checkpoint", "from": read.path} | {name: value for name, value in details.items() if value}
+        weights = {"kind": "checkpoint", "from": str(checkpoint)}
+        weights |= {name: value for name, value in details.items() if value}
     elif pretrained:
         labels = labels_of(model, source)
         weights = {"kind": "pretrained", "from": weights_name(model, source)}
