@@ -356,7 +356,7 @@ def sample_loader(
     data.images.transform = create_transform(**preprocess.to_dict())
     count = min(images, len(data.images))
     rows = [row * len(data.images) // count for row in range(count)]
-    own_random = torch.Generator()  # a loader draws a number for its workers, also where it has none
+    own_random = torch.Generator(torch.get_default_device())  # a loader draws a number even without workers
     return DataLoader(Subset(data.images, rows), batch_size, collate_fn=batch, generator=own_random)
 
 
