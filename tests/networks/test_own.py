@@ -71,12 +71,6 @@ def test_loading_without_the_network_is_refused_and_imports_nothing(
         build(ModelSource("own", "os:getcwd"))
 
 
-def test_a_loaded_network_is_saved_again(saved: Path, tmp_path: Path) -> None:
-    again = retrofit.load(saved, into=mynet.build())
-    retrofit.save(again, tmp_path / "b.safetensors")
-    assert read_manifest(tmp_path / "b.safetensors") == read_manifest(saved)
-
-
 def test_what_was_set_by_hand_must_be_set_on_the_network_to_load_into(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = mynet.build()
