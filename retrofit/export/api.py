@@ -228,7 +228,7 @@ def _checked_fold(examples: Examples, options: FoldOptions) -> tuple[Program, li
     if reference.not_checked == NO_NUMBERS:
         raise RetrofitError(NO_NUMBERS)
     for name, value in examples.network.state_dict().items():
-        if isinstance(value, Tensor) and value.isnan().any():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.isnan().any():
             raise RetrofitError(f"{name} holds NaN; export other weights")
     lambdas = _mean_lambdas(examples.network, examples.fitted) if options.freeze_lambda else {}
     call = examples.calls[0 if examples.are_given else -1]
