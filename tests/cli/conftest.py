@@ -51,23 +51,29 @@ def pictures(here: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """A folder with net.safetensors, net.onnx and net.json; what `retrofit export` said when it wrote the last two."""
-    folder = tmp_path_factory.mktemp("exported")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with net.safetensors, a converted classifier of three classes."""
+    folder = tmp_path_factory.mktemp("classifier")
     model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3, **HALF), "ln")
     model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.2, 0.3, 0.4), "crop_pct": 0.7}
     retrofit.set_strength(model, 1)
     retrofit.save(model, folder / "net.safetensors", labels=["bee", "cat", "ant"])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def exported(classifier: Path) -> Result:
+    """What `retrofit export` said when it wrote net.onnx and net.json beside the classifier."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+        patch.chdir(classifier)
         words = ["export", "net.safetensors", "--json", "--report", "net.json"]
-        return folder, done(CliRunner().invoke(main, words))
+        return done(CliRunner().invoke(main, words))
 
 
 @pytest.fixture
-def artifact(here: Path, exported: tuple[Path, Result]) -> str:
-    """A converted classifier of three classes in the working folder."""
-    return Path(shutil.copy(exported[0] / "net.safetensors", here)).name
+def artifact(here: Path, classifier: Path) -> str:
+    """The classifier in the working folder."""
+    return Path(shutil.copy(classifier / "net.safetensors", here)).name
 
 
 @pytest.fixture

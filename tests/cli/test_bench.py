@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
-from click.testing import Result
 
 from tests.cli.conftest import Run, answer, complaint, done
 
@@ -37,9 +37,10 @@ def test_another_network_gets_images_of_the_same_size(run: Run) -> None:
     assert f"batches of 2 at 3 x 48 x 48, {torch.get_num_threads()} thread of a" in result.stderr
 
 
-def test_exported_files(run: Run, exported: tuple[Path, Result]) -> None:
+@pytest.mark.usefixtures("exported")
+def test_exported_files(run: Run, classifier: Path) -> None:
     for name in ("a.onnx", "b.onnx"):
-        shutil.copy(exported[0] / "net.onnx", name)
+        shutil.copy(classifier / "net.onnx", name)
     found = answer(run("bench", "a.onnx", "--against", "b.onnx", *FEW))
     assert found["runtime"] == "onnxruntime"
     one, other = found["costs"]

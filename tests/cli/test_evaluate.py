@@ -12,7 +12,6 @@ import onnx
 import pytest
 import timm
 import torch
-from click.testing import Result
 
 import retrofit
 from retrofit.record import Preprocess
@@ -99,12 +98,12 @@ def test_a_strength_that_nobody_set_is_warned_of_in_mixed_precision_too(run: Run
 RUNTIMES = [("onnxruntime", "ONNX Runtime"), pytest.param("openvino", "OpenVINO", marks=pytest.mark.slow)]
 
 
-@pytest.mark.usefixtures("pictures")
+@pytest.mark.usefixtures("pictures", "exported")
 @pytest.mark.parametrize(("runtime", "name"), RUNTIMES)
 def test_an_exported_file_scores_as_its_artifact(
-    run: Run, exported: tuple[Path, Result], artifact: str, runtime: str, name: str
+    run: Run, classifier: Path, artifact: str, runtime: str, name: str
 ) -> None:
-    shutil.copy(exported[0] / "net.onnx", ".")
+    shutil.copy(classifier / "net.onnx", ".")
     data = [*DATA, "-j", "0", "-b", "4", "--json"]
     scored = answer(run("evaluate", artifact, *data))
     result = run("evaluate", "net.onnx", "--device", "cpu", "--runtime", runtime, *data)

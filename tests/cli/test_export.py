@@ -17,20 +17,19 @@ from retrofit.export import api
 from tests.cli.conftest import Run, answer
 
 
-def test_export_and_report(exported: tuple[Path, Result]) -> None:
-    folder, result = exported
-    found = answer(result)
-    assert (folder / "net.json").read_text() == result.stdout
+def test_export_and_report(classifier: Path, exported: Result) -> None:
+    found = answer(exported)
+    assert (classifier / "net.json").read_text() == exported.stdout
     assert (found["schema"], found["model"], found["fold"], found["opset"]) == (1, "test_resnet.r160_in1k", "exact", 18)
     assert (found["target"], found["strength"], found["weights"]["kind"]) == ("ln", 1.0, "unknown")
-    assert (found["output"], found["bytes"]) == ("net.onnx", (folder / "net.onnx").stat().st_size)
+    assert (found["output"], found["bytes"]) == ("net.onnx", (classifier / "net.onnx").stat().st_size)
     assert set(found["parity"]) == {"batches", "max_abs_diff", "scale", "top1_agreement", "tolerance", "passed"}
     assert found["parity"]["passed"] is True
     assert found["nodes"]["Conv"] > 0
     assert len(found["layers"]) > 3
     for said in ("check passed: largest difference", "wrote net.onnx (", "wrote net.json"):
-        assert said in result.stderr
-    metadata = {entry.key: entry.value for entry in onnx.load(folder / "net.onnx").metadata_props}
+        assert said in exported.stderr
+    metadata = {entry.key: entry.value for entry in onnx.load(classifier / "net.onnx").metadata_props}
     assert (metadata["model"], metadata["target"], metadata["strength"]) == (found["model"], "ln", "1.0")
     for name in ("input_size", "mean", "std", "crop_pct"):
         assert found["preprocess"][name] == json.loads(metadata[name])
