@@ -41,8 +41,9 @@ def _kwargs(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda manifest: manifest["model"]["kwargs"].update(changes)
 
 
-def _many_groups(manifest: dict[str, Any]) -> None:
-    manifest["conversion"]["steps"][0]["layers"][0]["options"]["num_groups"] = 1_000_000_000
+def _many_samples(manifest: dict[str, Any]) -> None:
+    row = next(row for row in manifest["conversion"]["steps"][0]["edits"] if row["status"] == "converted")
+    row["options"]["samples"] = 1_000_000_000
 
 
 def _nested(depth: int) -> Any:
@@ -59,7 +60,7 @@ GREEDY: dict[str, Callable[[dict[str, Any]], None]] = {
     "large images": _model(name="swin_tiny_patch4_window7_224", kwargs={"img_size": 9_999, "window_size": 2_000}),
     "a long argument": _kwargs(block_args=["x" * 20_000]),
     "a nested argument": _kwargs(layers=_nested(500)),
-    "many groups": _many_groups,
+    "many samples": _many_samples,
     "huge images": lambda manifest: manifest["preprocess"].update(input_size=[3, 100_000, 100_000]),
     "a number beyond all floats": lambda manifest: manifest["preprocess"].update(mean=[10**400] * 3),
     "large images to run it on": lambda manifest: manifest["sampled_outputs"].update(size=[3, 16_000, 16_000]),
