@@ -240,8 +240,8 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     from timm.models import clean_state_dict
 
     own = tensors_of(model)
-    if own.keys().isdisjoint(state):  # as DistributedDataParallel, AveragedModel and torch.compile leave the names
-        state = clean_state_dict(state)
+    while own.keys().isdisjoint(state) and (cleaned := clean_state_dict(state)).keys() != state.keys():
+        state = cleaned  # of what DistributedDataParallel, AveragedModel or torch.compile put before, one by one
     prefix = _prefix(own, state)
     beside = _weights(name for name in state if not name.startswith(prefix))
     state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -248,7 +248,7 @@ def test_an_average_of_torch_is_loaded() -> None:
     assert same_tensors(dict(model.state_dict()), small_state())
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "module.module."])
 def test_what_a_wrapper_put_before_a_few_of_the_names_is_taken_off(prefix: str) -> None:
     model, classifier = small_net(), {"3.weight": torch.ones(3, 16), "3.bias": torch.ones(3)}
     loaded = load_into(model, under(prefix, classifier), partial=True)
