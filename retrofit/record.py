@@ -93,7 +93,8 @@ class Preprocess:
         check_size(self.input_size)
         for name, numbers in (("mean", self.mean), ("std", self.std), ("crop_pct", (self.crop_pct,))):
             for number in numbers:
-                if type(number) not in (int, float) or not math.isfinite(number) or (name != "mean" and number <= 0):
+                real = isinstance(number, int | float) and not isinstance(number, bool)  # numpy's float64 is a float
+                if not real or not math.isfinite(number) or (name != "mean" and number <= 0):
                     raise UsageError(f"no images have {name} {shown(getattr(self, name))}; mend the preprocessing")
         if self.interpolation not in _INTERPOLATIONS or self.crop_mode not in _CROP_MODES:
             named = f"interpolation {shown(self.interpolation)} and crop_mode {shown(self.crop_mode)}"

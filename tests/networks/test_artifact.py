@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import onnx
 import pytest
 import timm
@@ -97,7 +98,7 @@ def test_several_conversions_are_replayed_in_order(tmp_path: Path) -> None:
 
 
 def test_manifest(tmp_path: Path) -> None:
-    preprocess = Preprocess((3, 64, 64), (0.1, 0.2, 0.3), (1.0, 1.0, 1.0), "bilinear", 0.9)
+    preprocess = Preprocess((3, 64, 64), (*np.array([0.1, 0.2, 0.3]),), (1.0, 1.0, 1.0), "bilinear", 0.9)
     model = _network("test_resnet", "bnn", num_classes=2)
     surgery.set_strength(model, 0.5)
     save(model, tmp_path / "a.safetensors", labels=["cat", "dog"], weights=WEIGHTS, preprocess=preprocess)
