@@ -96,6 +96,14 @@ def test_noise_follows_the_strength_and_the_seed_in_training_only(case: Case) ->
 
 
 @ALL
+def test_affine_and_bias_are_optional(case: Case) -> None:
+    assert case.ours(**{case.affine: False})(case.input()).isfinite().all()
+    no_bias, full = (case.ours(**{case.affine: True}, noise=0.0, bias=bias) for bias in (False, True))
+    assert no_bias.bias is None
+    assert torch.equal(no_bias(case.input()), full(case.input()))
+
+
+@ALL
 @pytest.mark.parametrize("training", [True, False])
 def test_nan_and_inf_where_torch_has_them(case: Case, training: bool) -> None:
     for value in (torch.nan, torch.inf):
