@@ -20,13 +20,6 @@ from retrofit.layers.decorrelated_batch_norm import (
     DecorrelatedBatchNormalNormAct2d,
 )
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.layers.functional import (
-    batch_normal_norm,
-    channel_layer_normal_norm,
-    group_normal_norm,
-    instance_normal_norm,
-    layer_normal_norm,
-)
 from retrofit.layers.group_norm import GroupNormalNorm, GroupNormalNormAct
 from retrofit.layers.instance_norm import InstanceNormalNorm1d, InstanceNormalNorm2d, InstanceNormalNorm3d
 from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d, LayerNormalNormAct, LayerNormalNormAct2d
@@ -73,11 +66,6 @@ __all__ = [
     "WeightStandardizedConv1d",
     "WeightStandardizedConv2d",
     "WeightStandardizedConv3d",
-    "batch_normal_norm",
-    "channel_layer_normal_norm",
-    "group_normal_norm",
-    "instance_normal_norm",
-    "layer_normal_norm",
     "migrated_group_norm",
     "yeo_johnson",
 ]

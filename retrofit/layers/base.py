@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Self, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from retrofit.layers.converted_layer import ConvertedLayer, library_class, no_plain_layer
 from retrofit.layers.forms import EstimatedTransform, constants_of
-from retrofit.layers.normality_norm import NoiseKind, NormalityOptions
+from retrofit.layers.normality_norm import NoiseKind, NormalityOptions, Statistics, normality_norm
 from retrofit.layers.settings import hold_settings
 from retrofit.layers.transforms import transformed
 
@@ -155,6 +156,19 @@ class NormalityMixin(StrengthMixin):
         self.alpha = check_alpha(alpha)
         self._register_strength(float(strength), device)
         hold_settings(self, {"alpha": check_alpha}, device)
+
+    def _by_own_statistics(self, x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Statistics | None]:
+        """Return `x` normalized by statistics of its own sets, which ranks of `group` may share, and these."""
+        layer: Any = self
+        sets = self._sets()
+        values, dim = sets(x)
+        gamma, beta = layer.weight, layer.bias
+        if self.per_channel:
+            shape = (1, -1, *(1,) * (x.ndim - 2))
+            gamma, beta = (None if p is None else sets(p.view(shape))[0] for p in (gamma, beta))
+        eps = vars(self)["eps"]
+        out, statistics = normality_norm(values, gamma, beta, dim=dim, eps=eps, group=group, **self._options)
+        return out.reshape(x.shape), statistics
 
     @property
     def keeps_statistics(self) -> bool:

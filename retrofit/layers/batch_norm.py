@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from retrofit.errors import RetrofitError
@@ -20,7 +21,9 @@ from retrofit.layers.base import NormalityMixin, StrengthMixin
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
 from retrofit.layers.frozen_batch_norm import trained_affine
-from retrofit.layers.functional import Sets, batch_normal_norm, batch_sets
+from retrofit.layers.normality_norm import Statistics, apply_statistics
+from retrofit.layers.normalized_sets import Sets, batch_sets
+from retrofit.layers.transforms import transformed
 
 _INSTEAD = {
     "convert_sync_batchnorm": "call retrofit.sync_norms(model) in its place",
@@ -149,6 +152,18 @@ class RunningStatistics(StrengthMixin, _NormBase):
                 return 1.0 / self.num_batches_tracked.to(torch.float32)
         return 0.0 if self.momentum is None else self.momentum
 
+    @torch.no_grad()
+    def _update(self, statistics: Statistics | None, momentum: float | Tensor) -> None:
+        """Move the running statistics, as far as there are any, towards a batch's, of which an empty one has none."""
+        if statistics is None:
+            return
+        size = statistics.size.to(torch.float32) if isinstance(statistics.size, Tensor) else statistics.size
+        new = {"mean": statistics.mean, "var": statistics.var * (size / (size - 1)), "lambda": statistics.lmbda}
+        for name, value in new.items():  # the variance unbiased
+            running = self._buffers.get(f"running_{name}")
+            if running is not None:
+                running.mul_(1 - momentum).add_(value.reshape(running.shape).to(running.dtype) * momentum)
+
     def _build_source(self, cls: Any) -> nn.Module:
         options = {"affine": self.affine, "track_running_stats": self.track_running_stats, "device": "meta"}
         new: nn.Module = cls(self.num_features, vars(self)["eps"], self.momentum, **options)
@@ -179,12 +194,27 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         """Return the map by the running statistics, lambda as the strength has it."""
         if not self.keeps_statistics:
             return None
-        mean, var, lmbda = (tensor for tensor in self._tracked(True) if tensor is not None)
+        mean, var, lmbda = self._running()
         constant = ChannelMap.of(mean, var, vars(self)["eps"], self.weight, self.bias)
         return replace(constant, lmbda=1 + self.effective_alpha.double() * (lmbda.double() - 1))
 
-    def _tracked(self, used: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return (self.running_mean, self.running_var, self.running_lambda) if used else (None, None, None)
+    def _running(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.running_mean is None or self.running_var is None or self.running_lambda is None:
+            raise ValueError("running statistics are needed outside training")
+        return self.running_mean, self.running_var, self.running_lambda
+
+    def _by_running_statistics(self, x: Tensor) -> Tensor:
+        """Return `x`, (N, C, *), normalized by the running statistics."""
+        mean, var, estimate = self._running()
+        weight, bias, eps = self.weight, self.bias, vars(self)["eps"]
+        lmbda = 1 + self.effective_alpha * (estimate - 1)
+        # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.
+        followed = torch.compiler.is_compiling() or transformed()
+        if not followed and lmbda.is_cpu and bool((lmbda == 1).all()):  # torch's own layer, bit for bit
+            return functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+        shape = (1, -1, *(1,) * (x.ndim - 2))
+        gamma, beta = (None if p is None else p.view(shape) for p in (weight, bias))
+        return apply_statistics(x, mean.view(shape), var.view(shape), lmbda.view(shape), gamma, beta, eps)
 
 
 class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
@@ -193,18 +223,15 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *), with the batch's statistics in training and the running ones after it."""
         self._check_input_dim(x)
-        momentum = self._momentum(x.numel()) if self.training and self.track_running_stats else 0.0
-        return batch_normal_norm(
-            x,
-            *self._tracked(not self.training or self.track_running_stats),
-            self.weight,
-            self.bias,
-            self.training or self.running_mean is None,
-            momentum,
-            self._eps,
-            **self._options,
-            group=self._group(),
-        )
+        if not self.training and self.running_mean is not None:
+            return self._by_running_statistics(x)
+        group = self._group()
+        if group is None and x.numel() == x.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+        out, statistics = self._by_own_statistics(x, group)
+        if self.training and self.track_running_stats:
+            self._update(statistics, self._momentum(x.numel()))
+        return out
 
     def _sets(self) -> Sets:
         return batch_sets

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _forward_unimplemented
 from retrofit.errors import RetrofitError
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.forms import channel_form, constant_copy, in_sequence
-from retrofit.layers.functional import Sets, no_sets
+from retrofit.layers.normalized_sets import Sets, no_sets
 from retrofit.layers.settings import SettingsMixin
 
 

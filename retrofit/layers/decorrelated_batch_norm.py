@@ -24,9 +24,9 @@ from retrofit.layers.batch_norm import (
 from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form
-from retrofit.layers.functional import Sets, batch_sets, memory_format_of, update_running
 from retrofit.layers.kernels.formulas import affine
 from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize
+from retrofit.layers.normalized_sets import Sets, batch_sets, memory_format_of
 from retrofit.layers.transforms import differentiable_once, transformed
 from retrofit.layers.yeo_johnson import yeo_johnson
 
@@ -226,8 +226,7 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
     @torch.no_grad()
     def _track(self, statistics: Statistics, covariance: Tensor) -> None:
         momentum = self._momentum(1)
-        running_lambda = getattr(self, "running_lambda", None)
-        update_running(self.running_mean, self.running_var, running_lambda, statistics, momentum)
+        self._update(statistics, momentum)
         if self.running_covariance is not None and self.running_whitening is not None:
             unbiased = covariance * (statistics.size / (statistics.size - 1))
             self.running_covariance.mul_(1 - momentum).add_(unbiased.to(self.running_covariance.dtype) * momentum)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.functional import Sets
 from retrofit.layers.lambda_estimate import MIN_CURVATURE, step_bounds
+from retrofit.layers.normalized_sets import Sets
 
 NORM_EPS = 2.0**-10
 """Of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0."""

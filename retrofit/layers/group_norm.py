@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
+import torch
 from torch import Tensor, nn
 
+from retrofit.layers import kernels
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.converted_layer import _ThenActivate, reset_affine
-from retrofit.layers.functional import Sets, group_normal_norm, group_sets
 from retrofit.layers.normality_norm import NormalityOptions
+from retrofit.layers.normalized_sets import Sets, group_sets, memory_format_of
 
 
 class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
@@ -44,7 +46,16 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *)."""
-        return group_normal_norm(x, self.num_groups, self.weight, self.bias, self.eps, **self._options)
+        groups = self.num_groups
+        if x.ndim < 2 or x.shape[1] % groups:
+            raise RuntimeError(f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}")
+        if x.numel() == groups and x.shape[0] == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+        last = memory_format_of(x)
+        if last != torch.contiguous_format and kernels.fits(x) and kernels.moves(x, x.shape[1] // groups):
+            # Sets in channels_last are stretches of a group's channels.
+            return self._by_own_statistics(x.contiguous())[0].contiguous(memory_format=last)
+        return self._by_own_statistics(x)[0]
 
     def _build_source(self, cls: Any) -> nn.Module:
         new: nn.Module = cls(num_groups=self.num_groups, num_channels=self.num_channels, eps=self.eps, device="meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, ClassVar
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.forms import Batched, in_sequence
-from retrofit.layers.functional import Sets, instance_normal_norm, trailing_sets
+from retrofit.layers.normality_norm import Statistics
+from retrofit.layers.normalized_sets import Sets, trailing_sets
 
 
 class _InstanceNormalNorm(RunningNormality):
@@ -38,16 +40,16 @@ class _InstanceNormalNorm(RunningNormality):
         maps = x if batched else x.unsqueeze(0)
         if maps.shape[1] != self.num_features and self.affine:
             raise ValueError(f"expected {self.num_features} channels (num_features), but got: {maps.shape[1]}.")
-        out = instance_normal_norm(
-            maps,
-            *self._tracked(True),
-            self.weight,
-            self.bias,
-            self.training or not self.track_running_stats,
-            0.0 if self.momentum is None else self.momentum,
-            self.eps,
-            **self._options,
-        )
+        if self.training or not self.track_running_stats:
+            if math.prod(maps.shape[2:]) == 1:
+                raise ValueError(f"Expected more than 1 spatial element when training, got input size {maps.size()}")
+            out, statistics = self._by_own_statistics(maps)
+            if statistics is not None:
+                mean, var, lmbda = (s.mean(0) for s in statistics[:3])
+                statistics = Statistics(mean, var, lmbda, statistics.size)
+            self._update(statistics, 0.0 if self.momentum is None else self.momentum)
+        else:
+            out = self._by_running_statistics(maps)
         return out if batched else out.squeeze(0)
 
     @property

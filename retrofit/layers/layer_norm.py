@@ -11,14 +11,8 @@ from torch import Tensor, nn
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.converted_layer import _ThenActivate
 from retrofit.layers.forms import ChannelsFirstLayerNorm, constants_of
-from retrofit.layers.functional import (
-    Sets,
-    channel_layer_normal_norm,
-    channel_sets,
-    layer_normal_norm,
-    trailing_sets,
-)
 from retrofit.layers.normality_norm import NormalityOptions
+from retrofit.layers.normalized_sets import Sets, channel_sets, trailing_sets
 
 
 class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
@@ -48,7 +42,10 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (*, *normalized_shape)."""
-        return layer_normal_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, **self._options)
+        shape = self.normalized_shape
+        if x.shape[x.ndim - len(shape) :] != shape:
+            raise RuntimeError(f"expected input that ends in normalized_shape={list(shape)}, but got {list(x.shape)}")
+        return self._by_own_statistics(x)[0]
 
     def _build_source(self, cls: Any) -> nn.Module:
         shape = self.normalized_shape
@@ -76,7 +73,7 @@ class LayerNormalNorm2d(LayerNormalNorm):
         """Normalize `x`, (N, C, *), over C."""
         if x.ndim < 2 or x.shape[1] != self.normalized_shape[0]:
             raise RuntimeError(f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}")
-        return channel_layer_normal_norm(x, self.weight, self.bias, self.eps, **self._options)
+        return self._by_own_statistics(x)[0]
 
     def _sets(self) -> Sets:
         return channel_sets

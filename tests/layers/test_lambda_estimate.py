@@ -10,13 +10,13 @@ from scipy.stats import yeojohnson_llf
 from torch import Tensor, nn
 
 from retrofit.layers import (
+    BatchNormalNorm1d,
     BatchNormalNorm2d,
     GroupNormalNorm,
     InstanceNormalNorm2d,
     LayerNormalNorm,
     LayerNormalNorm2d,
 )
-from retrofit.layers.functional import batch_normal_norm
 from retrofit.layers.lambda_estimate import (
     LOG_STRETCH,
     MIN_CURVATURE,
@@ -149,7 +149,7 @@ def test_one_estimate_for_each_normalized_set(layer: nn.Module, sets: object) ->
     (found,) = lambda_values(nn.Sequential(layer).eval(), IMAGES).values()
     # Batch normalization with each set as a channel estimates the same lambda.
     rows = sets(IMAGES)  # type: ignore[operator]
-    running = torch.zeros(len(rows)), torch.ones(len(rows)), torch.ones(len(rows))
-    batch_normal_norm(rows.T, *running, training=True, momentum=1.0, eps=1e-5)
-    torch.testing.assert_close(found, running[2], rtol=1e-4, atol=1e-4)
+    batch = BatchNormalNorm1d(len(rows), momentum=1.0)
+    batch(rows.T)
+    torch.testing.assert_close(found, batch.running_lambda, rtol=1e-4, atol=1e-4)
     assert found.std() > 0
