@@ -112,7 +112,9 @@ class ConversionOptions:
         low=1,
     )
     pn_params: bool | None = known_as(
-        bool, ("gn-pn", "ln-pn"), "Learn ProxyNorm's own parameters, beta~ and gamma~ (default: yes, as the paper)."
+        bool,
+        ("gn-pn", "ln-pn"),
+        "Learn ProxyNorm's own parameters, proxy_bias and proxy_scale (default: yes, as the paper).",
     )
     pn_restore: bool | None = known_as(
         bool,
@@ -129,7 +131,7 @@ class ConversionOptions:
     calibrate: Iterable[Any] | None = known_as(
         "batches",
         (*_MIGRATED, "evonorm-s0", "frn-tlu"),
-        "Images to measure on, for groups auto; the command line says how often predictions stay the same.",
+        "Images to measure on: groups auto chooses by them, and `convert` says for how many the predicted class stays.",
     )
 
     def check(self, to: str) -> None:

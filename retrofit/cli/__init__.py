@@ -23,15 +23,15 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.text import printable, with_class
 
 COMMANDS = {
-    "convert": "Replace a network's normalization layers, check the outputs and write a file.",
     "inspect": "List a network's normalization layers and what a conversion would do to them.",
+    "convert": "Replace a network's normalization layers, check the outputs and write a file.",
+    "finetune": "Train a converted network while its strength goes from 0 to 1.",
     "evaluate": "Measure top-1 and top-5 accuracy on a folder or tar of images.",
+    "diagnose": "Measure what the papers measure on a network or two, and draw it.",
+    "bench": "Measure time and memory of a network against its source or another one.",
     "bake": "Turn what a converted network estimates from each image into constants.",
     "export": "Write a network as ONNX, folded and checked against PyTorch.",
-    "finetune": "Train a converted network while its strength goes from 0 to 1.",
     "recipes": "List, show or copy the recipes for finetune.",
-    "bench": "Measure time and memory of a network against its source or another one.",
-    "diagnose": "Measure what the papers measure on a network or two, and draw it.",
 }
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 

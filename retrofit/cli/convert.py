@@ -43,6 +43,7 @@ wrote resnet50-bnn.safetensors (102.6 MB)
 next: retrofit evaluate resnet50-bnn.safetensors --data-dir DIR
 
 \b
+$ retrofit convert resnet50 --to frozen --checkpoint yours.pth --num-classes 10
 $ retrofit convert tv:convnext_tiny --to lnn --only 'features\\.[67]' -o tiny.safetensors
 $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 {"converted":53,"kept":0,"unsupported":0}

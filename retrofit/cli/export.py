@@ -25,7 +25,7 @@ HELP = """Export MODEL to ONNX, its normalization folded, and check the file aga
 The batch is dynamic unless --batch fixes it. What differs from the network by more than the tolerance is not written.
 
 \b
-$ retrofit export resnet50-bnn.safetensors -o resnet50.onnx
+$ retrofit export resnet50-ln.safetensors -o resnet50.onnx
 $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 """
 

@@ -116,7 +116,7 @@ def first(name: str, row: str, column: int, file: str, heading: str, section: st
 
 BN, FROZEN = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
 MAIN, DP = ("evidence.md", "batch 1 ", "## cifar10, 500"), "## tf_efficientnet_lite0 at 64 px, 5000 pictures"
-HALF, CORRUPTED = ("half_reset.md", "batch 1 "), ("evidence_shift.md", "batches of 8")
+HALF = "half_reset.md", "batch 1 "
 FIGURES = [
     first("0.5%", "ln", 1, "retention.md", "migrated"),
     first("85.0%", "ln", 0, "retention.md", "migrated"),
@@ -129,8 +129,6 @@ FIGURES = [
     first("34.3%", BN, 2, *HALF),
     first("47.6%", FROZEN, 2, *HALF),
     first("49.3%", "ln-pn, t to 1", 2, *HALF),
-    first("43.5%", "mean of all", 2, *CORRUPTED),
-    first("25.3%", "mean of all", 1, *CORRUPTED),
 ]
 
 
