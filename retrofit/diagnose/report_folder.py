@@ -27,13 +27,14 @@ def check_folder(folder: Path, force: bool) -> None:
     Raises:
         RetrofitError: If something is there that must not be replaced, or the place cannot be written to.
     """
+    place = folder.absolute()  # where it will be written: a ~ that the shell left is a name
     if folder.is_symlink() or folder.exists():
         if not force:
             raise RetrofitError(f"{folder} exists; choose another `folder`, or pass `force=True` to replace it")
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / _RESULTS).is_file()):
             raise RetrofitError(f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`")
-    else:
-        ensure_writable(folder)
+        place = place.with_name(f".{place.name}.tmp")  # the new one is made beside it
+    ensure_writable(place)
 
 
 def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], folder: Path) -> None:

@@ -260,7 +260,7 @@ def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Diagnosis) 
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_a_report_replaces_only_a_report(one: Diagnosis, tmp_path: Path) -> None:
+def test_a_report_replaces_only_a_report(one: Diagnosis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "report"
     write_report({"a": one}, {}, folder)
     with pytest.raises(RetrofitError, match="`force=True`"):
@@ -272,8 +272,13 @@ def test_a_report_replaces_only_a_report(one: Diagnosis, tmp_path: Path) -> None
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(RetrofitError, match="kept"):
         check_folder(tmp_path / "mine", force=True)
-    with pytest.raises(RetrofitError, match="does not exist"):
-        check_folder(tmp_path / "absent" / "report", force=False)
+    monkeypatch.chdir(tmp_path)
+    for absent in ("absent", "~"):
+        with pytest.raises(RetrofitError, match=f"{absent} does not exist"):
+            check_folder(Path(absent, "report"), force=False)
+    monkeypatch.setattr("os.access", lambda path, _: Path(path) != tmp_path)
+    with pytest.raises(RetrofitError, match="is read-only"):  # said before the measuring
+        check_folder(folder, force=True)
 
 
 @pytest.mark.usefixtures("unpainted")
