@@ -130,6 +130,7 @@ class Reference:
         calls: The calls that the network took.
         parts: The calls that are compared: the same, or those of a detector's parts.
         not_checked: Why there is nothing to compare with; empty if there is.
+        holds_nan: Whether NaN is anywhere in the answers.
 
     Raises:
         RetrofitError: If the network takes none of the calls.
@@ -164,6 +165,7 @@ class Reference:
         self.batches = tuple(call.batch for call in self.calls)
         tensors = [tensor for answer in self._outputs for tensor in answer]
         self.not_checked = _nothing_to_compare(tensors)
+        self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
         dtype = next((tensor.dtype for tensor in tensors), torch.float32)
         self.tolerance = max(tolerance, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 

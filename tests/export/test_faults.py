@@ -177,10 +177,10 @@ def test_one_channel_that_is_no_number_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_quantized_tensor_beside_the_layers_is_left_alone() -> None:
-    """It has no NaN, and torch does not look for it there."""
+def test_tensors_that_the_network_does_not_use_may_hold_anything() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8))
     model.register_buffer("table", torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8))
+    model.register_buffer("best", torch.tensor(float("nan")))
     x = torch.randn(2, 3, 9, 9)
     torch.testing.assert_close(retrofit.fold(model, input_size=(3, 9, 9))(x), model(x), rtol=1e-4, atol=1e-5)
 
