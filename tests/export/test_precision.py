@@ -168,7 +168,7 @@ def test_a_rough_approximation_passes_where_the_tolerance_is_raised(tmp_path: Pa
     assert 0.05 < report.parity.share < 10
 
 
-@pytest.mark.parametrize("precision", ["float16", "int8"])
+@pytest.mark.parametrize("precision", [pytest.param("float16", marks=pytest.mark.slow), "int8"])
 def test_the_same_bytes_every_time(precision: str, tmp_path: Path) -> None:
     model, one, other = small(), tmp_path / "one.onnx", tmp_path / "other.onnx"
     for path in (one, other):
