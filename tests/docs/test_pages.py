@@ -129,6 +129,7 @@ FIGURES = [
     first("34.3%", BN, 2, *HALF),
     first("47.6%", FROZEN, 2, *HALF),
     first("49.3%", "ln-pn, t to 1", 2, *HALF),
+    first("49.4%", "ln, t to 1", 2, *HALF),
 ]
 
 
