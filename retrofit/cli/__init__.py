@@ -108,8 +108,8 @@ HELP = """Replace the normalization layers of a trained network and keep what it
 
 \b
 $ retrofit inspect resnet50 --to ln
-$ retrofit convert resnet50 --to ln --pretrained
-$ retrofit evaluate resnet50-ln.safetensors --data-dir imagenet
+$ retrofit convert resnet50 --to frozen --pretrained
+$ retrofit evaluate resnet50-frozen.safetensors --data-dir imagenet
 """
 
 

@@ -44,7 +44,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 @options.choice(
     "--fold",
     ["exact", "poly"],
-    "The transform itself, or an approximation in its place (default: exact).",
+    "Keep the power transform exact, or approximate it (default: exact).",
     default="exact",
 )
 @options.choice(
@@ -67,7 +67,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
     "--half, 0.3 with --int8).",
 )
 @options.path("--calibrate", f"Folder or .tar of images; {_IMAGES} of them to fit and check on.", metavar="DIR")
-@click.option("--freeze-lambda", is_flag=True, help="Use the images' mean lambda where a layer estimates it.")
+@click.option("--freeze-lambda", is_flag=True, help="Fix estimated lambdas at their mean over --calibrate.")
 @click.option("--half", is_flag=True, help="Write float16: half the size.")
 @click.option("--int8", is_flag=True, help="Quantize to INT8, with ranges from the --calibrate images.")
 @options.weights

@@ -199,7 +199,7 @@ model = click.argument("model", metavar="MODEL", shell_complete=complete_model)
 network = click.option(
     "--network",
     metavar="py:MODULE:CALLABLE",
-    help="What builds the network that an artifact of your own network holds.",
+    help="Function that builds your own network, for its artifact.",
 )
 
 architecture = _stacked(
@@ -231,7 +231,7 @@ weights = _stacked(
     click.option(
         "--checkpoint-partial",
         is_flag=True,
-        help="Take what fits of a checkpoint: say what is left random and what is left out.",
+        help="Load the tensors that fit; list those left random or left out.",
     ),
 )
 
@@ -247,7 +247,7 @@ device = click.option("--device", metavar="NAME", help="Where it runs (default: 
 precision = _stacked(
     device,
     click.option("--amp", is_flag=True, help="Mixed precision."),
-    choice("--amp-dtype", ["float16", "bfloat16"], "Its data type (default: float16; on cpu bfloat16)."),
+    choice("--amp-dtype", ["float16", "bfloat16"], "Data type of --amp (default: float16; on cpu bfloat16)."),
     click.option("--channels-last", is_flag=True, help="Use the channels-last memory format."),
 )
 
@@ -263,18 +263,18 @@ plan = _stacked(
         multiple=True,
         metavar="FAMILY",
     ),
-    click.option("--only", multiple=True, metavar="REGEX", help="Convert only layers so named; repeatable."),
-    click.option("--skip", multiple=True, metavar="REGEX", help="Keep layers so named; repeatable."),
+    click.option("--only", multiple=True, metavar="REGEX", help="Convert only layers whose names it finds; repeatable."),
+    click.option("--skip", multiple=True, metavar="REGEX", help="Keep layers whose names it finds; repeatable."),
     *(_conversion_option(name, known) for name, known in OPTIONS.items()),
 )
 
 attack = _stacked(
-    choice("--attack", ["fgsm", "pgd"], "Also count what stays right under attack."),
+    choice("--attack", ["fgsm", "pgd"], "Also measure top-1 under attack."),
     click.option(
         "--eps",
         type=_share,
         metavar="N/255",
-        help="Largest change of a pixel, of an image from 0 to 1 (default: 4/255).",
+        help="Largest change of a pixel, pixels from 0 to 1 (default: 4/255).",
     ),
 )
 

@@ -153,7 +153,7 @@ class Recipe(BaseModel):
     device: str | None = Field(None, description="Where it runs (default: an accelerator if there is one, else cpu).")
     amp: bool = Field(False, description="Mixed precision.")
     amp_dtype: Literal["float16", "bfloat16"] | None = Field(
-        None, description="Its data type (default: float16; on cpu bfloat16)."
+        None, description="Data type of amp (default: float16; on cpu bfloat16)."
     )
     channels_last: bool = Field(False, description="Use the channels-last memory format.")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between saved states; 0: an epoch.")
