@@ -96,7 +96,7 @@ def test_readme_runs_as_written(folder: Path, real_weights: Path, monkeypatch: p
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create(name))  # there is no hub here
     loader = [(torch.randn(2, 3, 64, 64), torch.tensor([0, 1]))]
-    names = {"loader": loader, "ramp_steps": 2}
+    names = {"loader": loader, "total_steps": 2}
     for block in blocks(PAGES[0]):
         exec(compile(block, "README.md", "exec"), names)
     assert Path("resnet50-ln.onnx").is_file()
