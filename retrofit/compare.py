@@ -28,26 +28,17 @@ _ROUNDING = 8 * torch.finfo(torch.float32).eps  # of the layers' largest value: 
 class Comparison:
     """The largest difference between the answers of two networks.
 
-    Attributes:
-        max_abs_diff: Largest absolute difference; inf where shapes differ, or only one side is NaN or infinite. Of
-            several tensors, this and `scale` are those of the one that differs most for its scale.
-        scale: Largest finite absolute value that the reference gave there.
-        tolerance: Largest share of `scale` that passes.
-        top1_agreement: Share of the samples with the same highest score; None where the answers are no scores.
-        where: The layer that the figures belong to; empty for the network's output.
-        batches: Sizes of the batches that both answered.
-        compared: How many finite elements were compared.
-        not_checked: Why nothing was compared, and what would let it be; empty if it was.
+    Of several tensors, `max_abs_diff` and `scale` are those of the one that differs most for its scale.
     """
 
-    max_abs_diff: float = 0.0
-    scale: float = 0.0
-    tolerance: float = TOLERANCE
-    top1_agreement: float | None = None
-    where: str = ""
-    batches: tuple[int, ...] = ()
-    compared: int = 0
-    not_checked: str = ""
+    max_abs_diff: float = 0.0  # inf where shapes differ, or only one side is NaN or infinite
+    scale: float = 0.0  # largest finite absolute value that the reference gave there
+    tolerance: float = TOLERANCE  # largest share of `scale` that passes
+    top1_agreement: float | None = None  # share of samples with the same highest score; None if answers are no scores
+    where: str = ""  # the layer that the figures belong to; empty for the network's output
+    batches: tuple[int, ...] = ()  # sizes of the batches that both answered
+    compared: int = 0  # how many finite elements
+    not_checked: str = ""  # why nothing was compared, and what would let it be
 
     @property
     def differs(self) -> bool:
@@ -114,34 +105,22 @@ def _run(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> tuple[_Out
 
 
 class Reference:
-    """What a network answers, to compare others with.
+    """What a network answers, to compare others with; a RetrofitError says that it takes none of the calls.
 
-    The network is evaluated; its modes, its buffers and the random state are left as they were. Of torchvision's
-    detectors the backbone and the heads are compared, each fed what it was fed here.
+    The network is evaluated; its modes, its buffers and the random state are left as they were. Calls that it refuses
+    are left out. Of torchvision's detectors the backbone and the heads are compared, each fed what it was fed here.
 
-    Args:
-        model: The network.
-        calls: What it is run on, as from `example_calls`. Of several, those that it refuses are left out.
-        tolerance: Largest share of an output's scale that passes; rounding of a lower precision is added.
-        layers: Names of layers whose outputs are compared too, by sample: a freshly initialised network often
-            multiplies a whole branch by zero, of which its output alone proves nothing.
-
-    Attributes:
-        calls: The calls that the network took.
-        parts: The calls that are compared: the same, or those of a detector's parts.
-        not_checked: Why there is nothing to compare with; empty if there is.
-        holds_nan: Whether NaN is anywhere in the answers.
-
-    Raises:
-        RetrofitError: If the network takes none of the calls.
+    `tolerance` is the largest share of an output's scale that passes; rounding of a lower precision is added. The
+    outputs of `layers` are compared too, by sample: a freshly initialised network often multiplies a whole branch by
+    zero, of which its output alone proves nothing.
     """
 
     def __init__(
         self, model: nn.Module, calls: Sequence[Call], *, tolerance: float = TOLERANCE, layers: Iterable[str] = ()
     ) -> None:
         """Run the network."""
-        self.calls: list[Call] = []
-        self.parts: list[Call] = []
+        self.calls: list[Call] = []  # those that the network took
+        self.parts: list[Call] = []  # those that are compared: the same, or those of a detector's parts
         self._outputs: _Outputs = []
         self._layers: _Layers = {name: [] for name in layers}
         refusals: list[Exception] = []
@@ -164,7 +143,7 @@ class Reference:
             ) from refusals[0]
         self.batches = tuple(call.batch for call in self.calls)
         tensors = [tensor for answer in self._outputs for tensor in answer]
-        self.not_checked = _nothing_to_compare(tensors)
+        self.not_checked = _nothing_to_compare(tensors)  # why there is nothing to compare with
         self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
         dtype = next((tensor.dtype for tensor in tensors), torch.float32)
         self.tolerance = max(tolerance, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
@@ -185,18 +164,11 @@ class Reference:
         return all(_is_scores(part, answer) for part, answer in zip(self.parts, self._outputs, strict=True))
 
     def compare(self, other: Any, *, layers: bool = True) -> Comparison:
-        """Compare another network, or any function of the same arguments, with this one.
+        """Compare another network, or any function of the same arguments, with this one; a module is left as it was.
 
-        Args:
-            other: What is compared; a module is evaluated and left as it was.
-            layers: Whether the layers' outputs count too.
-
-        Returns:
-            The output that differs most; if the outputs are the same, the first layer that is not; if every output is
-            zero but for rounding (the mean of what is normalized over it), the layer that differs most.
-
-        Raises:
-            RetrofitError: If `other` does not take what this network took.
+        Returned is the output that differs most; if the outputs are the same, the first layer that is not; if every
+        output is zero but for rounding (the mean of what is normalized over it), the layer that differs most. Without
+        `layers` only the outputs count. A RetrofitError says that `other` does not take what this network took.
         """
         if self.not_checked:
             return Comparison(tolerance=self.tolerance, batches=self.batches, not_checked=self.not_checked)

@@ -33,25 +33,15 @@ CONVERTERS = {
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option beside its name and type.
+    """What is known of an option beside its name and type."""
 
-    Attributes:
-        kind: int, float, bool, or "batches" (images; a folder on the command line).
-        targets: The targets that it means something to.
-        help: What it does; names its default.
-        words: Words that it takes instead of a number.
-        low: Smallest number.
-        high: Largest number.
-        switch: Of a bool, whether it can only be turned on.
-    """
-
-    kind: Any
-    targets: tuple[str, ...]
-    help: str
-    words: tuple[str, ...] = ()
+    kind: Any  # int, float, bool, str, or "batches" (images; a folder on the command line)
+    targets: tuple[str, ...]  # those that it means something to
+    help: str  # what it does; names its default
+    words: tuple[str, ...] = ()  # taken instead of a number, or all that a str may be
     low: float = 0
     high: float = math.inf
-    switch: bool = False
+    switch: bool = False  # of a bool: it can only be turned on
 
     def problem(self, value: Any) -> str:
         """Return what is wrong with a value, after "NAME must be"; empty if nothing is."""

@@ -73,17 +73,11 @@ class Call:
 def example_calls(
     model: nn.Module, inputs: Inputs | None = None, input_size: Sequence[int] | None = None
 ) -> list[Call]:
-    """Return calls that a network takes.
+    """Return calls that a network takes: the one with the `inputs` as they are, or two with seeded random numbers.
 
-    Args:
-        model: Any network; it is left as it was.
-        inputs: The arguments of one call, which are used as they are.
-        input_size: Shape of one sample, (C, H, W) for images; the network's own if None. Then there are two calls with
-            seeded random numbers: batches of 1 and 2, or of 2 and 3 where the network refuses a single sample.
-
-    Raises:
-        UsageError: If both are given.
-        RetrofitError: If the network does not take random samples of that size.
+    `input_size` is the shape of one random sample, (C, H, W) for images; the network's own if None. The batches are of
+    1 and 2 samples, or of 2 and 3 where the network refuses a single one. The network is left as it was. A UsageError
+    says that both arguments are given, a RetrofitError that the network does not take random samples of that size.
     """
     if inputs is not None:
         if input_size is not None:
@@ -109,11 +103,7 @@ def example_calls(
 
 
 def read_inputs(path: Path) -> dict[str, Tensor]:
-    """Read example inputs from a safetensors file, whose tensors are named as the network's arguments.
-
-    Raises:
-        RetrofitError: If the file cannot be read or holds no tensor.
-    """
+    """Read tensors named as a network's arguments from a safetensors file; a RetrofitError says what is wrong."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -137,10 +127,7 @@ def own_input_size(model: nn.Module) -> tuple[int, ...]:
 
 
 def input_shapes(model: nn.Module, size: tuple[int, ...], batch: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors that a network takes with a batch of samples of `size`, (C, H, W).
-
-    torchvision's networks for optical flow take two images, those for video clips.
-    """
+    """Return the shapes of the tensors that a network takes with a batch of samples of `size`, (C, H, W)."""
     family = type(model).__module__
     if family.startswith("torchvision.models.optical_flow"):
         channels, *sides = size

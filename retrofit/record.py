@@ -32,18 +32,14 @@ _CROP_MODES = ("center", "squash", "border")
 class ModelSource:
     """Where a network comes from: all that is needed to build its structure again.
 
-    Attributes:
-        library: "timm", "torchvision" or "own": a network of the user's own.
-        name: The library's name for it; timm's may carry a tag ("resnet50.a1_in1k"). For a network of one's own, what
-            builds it ("package.module:callable"), or its class.
-        kwargs: Arguments for the builder (JSON values). torchvision builds some networks differently when weights are
-            asked for: there `weights` names the weights, and `trained_backbone` says of detection and segmentation
-            networks that their backbone has some; what is built then has that structure, and nothing is fetched.
+    torchvision builds some networks differently when weights are asked for. There `kwargs` names the weights as
+    `weights`, and says of detection and segmentation networks by `trained_backbone` that their backbone has some; what
+    is built then has that structure, and nothing is fetched.
     """
 
-    library: Literal["timm", "torchvision", "own"]
-    name: str
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    library: Literal["timm", "torchvision", "own"]  # "own": a network of the user's own
+    name: str  # the library's ("resnet50.a1_in1k"); for "own" what builds it ("package.module:callable"), or its class
+    kwargs: dict[str, Any] = field(default_factory=dict)  # of the builder, JSON values
 
     def __str__(self) -> str:
         """Return the name as the command line takes it."""
@@ -57,8 +53,7 @@ class ModelSource:
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSource:
         """Rebuild from `to_dict`'s values, which may come from anyone: only registered names, no weights to fetch.
 
-        Raises:
-            KeyError, TypeError, ValueError: If `values` did not come from `to_dict`.
+        Values of another kind raise KeyError, TypeError or ValueError.
         """
         source = cls(str(values["library"]), str(values["name"]), dict(values["kwargs"]))  # type: ignore[arg-type]
         if source.library != "own" and (source.library not in ("timm", "torchvision") or ":" in source.name):
@@ -119,24 +114,18 @@ def check_size(sizes: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known about a network.
+    """What is known about a network; None where nobody said.
 
-    Attributes:
-        source: Where its structure comes from; None if nobody said.
-        weights: {"kind": "random" | "pretrained" | "checkpoint" | "unknown", "from": str | None}; of a checkpoint also,
-            where there is something to say, "key" (which of its weights were taken), "others" (which were not),
-            "left_random" (tensors of the network that it did not give) and "left_out" (its own that were not taken).
-            None if nobody said.
-        preprocess: What it expects of its images.
-        labels: Names of its outputs (ImageNet's as WordNet ids, "n01440764").
-        plans: The conversions that it went through, in order (`retrofit.surgery.Plan`).
+    `weights` is {"kind": "random" | "pretrained" | "checkpoint" | "unknown", "from": str | None}; of a checkpoint also,
+    where there is something to say, "key" (which of its weights were taken), "others" (which were not), "left_random"
+    (tensors of the network that it did not give) and "left_out" (its own that were not taken).
     """
 
     source: ModelSource | None = None
     weights: Mapping[str, Any] | None = None
     preprocess: Preprocess | None = None
-    labels: list[str] | None = None
-    plans: tuple[Any, ...] = ()
+    labels: list[str] | None = None  # of its outputs; ImageNet's are WordNet ids ("n01440764")
+    plans: tuple[Any, ...] = ()  # the conversions that it went through, in order (`retrofit.surgery.Plan`)
 
 
 def record_of(model: nn.Module) -> Record:

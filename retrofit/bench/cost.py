@@ -26,21 +26,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """How networks are run.
-
-    Attributes:
-        batch_size: Images in a batch.
-        rounds: Timed turns of each network in each mode, after two that are not.
-        device: Where.
-        amp: Data type of mixed precision; None for none.
-        channels_last: Whether in the channels-last memory format.
-        compile: Whether through torch.compile.
-    """
+    """How networks are run."""
 
     batch_size: int = 16
-    rounds: int = 15
+    rounds: int = 15  # timed turns of each network in each mode, after two that are not timed
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    amp: torch.dtype | None = None
+    amp: torch.dtype | None = None  # data type of mixed precision; None for none
     channels_last: bool = False
     compile: bool = False
 
@@ -62,23 +53,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one network costs in one mode.
+    """What one network costs in one mode."""
 
-    Attributes:
-        network: Its name.
-        mode: "eval": a forward pass without gradients; "train": forward, backward and a step of SGD with momentum.
-        seconds: Time of one batch.
-        bytes: Peak memory beyond parameters, images and the optimizer's state.
-        time_ratio: Time over that of the last network in the same turn, the reference; None for the reference.
-        memory_ratio: Peak memory over the reference's.
-    """
-
-    network: str
-    mode: Mode
-    seconds: Spread
-    bytes: int
-    time_ratio: Spread | None
-    memory_ratio: float | None
+    network: str  # its name
+    mode: Mode  # "eval": a forward pass without gradients; "train": forward, backward and a step of SGD with momentum
+    seconds: Spread  # of one batch
+    bytes: int  # peak memory beyond parameters, images and the optimizer's state
+    time_ratio: Spread | None  # to the last network, the reference, in the same turn; None for the reference
+    memory_ratio: float | None  # to the reference; None for the reference
 
 
 def measure(
@@ -87,16 +69,10 @@ def measure(
     modes: Sequence[Mode] = MODES,
     progress: Progress | None = None,
 ) -> list[Cost]:
-    """Measure networks against the last of them.
+    """Measure copies of networks, each given with its input size (C, H, W), against the last of them.
 
-    Args:
-        networks: Network and input size (C, H, W) by name. Copies are run, so that nothing of theirs moves.
-        setting: How they are run.
-        modes: What is measured.
-        progress: Called as progress(turns done, in all).
-
-    Raises:
-        RetrofitError: If a network gives no class scores, which training needs.
+    `progress` is called as progress(turns done, in all). A RetrofitError says which network gives no class scores,
+    which training needs.
     """
     costs: list[Cost] = []
     *_, reference = networks

@@ -37,19 +37,10 @@ def measure_files(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[FileCost]:
-    """Measure ONNX files against the last of them, on the CPU.
+    """Measure ONNX files, each on images of its own size, against the last of them, on the CPU.
 
-    Args:
-        files: Files by name; each takes images of its own size.
-        runtime: "onnxruntime", or "openvino".
-        batch_size: Images in a batch.
-        rounds: Timed turns of each file.
-        threads: Of the runtime; its own choice if None.
-        progress: Called as progress(turns done, in all).
-
-    Raises:
-        UsageError: If the runtime is not installed.
-        RetrofitError: If it does not take a file.
+    `threads` None leaves the number to the runtime; `progress` is called as progress(turns done, in all). A UsageError
+    says that the runtime is not installed, a RetrofitError that it does not take a file.
     """
     runners = {name: _opened(path, runtime, batch_size, threads) for name, path in files.items()}
     times: dict[str, list[float]] = {name: [] for name in files}

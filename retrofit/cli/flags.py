@@ -17,10 +17,7 @@ _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
 
 
 def in_flags(text: str, command: click.Command | None = None) -> str:
-    """Return "pass `num_classes=7` or drop `checkpoint`" as "pass --num-classes 7 or drop --checkpoint".
-
-    The flags are those of a command, click's current one if None.
-    """
+    """Return "pass `num_classes=7`" as "pass --num-classes 7", in the flags of `command`, or of click's current one."""
     context = click.get_current_context(silent=True)
     if command is None and context is not None:
         command = context.command

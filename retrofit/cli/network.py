@@ -76,11 +76,9 @@ def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
 
 
 def output_file(given: Path | None, default: str, force: bool) -> Path:
-    """Return the file that a command writes: what -o says, or `default`, whose ending it must have.
+    """Return the file that a command writes, what -o says or `default`; a RetrofitError says why it cannot be written.
 
-    Raises:
-        UsageError: If it has another ending. With --force it could be that of the artifact which is being read.
-        RetrofitError: If the file cannot be written there.
+    A name with another ending than `default`'s is a UsageError: with --force it could be the artifact that is read.
     """
     from retrofit.utils.files import ensure_writable
 

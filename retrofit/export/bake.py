@@ -39,28 +39,21 @@ _WORST = 0.01  # share of the images that count as the worst
 
 @dataclass(frozen=True)
 class BakedLayer:
-    """What became of one layer: whether it is at strength 0 now, and why not.
-
-    The error is the root mean square of what constants leave of its output, as a share of the output's standard
-    deviation; None for a layer that was not looked at.
-    """
+    """What became of one layer."""
 
     name: str
-    error: float | None
-    baked: bool
-    reason: str = ""
+    error: float | None  # rms of what constants leave, as a share of its output's standard deviation; None if not tried
+    baked: bool  # whether it is at strength 0 now
+    reason: str = ""  # why not
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A choice of layers, those whose error is not above a threshold, judged on images that were not fitted on.
-
-    The error is the root mean square of the change of the network's output, as a share of its standard deviation.
-    """
+    """A choice of layers, those whose error is not above a threshold, judged on images that were not fitted on."""
 
     threshold: float
     layers: int
-    error: float
+    error: float  # rms of the change of the network's output, as a share of its standard deviation
     worst: float  # the same of the worst 1% of the images, the worst one at least
     top1_agreement: float | None  # share of the images with the same highest output; None if it is no scores
 
@@ -201,10 +194,8 @@ class _Trial:
         fitting = True
 
         def output(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            """Return a layer's output, of the samples from `start` on by constants if it is baked.
-
-            The second half of the batch that is fitted on holds the first half's images as the layers baked so far give
-            them.
+            """Return a layer's output, of the samples from `start` on by constants if it is baked: while fitting, these
+            are the first half's images again, as the layers baked so far give them.
             """
             if not fitting and name not in constants:
                 return out
@@ -275,10 +266,8 @@ def _reasons(net: nn.Module, layers: dict[str, Any], call: Call) -> dict[str, st
 
 
 def _answers(net: nn.Module, call: Call) -> list[Tensor]:
-    """Return the tensors that a network gives, of all images together, each image apart in the first dimension.
-
-    Raises:
-        RetrofitError: If it does not take such images, or answers otherwise.
+    """Return the tensors that a network gives, of all images together, each image apart in the first dimension. A
+    RetrofitError says that it does not take such images, or answers otherwise.
     """
     calls = [call.select(few) for few in torch.arange(call.batch, device="cpu").split(_BATCH)]
     try:
@@ -295,9 +284,8 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
 
 
 def regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
-    """Fit target = weight * base + bias by least squares; return them, which broadcast, and the rms of what is left.
-
-    The last is a share of the standard deviation of the target, over all channels together.
+    """Fit target = weight * base + bias by least squares; return weight and bias, which broadcast, and the rms of what
+    is left as a share of the target's standard deviation, over all channels together.
     """
     mean_base, mean = base.mean(dims, keepdim=True), target.mean(dims, keepdim=True)
     centred, target = base - mean_base, target - mean

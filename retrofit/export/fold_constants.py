@@ -51,16 +51,13 @@ _PADS = (
 
 @dataclass(frozen=True)
 class Affine:
-    """scale * x + shift, (C,) in float64, along a dimension: 1, or the last.
+    """scale * x + shift along a dimension: 1, or the last."""
 
-    `layers` are the layers that it is a part of; if `is_norm`, it may be written as a batch normalization.
-    """
-
-    scale: Tensor
+    scale: Tensor  # (C,) in float64, as is `shift`
     shift: Tensor
     dim: int = 1
-    layers: frozenset[str] = frozenset()
-    is_norm: bool = False
+    layers: frozenset[str] = frozenset()  # that it is a part of
+    is_norm: bool = False  # whether it may be written as a batch normalization
 
     def then(self, other: Affine) -> Affine:
         """Return the map that applies this one, then the other."""
@@ -76,10 +73,7 @@ def affine(x: Node) -> Node:
 
 @torch.no_grad()
 def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
-    """Fold the constants of a captured program, in place; its `layers` say afterwards what became of each.
-
-    `fits` take the place of power transforms, by node.
-    """
+    """Fold a captured program's constants in place, power transforms by `fits`; its `layers` say what each became."""
     folding = _Folding(program)
     for node in list(folding.graph.nodes):
         if node.target is POWER:
@@ -167,10 +161,7 @@ class _Folding:
         return node
 
     def fold_into_consumer(self, node: Node) -> None:
-        """Fold a map into the layer that alone takes its output, if need be through padding.
-
-        A shift is wrong at a border of zeros: there only the scale is folded.
-        """
+        """Fold a map into the layer that alone takes its output, through padding too; zeros beside it take no shift."""
         one, last, zeros = self.maps[node], node, False
         while len(users := users_of(last)) == 1 and users[0].target in _PADS:
             border = border_of(users[0])

@@ -50,10 +50,8 @@ def attribute_of(module: fx.GraphModule, node: Node) -> Any:
 
 @dataclass(frozen=True)
 class Transform:
-    """A power transform of a graph: gamma * psi(sign * h; lambda) + beta, gamma >= 0; (C,) each, float64.
-
-    gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda) makes it so. If a ReLU or ReLU6 alone takes the output, that
-    is `relu`, and its upper limit, inf or 6, is `high`.
+    """A power transform of a graph: gamma * psi(sign * h; lambda) + beta, (C,) each in float64, with gamma >= 0, since
+    gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda).
     """
 
     node: Node
@@ -61,8 +59,8 @@ class Transform:
     lmbda: Tensor
     gamma: Tensor
     beta: Tensor
-    relu: Node | None
-    high: float | None
+    relu: Node | None  # the ReLU or ReLU6 that alone takes the output
+    high: float | None  # its upper limit, inf or 6
 
     @classmethod
     def of(cls, module: fx.GraphModule, node: Node) -> Transform:

@@ -36,7 +36,7 @@ POWER = torch.ops.retrofit.power.default
 
 
 class OneBranch(nn.Module):
-    """max(0, gamma * psi(h; lambda) + beta), (N, C, *), where only h > 0 can be positive.
+    """max(0, gamma * psi(h; lambda) + beta), (N, C, *), where this is 0 for all h <= 0.
 
     It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function, and gives
     scale * (u^lambda - 1), or scale * (u^lambda - 1) / lambda if lambda is near 0; what surrounds it can do the rest.
@@ -65,10 +65,9 @@ def limits(low: float | None, high: float | None = None) -> nn.Module:
 
 
 class Polynomial(nn.Module):
-    """p * (c1 + p * (c2 + ...)) per channel of (N, C, *), for a degree of 2 or more.
-
-    Each multiplication by constants with the addition that follows is a batch normalization, in evaluation: one
-    operation, which ONNX Runtime keeps in the layout of its convolutions.
+    """p * (c1 + p * (c2 + ...)) per channel of (N, C, *), for a degree of 2 or more. Each multiplication by constants
+    with the addition that follows is a batch normalization, in evaluation: one operation, which ONNX Runtime keeps in
+    the layout of its convolutions.
     """
 
     def __init__(self, coefficients: Tensor) -> None:
@@ -81,8 +80,7 @@ class Polynomial(nn.Module):
             scale = torch.ones_like(scale)
 
     def to_convolutions(self) -> None:
-        """Make a depthwise convolution of each batch normalization: in INT8 ONNX Runtime has integer kernels for those.
-
+        """Make a depthwise convolution of each batch normalization, for which ONNX Runtime has integer kernels in INT8.
         Degrees above 3 stay: of the 8 bits of each step little is left in the end.
         """
         norms: list[Any] = list(self.steps)
@@ -98,10 +96,8 @@ class Polynomial(nn.Module):
 
 
 def one_branch(transform: Transform) -> tuple[Tensor, Tensor, list[nn.Module], Tensor] | None:
-    """Return the parts of a transform whose negative branch the ReLU behind it makes dead; the ReLU is among them.
-
-    Returns:
-        Scale and shift of what it takes, the forms, and the scale of what they give; None where both branches live.
+    """Return a transform whose negative branch the ReLU behind it makes dead, with that ReLU: scale and shift of what
+    the forms take, the forms, and the scale of what they give. None where both branches live.
     """
     lmbda, gamma, beta, high = transform.lmbda, transform.gamma, transform.beta, transform.high
     if high is None or bool((beta > 0).any()) or lmbda.numel() == 1:

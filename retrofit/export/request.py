@@ -28,9 +28,8 @@ APPROXIMATE_TOLERANCE = 0.05
 
 
 class Examples:
-    """A network, in float32, and what it is run on: example calls, the user's or random, and images.
-
-    `sample` is the shape of one sample; empty for a network of several inputs.
+    """A network, in float32, and what it is run on: example calls, the user's or random, and images. `sample` is the
+    shape of one sample, empty for a network of several inputs.
     """
 
     def __init__(

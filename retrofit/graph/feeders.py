@@ -22,18 +22,11 @@ _ALL_CHILDREN = {"children", "named_children", "_modules", "get_submodule"}
 def sole_feeders(
     model: nn.Module, is_norm: Callable[[nn.Module], bool]
 ) -> tuple[dict[nn.Module, nn.Module], set[nn.Module]]:
-    """Find the convolutions of norms, as far as that is proved.
+    """Return the convolution of each norm for which that is proved, and the norms whose tensors other code reads.
 
     A convolution is one norm's if all code above both was traced, on every path; one method calls both, which takes no
     optional arguments and, in all traces, no constants; nothing else takes what the convolution puts out, reads or
     shares its parameters; no norm of the same block goes uncalled; and no other method of what holds them mentions it.
-
-    Args:
-        model: Any module.
-        is_norm: The norms asked for.
-
-    Returns:
-        The convolution by norm, and the norms whose tensors other code reads.
     """
     flows = Flows(model, is_norm)
     feeders: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
@@ -80,9 +73,8 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
 
 
 def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
-    """Whether the method that makes a call may take another path: for other arguments, or other numbers.
-
-    It does if it, or an override that calls it, takes optional arguments, or one that is no value under trace.
+    """Whether the method that makes a call may take another path: it, or an override that calls it, takes optional
+    arguments or one that is no value under trace, or a value was turned into a number.
     """
     place, (_, constants) = flow.places[node], flow.variables[node]
     name, arguments = place.code.co_name if place.code else "", list[inspect.Parameter]()
@@ -124,9 +116,8 @@ def _methods(cls: type) -> Iterator[CodeType]:
 
 
 def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls: bool) -> bool:
-    """Whether the code of a method of `owner` mentions a module by its name in what holds it, or all children.
-
-    Where `self.name` is another module, or the code only asks for it or its shape (or calls it, with `calls`): no.
+    """Whether the code of a method of `owner` mentions a module by its name in what holds it, or all children. Not
+    where `self.name` is another module, or the code only asks for it or its shape (or calls it, with `calls`).
     """
     steps = list(dis.get_instructions(code))
     for before, step, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):

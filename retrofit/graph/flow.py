@@ -62,19 +62,14 @@ def reached(start: fx.Node, ahead: Callable[[fx.Node], Iterable[fx.Node]]) -> se
 class Flow:
     """One path through a module's forward, and the kind of each step on it.
 
-    Attributes:
-        name: Dotted name of the module in the model, empty for the model itself.
-        module: The module.
-        graph: Its graph; norms, activations, dropouts and what fx cannot enter are single nodes.
-        places, variables, size: As `Tracer`'s.
-        modules: The module that each call_module node calls.
-        steps: The kind of each node.
+    In its graph norms, activations, dropouts and what fx cannot enter are single nodes. `modules` has the module that
+    each call_module node calls, `steps` the kind of each node; `places`, `variables` and `size` are as `Tracer`'s.
     """
 
     def __init__(self, trace: Tracer, flows: Flows) -> None:
         self.module, self.graph = trace.root, trace.graph
         self.places, self.variables, self.size = trace.places, trace.variables, trace.size
-        self.name = flows.names[self.module]
+        self.name = flows.names[self.module]  # empty for the model itself
         self._flows = flows
         self.modules = {node: place.target for node, place in self.places.items() if node.op == "call_module"}
         self.steps = {node: self._step(node) for node in self.graph.nodes}
@@ -207,38 +202,25 @@ class Flows:
     parts that hold a norm asked for are traced. What fx cannot enter is a single node of the graph that calls it, and
     has graphs of its own where it holds norms. It works on the meta device and without input; the model is left as it
     was.
-
-    Args:
-        model: Any module, in any mode.
-        is_norm: The norms asked for.
-
-    Attributes:
-        names: The model's name for each of its modules.
-        activations: The modules that are activations.
-        flows: Every path of every traced module, those of evaluation first.
-        failures: The modules that could not be traced, with the reason in one line.
-        inside: What each module holds, itself included.
-        traceable: The modules that hold one of the norms asked for.
-        counts: How often each module is called, on all paths together.
-        read: The modules whose parameters or buffers another module's code reads.
     """
 
     def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> None:
         self.is_norm = is_norm
         self.names = {module: name for name, module in model.named_modules()}
-        self.inside = {module: set(module.modules()) for module in self.names}
+        self.inside = {module: set(module.modules()) for module in self.names}  # what it holds, and itself
         self.activations = set(filter(kinds.is_activation, self.names))
-        self.failures: dict[nn.Module, str] = {}
+        self.failures: dict[nn.Module, str] = {}  # what could not be traced, with the reason in one line
         norms = set(filter(is_norm, self.names))
         self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
-        self.traceable = {module for module in self.names if self.inside[module] & norms} - norms
+        self.traceable = {module for module in self.names if self.inside[module] & norms} - norms  # that hold norms
         self._covered: set[nn.Module] = set()
         self._traces: dict[bool, list[Tracer]] = {False: [], True: []}
         with untouched(model):
             self._cover(model)
-        self.flows = [Flow(trace, self) for traces in self._traces.values() for trace in traces]
-        self.counts = Counter(module for flow in self.flows for module in flow.modules.values())
-        # Nodes without users come from those who look at a module while it is traced (`is_norm` does).
+        self.flows = [Flow(trace, self) for traces in self._traces.values() for trace in traces]  # evaluation's first
+        self.counts = Counter(module for flow in self.flows for module in flow.modules.values())  # calls of each
+        # The modules whose parameters or buffers another module's code reads. Nodes without users come from those who
+        # look at a module while it is traced (`is_norm` does).
         self.read = {
             flow.module.get_submodule(str(node.target).rpartition(".")[0])
             for flow in self.flows

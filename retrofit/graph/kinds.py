@@ -85,10 +85,8 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether `module` is an activation: nonlinear, and of each value by itself, in both modes and on every call.
-
-    Whatever its class, it is tried, on a copy, so that a module that keeps something of its calls is told by it. PReLU
-    alone may have a parameter per channel.
+    """Whether `module` is an activation: nonlinear, and of each value by itself, in both modes and on every call. It is
+    tried, whatever its class, on a copy: what it keeps of its calls shows. Only PReLU may have a parameter a channel.
     """
     from timm.layers.activations import PReLU
 
@@ -138,9 +136,8 @@ def is_altered(module: nn.Module) -> bool:
 def is_plain_affine(module: nn.Module) -> bool:
     """Whether `module` is a convolution or linear layer that uses its weight and bias as they are.
 
-    An affine map of its output then folds into them; a weight-standardised convolution would undo it, and so would
-    whatever makes the weight anew at every call (a parametrization, pruning, weight normalization). Quantized and
-    sharded weights are tensors of their own kind, which do not take new values.
+    Only then does an affine map of its output fold into them: weight standardization, parametrizations and pruning make
+    the weight anew at every call; quantized and sharded weights, tensors of their own kind, take no new values.
     """
     from timm.layers import Conv2dSame, Linear
 
@@ -188,11 +185,8 @@ def takes_constants(target: Any) -> bool:
 
 
 def function_module(node: fx.Node) -> nn.Module | None:
-    """The activation module that does what a functional or method call does, never in place.
-
-    Returns:
-        A fresh module with the call's constants, or None where `node` is no call of an elementwise activation with
-        constant arguments.
+    """A fresh module that does what a functional or method call of an activation does, never in place; None where
+    `node` is no such call, or its other arguments are no constants.
     """
     if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
         return None

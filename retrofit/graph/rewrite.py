@@ -29,13 +29,8 @@ class _Edit(NamedTuple):
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put `module` in place of the child called `name`, under every name that the child goes by.
-
-    Returns:
-        The network to use: another object only if `name` is empty, for the model itself.
-
-    Raises:
-        AttributeError: If the model has no child of that name.
+    """Put `module` in place of the child called `name`, under every name that the child goes by; return the network to
+    use, another object only if `name` is empty, for the model itself.
     """
     if not name:
         return module
@@ -47,21 +42,12 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: str) -> None:
-    """Put `module` in place of the activation of a site, at this site alone.
+    """Put `module` in place of the activation of a site, at this site alone; after a `RewriteError` nothing is changed.
 
     A block whose code has to change keeps its identity, attributes, children and state-dict names, and gets `module` as
-    a new child. Its class becomes a subclass of the same name, in whose method this one expression is replaced: all
-    else in the method stays the code that it was. deepcopy, pickle and torch.compile work as before. In an
-    nn.Sequential the entry is replaced, in an fx.GraphModule the node.
-
-    Args:
-        model: The model that `find_sites` searched; changed in place.
-        site: One with an activation.
-        module: What to call instead, with the activation's input as its one argument.
-        suffix: Ends the name of a new child, which begins as the norm's.
-
-    Raises:
-        RewriteError: If the block cannot be rewritten; nothing is changed then.
+    a new child, whose name is the norm's and `suffix`. Its class becomes a subclass of the same name, in whose method
+    this one expression is replaced: all else in the method stays the code that it was. deepcopy, pickle and
+    torch.compile work as before. In an nn.Sequential the entry is replaced, in an fx.GraphModule the node.
     """
     act = site.activation
     assert act is not None
@@ -139,11 +125,7 @@ def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
 
 @functools.lru_cache(maxsize=512)
 def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
-    """The subclass of `base` with some calls replaced; there is one, so that torch.compile compiles equal blocks once.
-
-    Raises:
-        RewriteError: If a method's source is not at hand, or a call is not written so that it can be replaced.
-    """
+    """The subclass of `base` with some calls replaced: one for equal blocks, which torch.compile then compiles once."""
     namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {"__reduce_ex__": _reduce_ex, "_retrofit_edits": (base, edits), "_retrofit_calls": _calls}
     for method in {edit.method for edit in edits}:
@@ -190,10 +172,8 @@ class _Call(ast.Call):
 
 
 class _Replacement(ast.NodeTransformer):
-    """Makes a call in the code a call of a child, with the same input.
-
-    Beside its input the call may only take constants, so that nothing that may change is ignored. Where it is a matter
-    of what the code does when it runs, the child is called on a condition, and the call stays for else.
+    """Makes a call in the code a call of a child with the same input. The call's other arguments must be constants.
+    Where only a run of the code tells whether it is this call, the child is called on a condition, else the call stays.
     """
 
     def __init__(self, edit: _Edit, code: CodeType, names: dict[str, Any]) -> None:

@@ -17,25 +17,17 @@ from retrofit.graph.trace import Place
 
 @dataclass(frozen=True)
 class Activation:
-    """The activation that directly follows a norm.
+    """The activation that directly follows a norm."""
 
-    Attributes:
-        kind: "fused": the norm's own `.act`; "module": a child that is called at this place only, so that the child
-            may be replaced; "call": one of several calls of a module, or a functional call: the block's code has to
-            be rewritten.
-        name: Dotted name of the module; for calls followed by `#` and the number of the call.
-        module: The activation itself; for functional calls a fresh module that does the same, not in place.
-        owner: Dotted name of the block that makes the call.
-        place: Where the block makes it; None for "fused".
-        selector: For one of several norms that the call follows, as in a loop: the expression that is the norm there,
-            and the norm's name in the block.
-    """
-
+    # "fused": the norm's own `.act`; "module": a child that is called at this place only, and may be replaced; "call":
+    # one of several calls of a module, or a functional call, for which the block's code has to be rewritten
     kind: Literal["fused", "module", "call"]
-    name: str
-    module: nn.Module = field(compare=False, repr=False)
-    owner: str = ""
-    place: Place | None = field(default=None, repr=False)
+    name: str  # dotted name of the module; for calls followed by `#` and the number of the call
+    module: nn.Module = field(compare=False, repr=False)  # for functional calls a fresh one, not in place
+    owner: str = ""  # dotted name of the block that makes the call
+    place: Place | None = field(default=None, repr=False)  # where the block makes it; None for "fused"
+    # For one of several norms that the call follows, as in a loop: the expression that is the norm there, and its name
+    # in the block
     selector: tuple[str, str] | None = None
 
     @property
@@ -46,27 +38,16 @@ class Activation:
 
 @dataclass(frozen=True)
 class Site:
-    """One place in the model's code that calls a norm.
+    """One place in the model's code that calls a norm."""
 
-    Attributes:
-        norm: Dotted name of the norm.
-        owner_type: Class name of the module whose code makes the call.
-        place: Which of the places that call the norm it is.
-        places: How many there are.
-        activation: The activation that directly follows on every call, or None.
-        reason: Why there is none.
-        last_before_pool: Whether the activation (the norm, if none) is the last before the final mean pooling.
-        in_squeeze_excite: Whether the norm works on pooled values that go on to multiply other features.
-    """
-
-    norm: str
-    owner_type: str
-    place: int
-    places: int
-    activation: Activation | None
-    reason: str
-    last_before_pool: bool
-    in_squeeze_excite: bool
+    norm: str  # its dotted name
+    owner_type: str  # class name of the module whose code makes the call
+    place: int  # which of the places that call the norm it is
+    places: int  # how many there are
+    activation: Activation | None  # the one that directly follows on every call
+    reason: str  # why there is none
+    last_before_pool: bool  # whether the activation (the norm, if none) is the last before the final mean pooling
+    in_squeeze_excite: bool  # whether the norm works on pooled values that go on to multiply other features
 
 
 class UnmatchedActivation(NamedTuple):
@@ -79,31 +60,16 @@ class UnmatchedActivation(NamedTuple):
 
 @dataclass(frozen=True)
 class Sites:
-    """What `find_sites` found.
-
-    Attributes:
-        sites: One entry for each place that calls one of the norms asked for.
-        unmatched: The activations that follow none of them, with the reason.
-        uncovered: Names of the norms asked for that no trace shows, with the reason.
-    """
+    """What `find_sites` found; each norm asked for is in at least one site, or in `uncovered`."""
 
     sites: list[Site]
     unmatched: list[UnmatchedActivation]
-    uncovered: dict[str, str]
+    uncovered: dict[str, str]  # names of the norms that no trace shows, with the reason
 
 
 def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> Sites:
-    """Find every call of the norms asked for, and which activation follows.
-
-    The model is traced in evaluation and in training, on every path through its code; what a site says holds on all.
-
-    Args:
-        model: Any module, on any device, in any mode; it is not changed.
-        is_norm: The norms asked for.
-
-    Returns:
-        The sites, the activations that belong to none, and the norms that no trace shows. Each norm asked for is in
-        at least one site or in `uncovered`.
+    """Find every call of the norms asked for, and which activation follows. The model is traced in evaluation and in
+    training, on every path through its code, and not changed; what a site says holds on all of them.
     """
     search = _Search(model, is_norm)
     sites = {place: search.site(place) for place in search.norms if is_norm(place.target)}
@@ -184,9 +150,8 @@ class _Search(Flows):
         return None, "residual addition" if kind == "addition" else f"feeds {said}"
 
     def _selector(self, norm: Place, activation: Place) -> tuple[str, str] | None:
-        """What tells, where an activation of several norms is called, which it is: an expression; and the norm's name.
-
-        The expression is the one that is called in the norm's place. None if it is not the norm before on every call.
+        """What tells which norm it is where an activation of several norms is called: the expression that is called in
+        the norm's place, and the norm's name. None if the expression is not the norm before on every call.
         """
         name = {module: name for name, module in activation.owner.named_modules()}.get(norm.target)
         if name is None or norm.code != activation.code or norm.code is None or isinstance(norm.at, str):

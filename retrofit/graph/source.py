@@ -17,10 +17,8 @@ class RewriteError(RetrofitError):
 
 
 def file_tree(code: CodeType) -> ast.Module:
-    """Parse the file that holds a function, on whose imports, classes and closures the function's code depends.
-
-    Raises:
-        RewriteError: If there is no source, or compiling it does not give the very code that runs.
+    """Parse the file that holds a function, on whose imports, classes and closures the function's code depends. A
+    `RewriteError` says that there is no source, or that compiling it does not give the very code that runs.
     """
     try:
         source = "".join(inspect.findsource(code)[0])

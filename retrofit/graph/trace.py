@@ -26,19 +26,12 @@ _MACHINERY = ("torch.fx.", "torch.overrides", "torch.nn.functional", "torch.nn.m
 
 
 class Place(NamedTuple):
-    """A call's place in the code.
+    """A call's place in the code."""
 
-    Attributes:
-        owner: The module whose method makes the call.
-        target: The called module, function, or name of a tensor's method.
-        code: The function that makes the call; None in an fx.GraphModule, whose code follows its graph.
-        at: Where in it the call ends: (line, column); in an nn.Sequential the entry's name, in a graph the node's.
-    """
-
-    owner: nn.Module
-    target: Any
-    code: CodeType | None
-    at: tuple[int, int] | str
+    owner: nn.Module  # whose method makes the call
+    target: Any  # the called module, function, or name of a tensor's method
+    code: CodeType | None  # the function that makes the call; None in an fx.GraphModule, whose code follows its graph
+    at: tuple[int, int] | str  # where in it the call ends; the name of a Sequential's entry, or of a graph's node
 
 
 @contextlib.contextmanager
@@ -67,18 +60,8 @@ class _Value(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """fx's tracer with timm's leaves, buffers as nodes, defaults for optional arguments, and no hooks run.
-
-    Args:
-        is_leaf: Whether a call of a module is one node.
-        decisions: The outcomes of the first conditions on values that the code under trace meets.
-
-    Attributes:
-        places: The place of every call of a module or an activation.
-        variables: The globals of the function that makes such a call, and its locals that are no values under trace.
-        conditions: How many conditions on values it met.
-        others: The decisions that lead to the paths that branch off this one, behind `decisions`.
-        size: What values are that the code turned into numbers; None if there are none.
+    """fx's tracer with timm's leaves, buffers as nodes, defaults for optional arguments, and no hooks run. `decisions`
+    are the outcomes of the first conditions on values that the code under trace meets.
     """
 
     proxy_buffer_attributes = True
@@ -86,11 +69,12 @@ class Tracer(fx.Tracer):
     def __init__(self, is_leaf: Callable[[nn.Module], bool], decisions: tuple[bool, ...] = ()) -> None:
         super().__init__(autowrap_functions=kinds.wrapped_functions())
         self.is_leaf, self.decisions = is_leaf, decisions
-        self.places: dict[fx.Node, Place] = {}
+        self.places: dict[fx.Node, Place] = {}  # of every call of a module or an activation
+        # Globals of the function that makes such a call, and its locals that are no values under trace
         self.variables: dict[fx.Node, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self.conditions = 0
-        self.others: list[tuple[bool, ...]] = []
-        self.size: int | None = None
+        self.conditions = 0  # on values, met so far
+        self.others: list[tuple[bool, ...]] = []  # the decisions that lead to the paths that branch off this one
+        self.size: int | None = None  # what values are that the code turned into numbers, if there are any
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Wrap a node for the code under trace."""
@@ -171,10 +155,8 @@ def _first_argument(frame: FrameType) -> object:
 
 
 def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Tracer]:
-    """Trace a module in its mode, on every path that its conditions on values allow.
-
-    Raises:
-        Exception: What the module's code raises under trace, unless it does so itself on some paths alone.
+    """Trace a module in its mode, on every path that its conditions on values allow. What its code raises under trace
+    is raised, unless the code itself raises it (`raise`, `assert`) on some paths alone.
     """
     paths: list[Tracer] = []
     refusal: Exception | None = None

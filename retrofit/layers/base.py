@@ -1,8 +1,8 @@
 """What converted layers have in common: a strength, and the options of normality normalization.
 
-The state dict of a converted layer holds all that its function depends on: with the tensors of one network, another
-that was converted to the same target is the same function, whatever it was converted from. (What only training uses,
-noise and momentum, stays with the layer, as the p of a dropout does.)
+A converted layer's state dict holds all that its function depends on: two networks of one target with the same tensors
+are the same function, whatever they were converted from. Noise and momentum, which only training uses, stay with the
+layer, as the p of a dropout does.
 """
 
 from __future__ import annotations

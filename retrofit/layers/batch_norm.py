@@ -1,7 +1,4 @@
-"""BatchNormalNorm1d, 2d, 3d and their synchronized form (Eftekhari & Papyan 2025, algorithm 1).
-
-To torch, layers of batch statistics are each a `_BatchNorm`: see `BatchStatisticsMixin`.
-"""
+"""BatchNormalNorm1d, 2d, 3d and their synchronized form (Eftekhari & Papyan 2025, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ _INSTEAD = {
 
 
 class EpsOfNoBatchNorm:
-    """The eps of a layer at a strength above 0, to be shown and compared, but not computed with.
-
-    Whoever adds it to a variance, to fuse the layer into a convolution for example, takes the layer for a BatchNorm.
+    """The eps of a layer above strength 0, to be shown and compared. Arithmetic with it raises a RetrofitError: code
+    that adds it to a variance, to fuse the layer for example, takes the layer for a BatchNorm.
     """
 
     __array_ufunc__ = None
@@ -67,10 +63,9 @@ class EpsOfNoBatchNorm:
 class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
     """A layer that normalizes by the batch in training and keeps running statistics: to torch, a `_BatchNorm`.
 
-    That is what `torch.optim.swa_utils.update_bn`, Lightning's weight averaging and others look for in order to
-    estimate the statistics anew. Those that put a BatchNorm of their own in a layer's place would drop what ours adds
-    to one. All of them ask each layer for its children, and nothing else tells a layer that they came by. Those that
-    fuse a BatchNorm into a convolution add its eps to its variance: see `EpsOfNoBatchNorm`.
+    `torch.optim.swa_utils.update_bn`, Lightning's weight averaging and others look for those to estimate their
+    statistics anew. What would put a plain BatchNorm in its place is refused by `named_children`, the one call that all
+    such functions make; what fuses it into a convolution adds its eps to its variance: see `EpsOfNoBatchNorm`.
     """
 
     _eps: float
@@ -90,11 +85,7 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
         return (None, trained_affine(self)) if self.frozen and self.running_mean is not None else plain
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Return the children. Timm's `freeze_batch_norm_2d` and its opposite, when they ask, do to this layer as said.
-
-        Raises:
-            RetrofitError: If a function asks that replaces every BatchNorm by one of its own.
-        """
+        """Return the children; freeze or thaw if timm's function calls, refuse one that would replace the layer."""
         caller = sys._getframe(1).f_code.co_name
         if caller in _INSTEAD:
             raise RetrofitError(
@@ -171,14 +162,9 @@ class RunningStatistics(StrengthMixin, _NormBase):
 
 
 class RunningNormality(NormalityMixin, RunningStatistics):
-    """Running statistics with a running lambda beside them.
+    """Running statistics with a running lambda beside them."""
 
-    Attributes:
-        running_lambda: Running average of the lambda estimates, (C,), whatever the strength; the layer uses
-            1 + `effective_alpha` * (running_lambda - 1).
-    """
-
-    running_lambda: Tensor | None
+    running_lambda: Tensor | None  # (C,), average of the estimates; strength and alpha apply where it is used
 
     def _register_options(self, device: Any = None, **options: Any) -> None:
         lmbda = None if self.running_mean is None else torch.ones_like(self.running_mean)

@@ -20,14 +20,11 @@ from retrofit.layers.settings import SettingsMixin
 class ConvertedLayer(SettingsMixin):
     """A layer of ours, which says what it is in the layers of torch and timm, and in plain operations.
 
-    A trace by fx, whoever traces, records one call of the layer. It would otherwise enter and fail at the first look at
-    a shape; and what is no longer a layer can neither be set to a strength nor converted or exported.
-
-    Attributes:
-        source_name: Class of the layer that it is at strength 0: torch's if torch has one of that name, else timm's.
+    A trace by fx records it as one call. Inside, a trace would fail at the first look at a shape; and what is no longer
+    a layer can neither be set to a strength nor converted or exported.
     """
 
-    source_name: ClassVar[str] = ""
+    source_name: ClassVar[str] = ""  # class of the layer at strength 0: torch's of that name, else timm's
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let forward record itself, and let no class with a forward of its own inherit another's answers."""
@@ -48,11 +45,7 @@ class ConvertedLayer(SettingsMixin):
         )
 
     def source_layer(self) -> nn.Module:
-        """Return torch's or timm's layer that this one is at strength 0, around the same parameters and buffers.
-
-        A fused one takes over dropout and activation. BatchNorm is BatchNorm2d where this layer has forgotten of how
-        many dimensions it was.
-        """
+        """Return the library's layer that this one is at strength 0, with its tensors, dropout and activation."""
         fused = isinstance(self, _ThenActivate)
         new = self._build_source(library_class(self.source_name.replace("Norm", "NormAct" if fused else "Norm")))
         for name in ("weight", "bias"):
@@ -92,18 +85,13 @@ class ConvertedLayer(SettingsMixin):
         return channel_form(constant)
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return what trains the same parameters in layers of torch and timm.
-
-        Returns:
-            A constant affine map of the input, (C,) each in float64, or None; and the layer behind it.
-
-        Raises:
-            RetrofitError: If there is no such layer, with the reason.
+        """Return what trains the same parameters in layers of torch and timm: a constant affine map of the input, (C,)
+        each in float64, or None, and the layer behind it. A RetrofitError says why there is none.
         """
         return None, self.source_layer()
 
     def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return a view of the input `x` and the dimensions that span a set of training; none if constants do."""
+        """Return a view of the input `x` and the dimensions that span a normalized set; none if it uses constants."""
         return self._sets()(x)
 
     def _sets(self) -> Sets:

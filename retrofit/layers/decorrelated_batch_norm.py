@@ -39,14 +39,12 @@ def largest_divisor(channels: int, most: int) -> int:
 
 
 def inverse_square_root(matrix: Tensor, floor: float) -> Tensor:
-    """Return the symmetric S^(-1/2) of symmetric positive definite matrices S, (*, g, g), by eigendecomposition.
+    """Return S^(-1/2) of symmetric positive definite matrices S, (*, g, g); NaN for a matrix that is not finite.
 
-    The gradient is the closed form for functions of a symmetric matrix (Daleckii & Krein), whose divided differences
-    of 1 / sqrt are -1 / (sqrt(a) sqrt(b) (sqrt(a) + sqrt(b))): finite for equal eigenvalues, at which differentiating
-    the eigenvectors themselves divides by zero. A matrix that is not finite gives NaN.
-
-    Eigenvalues below `floor` can only be rounding. They are taken to be that, or what rounding leaves of them beside
-    the largest: a direction in which nothing but rounding errors vary is not blown up.
+    The gradient is the closed form for functions of a symmetric matrix (Daleckii & Krein), with the divided differences
+    -1 / (sqrt(a) sqrt(b) (sqrt(a) + sqrt(b))): finite for equal eigenvalues, at which differentiating the eigenvectors
+    divides by zero. Eigenvalues below `floor`, or too small beside the largest to be more than rounding, are raised to
+    that bound: a direction in which nothing but rounding errors vary is not blown up.
     """
     out: Tensor = _InverseSquareRoot.apply(matrix, floor)[0]
     return out
@@ -92,24 +90,18 @@ def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
     """Mixin: groups of channels are whitened where BatchNorm divides each by its standard deviation.
 
-    With S the covariance of a group over (N, *), the matrix that multiplies the centred values is
+    With S the covariance of a group over (N, *) and t the strength, the matrix that multiplies the centred values is
 
         (1 - t) * diag(S + eps)^(-1/2) + t * (S + eps)^(-1/2)
 
-    with t the strength: BatchNorm at 0, ZCA whitening at 1. Computed in float32 (float64 for float64 input).
-
-    Attributes:
-        group_size: Channels that are whitened together: the largest divisor of the channels up to what was asked for.
-        running_covariance: Running average of S, unbiased as `running_var` is, (groups, group_size, group_size); None
-            where no statistics are tracked.
-        running_whitening: Its root (running_covariance + eps)^(-1/2), whatever the strength. The paper averages the
-            roots of the batches instead. Where a group's covariance is singular, as behind a convolution with fewer
-            inputs than outputs, its null space turns from step to step and that average magnifies what lies there.
+    in float32 at least: BatchNorm at t = 0, ZCA whitening at 1. In evaluation S is its running average. The paper
+    averages the roots of the batches instead; where S is singular, as behind a convolution with fewer inputs than
+    outputs, its null space turns from step to step, and that average magnifies what lies there.
     """
 
-    group_size: int
-    running_covariance: Tensor | None
-    running_whitening: Tensor | None
+    group_size: int  # the largest divisor of the channels up to what was asked for
+    running_covariance: Tensor | None  # average of S, unbiased, (groups, g, g); None if nothing is tracked
+    running_whitening: Tensor | None  # its root (running_covariance + eps)^(-1/2), whatever the strength
 
     def __init__(self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
@@ -285,10 +277,8 @@ class DecorrelatedBatchNormAct2d(_ThenActivate, DecorrelatedBatchNorm2d):
 
 
 class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
-    """Mixin: lambda is estimated from each channel's whitened values.
-
-    Whitened values are not standardised again: their variance is one but for eps, except where a group has fewer
-    values than channels or channels that depend on each other, and the estimate holds for any variance.
+    """Mixin: lambda is estimated from each channel's whitened values, not standardised again: the estimate holds for
+    any variance. Theirs is one but for eps, unless channels of a group depend on each other or outnumber its values.
     """
 
     def _transform(self, h: Tensor, batch: bool) -> tuple[Tensor, Tensor]:

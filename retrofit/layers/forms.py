@@ -78,7 +78,6 @@ class ChannelAffine(nn.Module):
     shift: Tensor | None
 
     def __init__(self, scale: Tensor, shift: Tensor, last: bool = False) -> None:
-        """Keep the constants in float32."""
         super().__init__()
         self.last = last
         self.register_buffer("scale", None if bool((scale == 1).all()) else scale.float())
@@ -103,7 +102,6 @@ class ConstantNorm(nn.Module):
     shift: Tensor
 
     def __init__(self, centre: Tensor, scale: Tensor, shift: Tensor) -> None:
-        """Keep (C,) constants in float32."""
         super().__init__()
         variance = torch.full_like(centre, 1 - NORM_EPS, dtype=torch.float32)  # bfloat16 would round it to 1
         for name, value in (("centre", centre), ("variance", variance), ("scale", scale), ("shift", shift)):
@@ -196,14 +194,10 @@ def _scaled(centred: Tensor, low: Tensor, high: Tensor, root: float) -> tuple[Te
 
 
 class EstimatedTransform(nn.Module):
-    """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain operations.
+    """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain operations."""
 
-    `effective_alpha` is the factor of the estimate's distance from 1; gamma and beta are (C,) for (N, C, *) with
-    `per_channel`, else of a shape that broadcasts to the input.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Tensor | None  # gamma: (C,) for (N, C, *) if `per_channel`, else of a shape that broadcasts to the input
+    bias: Tensor | None  # beta, likewise
 
     def __init__(
         self,
@@ -288,12 +282,9 @@ def _newton_step(
 
 
 class MigratedForm(nn.Module):
-    """Group normalization of x', standardised already, at a strength t > 0: see `migrated_group_norm`.
+    """Group normalization of x', standardised already, at a strength t > 0: see `migrated_group_norm`."""
 
-    `weight` is gamma over the gain, (C,).
-    """
-
-    weight: Tensor
+    weight: Tensor  # gamma over the gain, (C,)
     bias: Tensor
 
     def __init__(self, groups: int, eps: float, strength: float, weight: Tensor, bias: Tensor) -> None:

@@ -17,7 +17,7 @@ from retrofit.layers.forms import ChannelAffine
 class ConstantStatistics(ConvertedLayer):
     """BatchNorm's running statistics, which are constants here, under BatchNorm's names."""
 
-    source_name: ClassVar[str] = "BatchNorm2d"
+    source_name: ClassVar[str] = "BatchNorm2d"  # it does not know of how many dimensions its BatchNorm was
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -115,17 +115,10 @@ class PlainAffine(ConvertedLayer):
 
 
 class ConstantAffine(PlainAffine):
-    """x * scale + shift per channel: what is left of migrated statistics where no layer beside it takes them in.
+    """x * scale + shift per channel, (C,): what is left of migrated statistics where no layer beside it takes them in.
 
-    It has buffers and no parameters: what computes gradients per sample refuses a layer that has both.
-
-    Args:
-        scale: (C,).
-        shift: (C,).
-        channel_dim: Dimension of the channels: 1 for (N, C, *), -1 for (N, *, C).
-
-    Shape:
-        (N, C, *) or (N, *, C) to the same, in the input's type.
+    `channel_dim` is 1 for (N, C, *), -1 for (N, *, C); the output has the input's type. It has buffers and no
+    parameters: what computes gradients per sample refuses a layer that has both.
     """
 
     scale: Tensor
@@ -151,10 +144,7 @@ class ConstantAffine(PlainAffine):
 
 
 class TrainedAffine(PlainAffine, nn.Conv1d):
-    """x * weight + bias per channel of (N, C, *), as a convolution of size 1, whose gradients per sample all know.
-
-    Takes gamma, (C,) or None for constant ones, and beta, (C,) or None.
-    """
+    """x * gamma + beta per channel of (N, C, *): a convolution of size 1, whose gradients per sample libraries know."""
 
     def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         gamma = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]

@@ -84,11 +84,8 @@ class NewtonStep:
 def first_step(h: Tensor, reduce: Reduce, bound: tuple[Tensor, Tensor], log: Tensor | None = None) -> NewtonStep:
     """Take the Newton step from lambda = 1 in closed form (paper's appendix D, for any variance).
 
-    Args:
-        h: Standardised values: mean zero over each set, variance at most one.
-        reduce: Takes the means over each set.
-        bound: `step_bounds` of the same sets.
-        log: log(1 + |h|), if it is at hand; without it autograd may follow, at h = 0 too.
+    `h` has mean zero and variance at most one over each set, `bound` is `step_bounds` of the same sets, and `log` is
+    log(1 + |h|). Autograd may follow, at h = 0 too, if `log` is left out.
     """
     if log is None:
         a = torch.where(h < 0, -h, h)
@@ -117,19 +114,16 @@ def first_step(h: Tensor, reduce: Reduce, bound: tuple[Tensor, Tensor], log: Ten
 
 
 def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of lambda - 1 that keep |d psi / d h| below exp(`LOG_STRETCH`) on a set that spans [low, high].
-
-    The derivative is exp(s * (lambda - 1) * log(1 + |h|)): lambda > 1 stretches the positive side, lambda < 1 the
-    negative one.
+    """Bounds of lambda - 1 that keep d psi / d h = exp(s * (lambda - 1) * l) below exp(`LOG_STRETCH`) on [low, high]:
+    lambda > 1 stretches the positive side, lambda < 1 the negative one.
     """
     return -LOG_STRETCH / torch.log1p((-low).clamp_min(TINY)), LOG_STRETCH / torch.log1p(high.clamp_min(TINY))
 
 
 def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: StepGradient) -> Tensor:
-    """Return N * d step / d h_i for every element of the sets, h's own dependence on the input aside.
-
-    The chain rule over `Moments`; each derivative below is of what its moment is the mean of. Takes a = |h|,
-    log = log(1 + a) and inverse = 1 / (1 + a), which is d (s * l) / d h.
+    """Return N * d step / d h for every element of sets of N values, h's own dependence on the input aside: the chain
+    rule over `Moments`. Each derivative below is of what its moment is the mean of; `log` is log(1 + a), and `inverse`,
+    1 / (1 + a), is d (s * l) / d h.
     """
     a_log = a * log
     grown = log + a_log  # (1 + a) * l

@@ -13,15 +13,10 @@ from retrofit.utils.hooks import hooked
 
 
 def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:
-    """Collect the lambda estimates of each normality-normalized layer, whatever its strength.
+    """Return the lambda estimates of each normality-normalized layer of a network in evaluation, whatever its strength.
 
-    Args:
-        model: A network in evaluation.
-        images: A batch, (N, C, H, W), for the layers that estimate lambda from each sample; those that keep a running
-            average need none.
-
-    Returns:
-        By layer name, in the order of registration, one value for each normalized set.
+    By layer name, in the order of registration, one value a normalized set: the running average where the layer keeps
+    one, else the estimates on `images`, (N, C, H, W). Without images the layers that need them are left out.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, NormalityMixin)}
     values: dict[str, list[Tensor]] = {name: [] for name in layers}

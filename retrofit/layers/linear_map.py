@@ -9,16 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A convolution or linear layer, in float64.
+    """A convolution or linear layer, in float64."""
 
-    The weight is (groups, C_out / groups, C_in / groups, *), the bias (C_out,) or None. `pads_zeros` says whether zeros
-    beside the input count in the output.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # (groups, C_out / groups, C_in / groups, *)
+    bias: Tensor | None  # (C_out,)
     transposed: bool = False
-    pads_zeros: bool = False
+    pads_zeros: bool = False  # whether zeros beside the input count in the output
 
     @classmethod
     def of(
@@ -42,9 +38,8 @@ class LinearMap:
         return replace(self, weight=self.weight * scale.view(groups, out, 1, *(1 for _ in size)), bias=bias)
 
     def after(self, scale: Tensor, shift: Tensor) -> LinearMap:
-        """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each.
-
-        A shift other than zero is right only if this one does not count zeros beside its input.
+        """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each. If this one counts zeros
+        beside its input, only a shift of 0 is right.
         """
         groups, _, inner, *size = self.weight.shape
         shape, bias = (groups, 1, inner, *(1 for _ in size)), self.bias
@@ -54,10 +49,8 @@ class LinearMap:
         return replace(self, weight=self.weight * scale.view(shape), bias=bias)
 
     def then_groups(self, matrix: LinearMap) -> LinearMap | None:
-        """Return the layer that gives what `matrix` makes of each group of this one's output channels.
-
-        `matrix` is a convolution of size 1 that keeps the number of channels of each group. The answer is None where
-        the channels of a group do not come from the same input channels.
+        """Return the layer that is this one and then `matrix`, a convolution of size 1 with as many outputs as inputs
+        in each group; None where the channels of a group do not come from the same input channels.
         """
         groups, size = matrix.weight.shape[:2]
         if self.weight.shape[:2].numel() != groups * size or self.weight.shape[1] % size:

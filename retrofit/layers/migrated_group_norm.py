@@ -192,14 +192,11 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None =
 
 @torch.no_grad()
 def group_gain(weight: Tensor | None, num_groups: int) -> Tensor | None:
-    """The gain with which a trained channel counts in its group's variance in proportion to |gamma|.
+    """Return the gain, (C,), by which channels count in their group's variance as |gamma|: sqrt(|gamma| / group mean).
 
     A trained network has switched off some of its channels by their gamma. What passes through those says nothing about
     the scale of what the next layer sees, yet would count in full. Every channel counts for a hundredth of the mean at
     least, so that training may bring it back.
-
-    Returns:
-        sqrt(|gamma| / mean |gamma|) with the mean over the group, (C,) in the type of `weight`; None without one.
     """
     if weight is None:
         return None
@@ -214,8 +211,7 @@ def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_grou
     """BatchNorm's eps as it counts in standardised units, so that a group's variance and eps add up to one on average.
 
     Standardising leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
-    with BatchNorm's own eps would scale what is left up again, and the network with it. Takes gamma, (C,) or None, the
-    running variance, (C,), BatchNorm's eps and the groups.
+    with BatchNorm's own eps would scale what is left up again, and the network with it.
     """
     if running_var.is_meta:
         return eps

@@ -51,10 +51,8 @@ class Statistics(NamedTuple):
 def apply_statistics(
     x: Tensor, mean: Tensor, var: Tensor, lmbda: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Standardise with the given mean and biased variance, transform, and apply the affine.
-
-    Statistics, gamma and beta broadcast to `x`, of as many dimensions. Returns the result in `x`'s shape and dtype;
-    computed in float32 (float64 for float64 input).
+    """Standardise by the given mean and biased variance, transform, and apply the affine, in float32 at least. The
+    tensors have as many dimensions as `x` and broadcast to it; the result has its shape and dtype.
     """
     dtype = compute_dtype(x)
     tensors = (mean, var, lmbda, weight, bias)
@@ -86,23 +84,12 @@ def normality_norm(
     alpha: float = 1.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Statistics | None]:
-    """Normalize, gaussianize, perturb and scale `x` with statistics of its own.
+    """Normalize, gaussianize, perturb and scale `x`, of any shape, with the statistics of its sets over `dim`.
 
-    Args:
-        x: Input of any shape.
-        weight: gamma, broadcastable to `x`, or None.
-        bias: beta, broadcastable to `x`, or None.
-        dim: The dimensions that the normalized set spans.
-        eps: Added to the biased variance.
-        strength: t in [0, 1]: lambda = 1 + t * alpha * (estimate - 1), and the noise factor is t * noise.
-        noise: xi, the factor of the Gaussian noise; 0 for none.
-        noise_kind: The paper's "scaled" noise (section 4.2), or one that it compares with (section 5.6): see `perturb`.
-        alpha: Degree of gaussianization (eq. 6), in [0, 1]; 0 leaves the standardised values untransformed.
-        group: Process group whose ranks share the sets, or None.
-
-    Returns:
-        The result in `x`'s shape and dtype, and the statistics (lambda as estimated: strength does not enter it), None
-        of an empty input.
+    gamma and beta (`weight`, `bias`) broadcast to `x`; `eps` is added to the biased variance; the ranks of `group`
+    share the sets. With t = `strength`, lambda = 1 + t * alpha * (estimate - 1), where alpha in [0, 1] is eq. 6's, and
+    the noise has the factor t * xi (`noise`) and a kind that `perturb` describes. Returns the result in `x`'s shape and
+    dtype, and the statistics (lambda as estimated: strength does not enter it), None of an empty input.
     """
     if x.numel() == 0 and group is None:  # still connected to the parameters, whose gradients are then zero
         return affine(x * 1.0, weight, bias).to(x.dtype), None
@@ -127,10 +114,8 @@ def normality_norm(
 
 
 class _NormalityNorm(torch.autograd.Function):
-    """Algorithm 1 with one Newton step, and its closed-form backward.
-
-    Plain tensors go through `kernels`, tensors that a compiler traces through the same formulas as a whole. `t`
-    multiplies lambda's step, `factor` the noise (None: no noise).
+    """Algorithm 1 with one Newton step, and its closed-form backward: through `kernels`, for tensors that a compiler
+    traces through the same formulas as a whole. `t` multiplies lambda's step, `factor` the noise (None: no noise).
     """
 
     @staticmethod
@@ -201,11 +186,7 @@ def gaussianize(
     noise_kind: NoiseKind = "scaled",
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate lambda, transform and perturb values that are standardised already, in float32 at least.
-
-    Takes what `normality_norm` does. Returns the transformed values, noise added, and lambda as estimated (strength
-    does not enter it).
-    """
+    """Transform and perturb standardised values, float32 or more, as `normality_norm` does; return them and lambda."""
     effective_alpha = torch.as_tensor(strength * alpha, dtype=h.dtype, device=h.device)
     if transformed():
         lmbda = estimate(h, dim)

@@ -28,12 +28,8 @@ class SettingsMixin(nn.Module):
 
 
 def hold_settings(module: nn.Module, settings: Mapping[str, Callable[[float], Any]], device: Any = None) -> None:
-    """Let the state dict of `module` hold some of its attributes.
-
-    Args:
-        module: The layer, which has the attributes; a library's is given hooks.
-        settings: By attribute, what takes a number and returns the attribute's value, or raises ValueError.
-        device: Device of the buffers.
+    """Let the state dict of a layer, by hooks if it is a library's, hold some of its attributes. `settings` has for
+    each a function that makes its value of a stored number, or raises a ValueError.
     """
     if "_held_settings" not in vars(module) and not isinstance(module, SettingsMixin):
         module.register_state_dict_pre_hook(_write)

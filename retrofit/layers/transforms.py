@@ -31,10 +31,8 @@ def transformed() -> bool:
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """Refuse the second derivative of a custom backward, in one line.
-
-    torch's own `once_differentiable` refuses it only where an incoming gradient requires grad. A gradient penalty added
-    to a loss passes there, as a constant, without a word.
+    """Refuse the second derivative of a custom backward. torch's own `once_differentiable` does so only where an
+    incoming gradient requires grad: a gradient penalty added to a loss passes there, as a constant, without a word.
     """
 
     @functools.wraps(backward)

@@ -144,10 +144,8 @@ def _source(
 def _labels(model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs) -> list[str] | None:
     """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
 
-    Their number is that of what the network answered or, where it was not run, what timm's networks say.
-
-    Raises:
-        UsageError: If those given are not one for each output.
+    How many outputs there are is known from what the network answered or, where it was not run, from what timm's
+    networks say. A UsageError says that the names given are not one for each.
     """
     names = record_of(model).labels if labels is None else labels
     classes = getattr(model, "num_classes", None) if outputs.classes is None else outputs.classes

@@ -28,14 +28,9 @@ class TooLargeError(RetrofitError):
 
 
 def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check that values which decide a network's size are in proportion to the tensors that it is to have.
+    """Check JSON values that decide a network's size, a builder's arguments say, against the tensors of its file.
 
-    Args:
-        values: JSON values: a builder's arguments, the options of layers.
-        tensors: The file's.
-
-    Raises:
-        TooLargeError: If one is a number beyond any size that these tensors show, or a list is as long.
+    A TooLargeError says that a number is beyond any size that these tensors show, or that there are too many values.
     """
     largest = max([_NUMBER, *(2 * size for tensor in tensors.values() for size in tensor.shape)])
     pending, seen = [values], 0
@@ -54,11 +49,7 @@ def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the context, refuse to build networks far larger than these tensors could fill.
-
-    Raises:
-        TooLargeError: From within a builder, before the tensor too much is filled with values.
-    """
+    """Let builders raise TooLargeError, before they fill in values, for networks far larger than these tensors."""
     most_tensors = 4 * len(tensors) + _SLACK_TENSORS
     most_elements = 4 * sum(tensor.numel() for tensor in tensors.values()) + _SLACK_ELEMENTS
     counts = {"tensors": 0, "modules": 0, "elements": 0}

@@ -36,49 +36,32 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One set of weights out of a file.
-
-    Attributes:
-        tensors: The weights by name.
-        key: Where in the file they lie, "state_dict_ema", say; empty for the top of the file.
-        others: Where other sets of weights lie.
-        left_out: Names beside the weights, where `key` chose what follows a prefix.
-    """
+    """One set of weights out of a file."""
 
     tensors: dict[str, Tensor]
-    key: str = ""
-    others: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    key: str = ""  # where in the file they lie, "state_dict_ema", say; empty for its top
+    others: tuple[str, ...] = ()  # where other sets of weights lie
+    left_out: tuple[str, ...] = ()  # names beside the weights, where `key` chose what follows a prefix
 
 
 @dataclass
 class Loaded:
-    """What became of a checkpoint's tensors.
+    """What became of a checkpoint's tensors."""
 
-    Attributes:
-        left_out: The checkpoint's tensors that the network did not take.
-        left_random: The network's tensors that the checkpoint did not give.
-        warnings: Sentences for the user.
-    """
-
-    left_out: list[str] = field(default_factory=list)
-    left_random: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # the checkpoint's tensors that the network did not take
+    left_random: list[str] = field(default_factory=list)  # the network's tensors that the checkpoint did not give
+    warnings: list[str] = field(default_factory=list)  # sentences for the user
 
 
 def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
-    """Read the tensors of a checkpoint, without executing anything from it.
+    """Read the tensors of a safetensors file, or of what torch.save wrote, without executing anything from it.
 
-    Nested training checkpoints are opened as timm opens them: averaged weights before plain ones.
+    Nested training checkpoints are opened as timm opens them: averaged weights before plain ones. Where the file holds
+    several sets of weights, `key` says which: a key ("model_ema"; dots lead further down), or how the names of the
+    weights begin ("teacher", for "teacher.conv1.weight").
 
-    Args:
-        path: A .safetensors file, or what torch.save wrote (.pth, .pt, .bin, .tar, ...).
-        key: Which weights, where the file holds several: a key ("model_ema"; dots lead further down), or how the
-            names of the weights begin ("teacher", for "teacher.conv1.weight").
-
-    Raises:
-        RetrofitError: If the file is missing, a folder, damaged, unpacks to far more than its size, holds more than
-            weights, no tensor, tensors that are not dense, several sets of weights, or none at `key`.
+    A RetrofitError says that the file is missing, damaged, unpacks to far more than its size, or holds more than
+    weights, no dense tensors, several sets of weights, or none at `key`.
     """
     file = Path(path)
     if file.is_dir():
@@ -209,18 +192,13 @@ def load_into(
     """Load a checkpoint's tensors into a network: all of them, into all of its tensors, unless `partial`.
 
     By name, one prefix that the weights' names share ("model.", DistributedDataParallel's "module.") is taken off, and
-    what timm's own converter for the architecture makes of foreign names and sizes is accepted too. Only counters
-    (`num_batches_tracked`, AveragedModel's `n_averaged`) may be absent on either side.
+    what timm's own converter for the architecture makes of foreign names and sizes is accepted too; with `partial`
+    tensors may be missing, left over or of another shape, and are listed. In "order", tensors are paired by position
+    and shape, whatever they are called. Only counters (`num_batches_tracked`, AveragedModel's `n_averaged`) may be
+    absent on either side.
 
-    Args:
-        model: The network, changed in place.
-        state: Tensors by name.
-        match: "name", or "order" to pair tensors by position and shape whatever they are called.
-        partial: Whether tensors may be missing, left over or of another shape (by name only); they are listed.
-
-    Raises:
-        UsageError: If `match` is neither, or "order" with `partial`.
-        RetrofitError: If the tensors do not fit; the network may then be half loaded.
+    A UsageError says that `match` is neither, or "order" with `partial`; a RetrofitError that the tensors do not fit:
+    the network may then be half loaded.
     """
     if match not in ("name", "order"):
         raise UsageError(f"`match={match!r}` is unknown; choose name or order")
@@ -292,8 +270,7 @@ def _hint(
 def _prefix(own: Tensors, state: Tensors) -> str:
     """Return what stands before the network's own names in a checkpoint's, if at least half of them are there.
 
-    Raises:
-        RetrofitError: If two prefixes fit equally well: the file holds two sets of weights.
+    A RetrofitError says that two prefixes fit equally well: the file holds two sets of weights.
     """
     weights = set(_weights(own))
     counts: Counter[str] = Counter()

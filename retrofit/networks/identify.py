@@ -32,21 +32,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[ModelSource, nn.Module]:
-    """Tell where a network comes from, and hand back the skeleton of what is built there, which proves it.
+    """Tell where a network, converted or not, comes from, and return the skeleton of what is built there as the proof.
 
-    The proof is that of tensors' names and shapes, and of every module's class and plain attributes.
+    Compared are tensors' names and shapes, and every module's class and plain attributes; a RetrofitError says what
+    differs. The skeleton is converted as `model` is, and on the meta device where it builds there. `source` is the
+    answer where the network cannot tell.
 
-    Args:
-        model: A network, converted or not.
-        source: The answer, where the network cannot tell.
-
-    Returns:
-        The source, and the converted skeleton, as `model` in all but values, on the meta device where it builds there.
-        Of a network that is the user's own, and that nobody said how to build, the source is its class and the skeleton
-        is the network itself.
-
-    Raises:
-        RetrofitError: If what the library builds differs.
+    Of a network that is the user's own, and that nobody said how to build, the source is its class and the skeleton is
+    the network itself.
     """
     ours = shapes_of(model)
     problems: dict[str, int] = {}  # with the number of tensors that differ
@@ -83,8 +76,8 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
 def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str:
     """Name the first thing in which a network differs from what its library builds; empty if there is none.
 
-    Compared are the modules' names, their classes, and those of their attributes that are numbers, words or lists of
-    them. An attribute that only one of them has is a note, or comes and goes with a library's versions.
+    Compared are names and classes of modules, and attributes that are numbers, words or lists of them. An attribute
+    that only one of the two has does not count: it is a note, or comes and goes with a library's versions.
     """
     ours, theirs = dict(model.named_modules()), dict(built.named_modules())
     for name in dict.fromkeys((*ours, *theirs)):

@@ -26,15 +26,10 @@ from retrofit.utils.text import one_line
 
 
 def parse(text: str) -> ModelSource:
-    """Find the network that a name means.
+    """Find the network that a name means; a UsageError shows the closest names.
 
-    Args:
-        text: A timm name with optional tag, `tv:NAME`, a name that only torchvision has, `hf-hub:ID`,
-            `local-dir:FOLDER`, or `py:package.module:callable`, which is imported.
-
-    Raises:
-        UsageError: If there is no such network; the message shows the closest names.
-        RetrofitError: If the user's module cannot be imported.
+    It may be a timm name with optional tag, `tv:NAME`, a name that only torchvision has, `hf-hub:ID`,
+    `local-dir:FOLDER`, or `py:package.module:callable`, which is imported: a RetrofitError says why it cannot be.
     """
     import timm
     from torchvision.models import list_models as list_torchvision
@@ -93,11 +88,8 @@ def with_options(
     """Add the command line's options to a source, under the names that its builder knows them by.
 
     A network that takes images of any size has no argument for it: there `img_size` changes nothing here, and the
-    caller records it in the preprocessing.
-
-    Raises:
-        UsageError: If a value is out of range, an option is one that the library's builder has no argument for, or
-            `model_kwargs` asks for weights.
+    caller records it in the preprocessing. A UsageError says which option is out of range, unknown to the library's
+    builder, or asks for weights.
     """
     for size, value, least in (("num_classes", num_classes, 0), ("in_chans", in_chans, 1), ("img_size", img_size, 1)):
         if value is not None and value < least:
@@ -130,15 +122,10 @@ def _size_argument(source: ModelSource) -> str | None:
 
 
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
-    """Build a network; `identify` tells where it came from, also after deepcopy or pickling.
+    """Build a network, with random weights or the library's trained ones; its record says where it came from.
 
-    Args:
-        source: Which one.
-        pretrained: Whether to fetch the library's trained weights; random weights otherwise.
-
-    Raises:
-        UsageError: If the library does not know the name or an argument.
-        RetrofitError: If the weights do not exist or cannot be fetched.
+    A UsageError says that the library does not know the name or an argument, a RetrofitError that the weights do not
+    exist or cannot be fetched.
     """
     source.refuse_reserved()
     if ":" not in source.name:

@@ -23,37 +23,21 @@ WEIGHTS, CONFIG, LIBRARY = "model.safetensors", "config.json", "retrofit"  # in 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest that is whole; what it says may still not fit its tensors.
-
-    Attributes:
-        source: What network it is.
-        plans: The conversions, in order.
-        preprocess: What it expects of its images.
-        labels: Names of its outputs.
-        weights: Where they come from.
-        versions: Of the libraries that wrote it.
-        training: By layer, what only training depends on.
-        checksum: Of its tensors.
-        outputs: What it answered when it was saved.
-    """
+    """A manifest that is whole; what it says may still not fit its tensors."""
 
     source: ModelSource
-    plans: list[Plan]
+    plans: list[Plan]  # the conversions, in order
     preprocess: Preprocess
-    labels: list[str] | None
+    labels: list[str] | None  # of the network's outputs
     weights: dict[str, Any]
-    versions: dict[str, Any]
-    training: dict[str, dict[str, Any]]
-    checksum: str
-    outputs: SampledOutputs
+    versions: dict[str, Any]  # of the libraries that wrote it
+    training: dict[str, dict[str, Any]]  # by layer, what only training depends on
+    checksum: str  # of the tensors
+    outputs: SampledOutputs  # what the network answered when it was saved
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:
-        """Read an artifact's manifest.
-
-        Raises:
-            RetrofitError: As `read_manifest`, or if it is malformed.
-        """
+        """Read an artifact's manifest; raise RetrofitError as `read_manifest` does, and if it is malformed."""
         values = read_manifest(path)
         try:
             return cls(
@@ -78,11 +62,7 @@ class Manifest:
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Read what an artifact says about itself, as it stands in the file.
-
-    Raises:
-        RetrofitError: If there is no such file, or it is not an artifact that this version reads.
-    """
+    """Read what an artifact says about itself, as it stands in the file; a RetrofitError says why it cannot be read."""
     file = Path(path)
     if not file.is_file():
         problem = "is a folder" if file.is_dir() else "does not exist"
@@ -129,11 +109,9 @@ def _manifest_text(path: Path) -> str | None:
 def artifact_path(text: str) -> Path | None:
     """Return the artifact that MODEL names, which has weights and sizes of its own; None if it names a network.
 
-    An artifact is named by its path, `*.safetensors`, or is what `hf-hub:OWNER/NAME[@REVISION]`, from where it is
-    fetched, or `local-dir:FOLDER` holds. None also if the hub gives no answer, or what lies there is not ours.
-
-    Raises:
-        RetrofitError: If the artifact is on the hub and cannot be fetched.
+    An artifact is named by its path, `*.safetensors`, or is what `local-dir:FOLDER` or `hf-hub:OWNER/NAME[@REVISION]`
+    holds. From the hub it is fetched; a RetrofitError says that this failed. None also if the hub gives no answer, or
+    what lies there is not ours.
     """
     prefix, colon, rest = text.partition(":")
     prefix = prefix.replace("_", "-").lower()

@@ -23,17 +23,11 @@ _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
 
 @dataclass
 class Network:
-    """A network, whose record holds what is known about it.
-
-    Attributes:
-        model: The network.
-        warnings: Sentences for the user.
-        artifact: The artifact it was read from, if it was.
-    """
+    """A network, whose record holds what is known about it."""
 
     model: nn.Module
-    warnings: tuple[str, ...] = ()
-    artifact: str | None = None
+    warnings: tuple[str, ...] = ()  # sentences for the user
+    artifact: str | None = None  # the file it was read from, if it was
 
     @property
     def source(self) -> ModelSource:
@@ -104,25 +98,14 @@ def open_model(
     model_kwargs: Mapping[str, Any] | None = None,
     network: str | None = None,
 ) -> Network:
-    """Open a network by name, or an artifact by path.
+    """Open a network by a name that `parse` takes, or an artifact by its path or the hub's name of it.
 
-    Args:
-        text: A name as `retrofit.networks.library.parse` takes it, the path of an artifact (`*.safetensors`), or the
-            hub's name of one.
-        pretrained: Whether to fetch the library's trained weights.
-        checkpoint: File to load weights from.
-        match: How the checkpoint's tensors find their places: by "name" (None is the same), or in "order".
-        checkpoint_key: Which of its weights, where it holds several (`retrofit.networks.checkpoint.read_checkpoint`).
-        checkpoint_partial: Whether only a part of its tensors, or of the network's, may find a place.
-        num_classes: Number of outputs; the library's default if None.
-        in_chans: Number of input channels.
-        img_size: Side of the input images.
-        model_kwargs: Further arguments for the library's builder.
-        network: What builds the network that an artifact of a user's own holds: `py:package.module:callable`.
+    `match` (None is "name"), `checkpoint_key` and `checkpoint_partial` are what `load_into` and `read_checkpoint` take;
+    sizes that are None are the library's. `network`, `py:package.module:callable`, builds what an artifact of a user's
+    own network holds.
 
-    Raises:
-        UsageError: If the name is unknown, an option is wrong, or options contradict each other.
-        RetrofitError: If weights or the artifact cannot be read or do not fit.
+    A UsageError says that the name is unknown, an option is wrong, or two contradict each other; a RetrofitError that
+    weights or the artifact cannot be read or do not fit.
     """
     options: dict[str, Any] = {
         "num_classes": num_classes,

@@ -26,11 +26,8 @@ _typed: dict[str, Callable[..., Any]] = {}
 def resolve(name: str) -> None:
     """Import the callable that a user typed, "package.module:callable"; `build` may then call it.
 
-    Modules in the working folder are found.
-
-    Raises:
-        UsageError: If it is not of that form, or the module has no such callable.
-        RetrofitError: If the module cannot be imported.
+    Modules in the working folder are found. A UsageError says that the name is not of that form or that the module has
+    no such callable, a RetrofitError that the module cannot be imported.
     """
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
@@ -55,12 +52,7 @@ def resolve(name: str) -> None:
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """Call a builder that the user typed in this process.
-
-    Raises:
-        UsageError: If it takes no such argument.
-        RetrofitError: If nobody typed it, or it fails or builds no network.
-    """
+    """Call a builder; a RetrofitError says that nobody typed its name in this process, or what is wrong with it."""
     if name not in _typed:
         raise RetrofitError(f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here")
     if missing := [key for key in kwargs if not takes(name, key)]:

@@ -15,10 +15,8 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
     """Return the preprocessing that the library prescribes for a network's weights, fitted to its input.
 
     A network of one's own may say what it expects as timm's do, in a dict `pretrained_cfg`; else it gets timm's usual
-    one, images of 224 pixels with ImageNet's mean and standard deviation.
-
-    Raises:
-        RetrofitError: If `pretrained_cfg` names sizes and numbers that no images have.
+    one, images of 224 pixels with ImageNet's mean and standard deviation. A RetrofitError says that `pretrained_cfg`
+    names sizes or numbers that no images have.
     """
     import timm.data
 
@@ -69,10 +67,7 @@ def _torchvision_preprocess(source: ModelSource) -> Preprocess:
 
 
 def labels_of(model: nn.Module, source: ModelSource) -> list[str] | None:
-    """Return the names of a pretrained network's classes, in order; None where the library does not tell.
-
-    ImageNet's are WordNet ids ("n01440764"), as its folders are called.
-    """
+    """Name a pretrained network's outputs, ImageNet's by WordNet id; None where the library does not tell."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
     if source.library == "torchvision":

@@ -42,19 +42,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampledOutputs:
-    """What a network answers to an image.
+    """What a network answers to an image."""
 
-    Attributes:
-        size: (C, H, W) of the image.
-        classes: How many scores the network gives, where it gives one number for each class.
-        values: Samples by layer, "" for the network's output.
-        not_checked: Why the network was not run, and there is nothing of all that; empty if it was.
-    """
-
-    size: tuple[int, ...] = ()
-    classes: int | None = None
-    values: dict[str, Sample] = field(default_factory=dict)
-    not_checked: str = ""
+    size: tuple[int, ...] = ()  # (C, H, W) of the image
+    classes: int | None = None  # how many scores the network gives, where it gives one number for each class
+    values: dict[str, Sample] = field(default_factory=dict)  # by layer; "" is the network's output
+    not_checked: str = ""  # why the network was not run; the other fields are empty then
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values: the attributes, or why there are none."""
@@ -102,13 +95,10 @@ def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
 
 
 def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[str] | None = None) -> SampledOutputs:
-    """Run a network on an image of one size, on the CPU, in float32 or, if it is all float64, that.
+    """Run a network on an image of `size`, (C, H, W), on the CPU, in float32 or, if it is all float64, that.
 
-    Args:
-        model: Any network; it is left as it was. Of a detector the backbone is run: its boxes come out of sorting,
-            where rounding swaps two.
-        size: (C, H, W) of the image.
-        layers: Names of layers to sample, of which those that it has count; some of all if None.
+    Sampled are those of `layers` that it has, or some of all if None. The network is left as it was. Of a detector the
+    backbone is run: its boxes come out of sorting, where rounding swaps two.
     """
     values: dict[str, Sample] = {}
 

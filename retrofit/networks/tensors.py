@@ -36,12 +36,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
     """Return the tensors for a file: each one once, contiguous, on the CPU, with storage of its own.
 
-    Args:
-        model: The network.
-        twin: The network as it will be built again; it tells which tensors are one.
-
-    Raises:
-        RetrofitError: If the network holds as two tensors what will be built as one.
+    `twin`, the network as it will be built again, tells which tensors are one; a RetrofitError names two that differ.
     """
     tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
     for name, original in _aliases(twin).items():
@@ -129,11 +124,7 @@ def training_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def set_training_settings(model: nn.Module, settings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give layers what `training_settings` returned for those of another network of the same structure.
-
-    Raises:
-        AttributeError, TypeError, ValueError: If it did not come from `training_settings`.
-    """
+    """Give layers what `training_settings` returned; AttributeError, TypeError or ValueError for anything else."""
     for name, values in settings.items():
         layer = model.get_submodule(name)
         for key, value in values.items():

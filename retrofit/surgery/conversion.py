@@ -127,10 +127,9 @@ def convert(
 def reference_of(
     model: nn.Module, inputs: Inputs | None, input_size: Sequence[int] | None, whole: bool = True
 ) -> tuple[Reference | None, str]:
-    """Run a network, to see what its layers get, and to compare with it what becomes of it; or say why that cannot be.
+    """Run a network, for the shapes that its layers get and to compare it later; or say why that cannot be.
 
-    Without `whole` it is run once, for the shapes. That it does not take the inputs, or samples of the size, that are
-    given is an error.
+    Without `whole` it is run once, for the shapes alone. To refuse given inputs or a given size is an error.
     """
     try:
         calls = example_calls(model, inputs, input_size)

@@ -19,17 +19,11 @@ from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a converter decides.
+    """What a converter decides."""
 
-    Attributes:
-        layers: What becomes of each layer that it was asked about.
-        edits: What becomes of the activations and convolutions around them.
-        sites: Where those are, for `apply`.
-    """
-
-    layers: Sequence[LayerRow]
-    edits: Sequence[EditRow] = ()
-    sites: Sites | None = None
+    layers: Sequence[LayerRow]  # one for each layer that it was asked about
+    edits: Sequence[EditRow] = ()  # the activations and convolutions around them
+    sites: Sites | None = None  # where those are, for `apply`
 
 
 class Converter(ABC):
@@ -37,20 +31,13 @@ class Converter(ABC):
 
     It holds no state of a conversion: `plan` decides, `build` makes the layers, maybe in another network of the same
     structure, and `finish` edits what lies around them.
-
-    Attributes:
-        sources: The families it converts when the caller names none.
-        identity: Whether the converted network is its source's function in evaluation, at strength 0 if it has one.
-        has_strength: Whether its layers have a strength.
-        changes_sets: Whether its layers normalize each sample by itself, and their sources do not.
-        takes_activations: Whether it also converts the activations behind the layers, and is pointless without.
     """
 
-    sources: frozenset[str]
-    identity: bool = True
+    sources: frozenset[str]  # the families it converts when the caller names none
+    identity: bool = True  # the converted network is its source's function in evaluation, at strength 0 if it has one
     has_strength: bool = True
-    changes_sets: bool = False
-    takes_activations: bool = False
+    changes_sets: bool = False  # its layers normalize each sample by itself, and their sources do not
+    takes_activations: bool = False  # it also converts the activations behind the layers, and is pointless without
 
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
         """Decide the fate of the layers that the caller's rules let through. Changes nothing; may raise errors."""
@@ -80,11 +67,7 @@ TARGETS: dict[str, Converter] = {}
 
 
 def converter_for(to: str) -> Converter:
-    """Return the converter of target `to`.
-
-    Raises:
-        UsageError: If there is no such target.
-    """
+    """Return the converter of target `to`; a UsageError says that there is none."""
     if to not in TARGETS:
         raise UsageError(f"unknown target {to!r}; choose one of {', '.join(TARGETS)}")
     return TARGETS[to]

@@ -23,24 +23,15 @@ from retrofit.utils.text import plural
 
 
 def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.Module, Report]:
-    """Execute `plan` on `model`, in place, and seed the layers that it converts at strength 0.
+    """Execute a plan, made for this model or one of the same structure, in place; new layers start at strength 0.
 
-    Layers that were converted before keep their strength: the network is then its source as that stood.
+    Layers that were converted before keep their strength: the network is then its source as that stood. Parameters are
+    moved, not copied: the network takes no second copy of its weights, and an optimizer that holds them keeps working.
+    `sites` are where the activations of the plan are, if they were found in this very model; else they are searched.
 
-    Parameters are moved, not copied: the network takes no second copy of its weights, and an optimizer that holds them
-    keeps working.
-
-    Args:
-        plan: A plan made for this model or one of the same structure.
-        model: The network to convert.
-        sites: Where the activations of the plan are, if they were found in this very model; else they are searched.
-
-    Returns:
-        The network to use (another object only if `model` itself is a normalization layer), and the report.
-
-    Raises:
-        RetrofitError: If the model's layers are not those of the plan. Whatever is raised, or interrupts, leaves the
-            model as it was.
+    Returned are the network to use (another object only if `model` itself is a normalization layer), and the report. A
+    RetrofitError says that the model's layers are not those of the plan. Whatever is raised, or interrupts, leaves the
+    model as it was.
     """
     if (inner := guards.network_in(model)) is not model:
         converted, report = apply(plan, inner, sites)

@@ -100,25 +100,15 @@ _NAMED_NORM = re.compile(r"(Norm|BN|EvoNorm\w*)(_?\d?[dD])?(NoBias|Act|Fp32|\d[d
 
 @dataclass(frozen=True)
 class NormLayer:
-    """A normalization layer as found in a network.
+    """A normalization layer as found in a network."""
 
-    Attributes:
-        name: Dotted module name; empty for the root. A module with several names is found under each.
-        module: The layer.
-        kind: Full name of its class, or of the known class that it is proved to compute.
-        family: Key of `FAMILIES`, or None.
-        status: "known" (a converter may take it), "kept" or "unsupported" (none does, for `reason`).
-        reason: Why none does.
-        formula: The proof that it computes what `kind` does; None where it is of that class.
-    """
-
-    name: str
+    name: str  # dotted; empty for the root. A module with several names is found under each.
     module: nn.Module
-    kind: str
-    family: str | None
-    status: Literal["known", "kept", "unsupported"]
+    kind: str  # full name of its class, or of the known class that it is proved to compute
+    family: str | None  # a key of `FAMILIES`
+    status: Literal["known", "kept", "unsupported"]  # "known": a converter may take it; else none does, for `reason`
     reason: str = ""
-    formula: Formula | None = None
+    formula: Formula | None = None  # the proof that it computes what `kind` does; None where it is of that class
 
     @property
     def label(self) -> str:

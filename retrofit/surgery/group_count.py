@@ -42,13 +42,9 @@ def most_groups(model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[
     """Pick, for each BatchNorm, the most groups whose normalization keeps its output within `GROUP_TOLERANCE`.
 
     The change is that from the layer in evaluation to the migrated one at strength 1: root mean square over images,
-    positions and channels, relative to the output's own about beta.
-
-    Returns:
-        For each name the number of groups (1 if no number keeps within the tolerance) and the relative change.
-
-    Raises:
-        RetrofitError: If there are no images, or a layer is never called.
+    positions and channels, relative to the output's own about beta. Returned are, by name, the number of groups (1 if
+    none keeps within the tolerance) and the change. A RetrofitError says that there are no images, or that a layer is
+    never called.
     """
     if not norms:
         return {}

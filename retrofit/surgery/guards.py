@@ -26,9 +26,8 @@ _FUSING_METHODS = ("fuse", "reparameterize", "switch_to_deploy", "fuse_model")
 def network_in(model: nn.Module) -> nn.Module:
     """Return the network inside wrappers of torch.compile and DataParallel, which call it as it is.
 
-    Raises:
-        UsageError: For what is no network.
-        RetrofitError: If it is, or holds, what keeps its parameters or its code elsewhere.
+    A UsageError says that it is no network, a RetrofitError that it is or holds what keeps its parameters or its code
+    elsewhere.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(

@@ -84,11 +84,7 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: 
 
 
 def plain_layer(layer: nn.Module) -> nn.Module | None:
-    """Return the plain form of one converted layer, which takes its parameters; None if it is no layer of ours.
-
-    Raises:
-        RetrofitError: If it has none.
-    """
+    """Return a converted layer's plain form, around its parameters; None for others, RetrofitError if it has none."""
     if not isinstance(layer, ConvertedLayer) or isinstance(layer, PlainAffine):
         return None
     owner: Any = layer

@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all, and a network's mode."""
+"""Small tools that the other folders share."""

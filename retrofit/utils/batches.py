@@ -18,16 +18,10 @@ def input_of(batch: Any) -> Any:
 
 
 def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tensor]:
-    """Yield the images of each batch.
+    """Yield the images of each batch: a tensor (N, C, H, W), or the first entry of a list or tuple, as loaders give it.
 
-    Args:
-        batches: Tensors (N, C, H, W), or lists and tuples whose first entry is one, as a loader gives them; or one
-            tensor.
-        name: The argument, for messages.
-
-    Raises:
-        UsageError: If something else is given.
-        RetrofitError: If a batch holds NaN or infinity, to which a fit would be as wrong, and silently so.
+    A single tensor is one batch. `name` is the argument, for messages. A UsageError says that something else is given,
+    a RetrofitError that a batch holds NaN or infinity, of which a fit would be wrong without a word.
     """
     takes = f"`{name}` takes batches of images, tensors (N, C, H, W)"
     if not isinstance(batches, Iterable):
@@ -43,15 +37,10 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
 
 
 def without_image_rows(run: Callable[[Tensor], Any], layers: Collection[nn.Module], image: Tensor) -> set[nn.Module]:
-    """Return the layers whose outputs do not have twice as many rows for two images as for one.
+    """Return the layers whose outputs do not have twice as many rows for two images as for one, (1, C, H, W).
 
     Such are layers of transformers that take (tokens, images, channels), and a norm of parameters alone. A layer that
-    is not called is not among them.
-
-    Args:
-        run: The network, in evaluation.
-        layers: Some of its layers.
-        image: One image, (1, C, H, W).
+    is not called is not among them. `run` is the network, in evaluation.
     """
     rows: list[dict[nn.Module, int]] = []
 

@@ -29,18 +29,10 @@ _locks: dict[Path, int] = {}
 
 
 def ensure_writable(path: str | Path, force: bool = False) -> Path:
-    """Check, before any long work, that a file may be written at `path`.
+    """Check, before any long work, that a file may be written at `path`; with `force` it may exist.
 
-    Args:
-        path: The file to come.
-        force: Whether an existing file may be replaced.
-
-    Returns:
-        The path with symbolic links resolved, so that a link is written through and not replaced.
-
-    Raises:
-        RetrofitError: If `path` is a folder or a device, exists (without `force`), or lies in a folder that is missing
-            or read-only.
+    Returned is the path with symbolic links resolved, so that a link is written through and not replaced. A
+    RetrofitError says that `path` is a folder or a device, exists, or lies in a folder that is missing or read-only.
     """
     target = Path(os.path.realpath(Path(path).expanduser()))
     with writing(path), suppress(FileNotFoundError, NotADirectoryError):
@@ -60,20 +52,11 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
 
 @contextmanager
 def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
-    """Write a file in a hidden folder beside `path` and rename it when the body ends.
+    """Yield an empty file of the same name in a hidden folder beside `path`, and rename it when the body ends.
 
     If the body fails, or the process is interrupted or terminated, the folder is removed. A killed process may leave a
-    hidden `.NAME.*.tmp`, which the next writer of `path` removes, but never a partial `path`.
-
-    Args:
-        path: The final name.
-        force: Whether an existing file may be replaced.
-
-    Yields:
-        The path to write to: an empty file of the same name.
-
-    Raises:
-        RetrofitError: As `ensure_writable`, and if the disk is full or the folder cannot be written to.
+    hidden `.NAME.*.tmp`, which the next writer of `path` removes, but never a partial `path`. A RetrofitError says what
+    `ensure_writable` does, or that the disk is full or the folder cannot be written to.
     """
     target = ensure_writable(path, force)
     with writing(path), temporary_folder(target) as folder:
@@ -90,18 +73,10 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Fill a new folder and rename it when the body ends.
+    """Yield a new folder to fill, and rename it to `folder` when the body ends.
 
-    What stood there is replaced; it is back if the body fails, or the process is interrupted or terminated.
-
-    Args:
-        folder: The final name, in a folder that can be written to.
-
-    Yields:
-        The empty folder to fill.
-
-    Raises:
-        RetrofitError: If the disk is full or the folder cannot be written to.
+    What stood there is replaced; it is back if the body fails, or the process is interrupted or terminated. A
+    RetrofitError says that the disk is full or that the place cannot be written to.
     """
     final = folder.absolute()
     with writing(folder), temporary_folder(final) as temporary:
@@ -147,13 +122,8 @@ def _discard(folder: Path, final: Path) -> None:
 def acquire(path: Path) -> bool:
     """Lock a file, made if it is not there, until `release` or the end of the process, however it ends.
 
-    The processes that this one forks, which may outlive it, do not hold the lock.
-
-    Returns:
-        Whether it was free. Where the file system has no locks it counts as free.
-
-    Raises:
-        OSError: If the file cannot be made.
+    Return whether it was free; where the file system has no locks it counts as free. The processes that this one forks,
+    which may outlive it, do not hold the lock. An OSError says that the file cannot be made.
     """
     path = path.absolute()
     while path not in _locks:

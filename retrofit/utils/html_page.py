@@ -45,12 +45,7 @@ def html_page(title: str, parts: Iterable[str]) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; a column without entries is left out.
-
-    Args:
-        columns: Headings. The second and the third are of words, the others of numbers.
-        rows: As many texts each.
-    """
+    """Return a table without its empty columns; the second and the third are of words, the others of numbers."""
     filled = [place for place in range(len(columns)) if any(row[place] for row in rows)]
     head = "".join(f"<th>{as_html(columns[place])}</th>" for place in filled)
     body = "".join("<tr>" + "".join(f"<td>{as_html(row[place])}</td>" for place in filled) + "</tr>" for row in rows)

@@ -12,10 +12,7 @@ def lazy_names(
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package.
 
-    Args:
-        package: Its name.
-        homes: By module, relative to the package, the names that it is asked for.
-        packages: Submodules that are names themselves.
+    `homes` lists the names by the module, relative to the package, that has them; `packages` are submodules.
     """
     modules = {name: module for module, names in homes.items() for name in names}
 

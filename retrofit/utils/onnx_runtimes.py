@@ -30,16 +30,10 @@ def open_onnx(
 ) -> Run:
     """Return a function that takes the model's inputs, images (N, C, H, W) in float32 say, and returns its outputs.
 
-    Args:
-        model: The model, or its file.
-        runtime: What runs it. OpenVINO computes in bfloat16 by itself where the processor does; not here.
-        shape: Of the images, where it is fixed: only then does OpenVINO fuse chains of elementwise operations.
-        threads: Of the runtime; its own choice if None.
-        advice: What an error says to do.
-
-    Raises:
-        UsageError: If the runtime is not installed.
-        RetrofitError: If it cannot run the model; so does the function.
+    OpenVINO computes in bfloat16 by itself where the processor does, but not here. It fuses chains of elementwise
+    operations only where the `shape` of the images is fixed. `threads` None leaves the number to the runtime; `advice`
+    is what an error says to do. A UsageError says that the runtime is not installed, a RetrofitError, of the function
+    too, that it cannot run the model.
     """
 
     def guarded(function: Callable[..., Any], *args: Any) -> Any:
@@ -82,11 +76,7 @@ def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int 
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """Return what a file says of itself, each value as JSON where it is JSON.
-
-    Raises:
-        RetrofitError: If there is no such file, or no ONNX in it.
-    """
+    """Return what an ONNX file says of itself, as JSON where it is JSON; RetrofitError if there is no such file."""
     if not path.is_file():
         raise RetrofitError(f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such files")
     try:

@@ -25,11 +25,7 @@ def placement_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return a device to run on; by default a GPU if there is one.
-
-    Raises:
-        UsageError: If there is no such device.
-    """
+    """Return a device to run on, by default a GPU if there is one; a UsageError says that there is no such device."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -42,8 +38,7 @@ def device_named(name: str | None) -> torch.device:
 def mixed_precision(device: torch.device, amp: bool, amp_dtype: str | None) -> torch.dtype | None:
     """Return the data type of mixed precision, by default bfloat16 on a CPU and else float16; None for none.
 
-    Raises:
-        UsageError: If there is a data type without `amp`.
+    A data type without `amp` is a UsageError.
     """
     if amp_dtype is not None and not amp:
         raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")

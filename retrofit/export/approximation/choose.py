@@ -55,12 +55,9 @@ def choose(
 ) -> dict[Node, Fit]:
     """Approximate power transforms, with as little computation as keeps the network within the tolerance.
 
-    Fits are made on the calls `fitted`, or on running statistics where there are none; `judged` are the calls that the
-    tolerance, a share of each output's scale, holds for. A given degree is that of all fits. Transforms that the answer
-    does not have stay exact.
-
-    Raises:
-        RetrofitError: If no choice of degrees meets the tolerance.
+    Fits are made on the calls `fitted`, or on running statistics where there are none; the tolerance, a share of each
+    output's scale, holds for the calls `judged`. A given degree is that of all fits. Transforms that the answer does
+    not have stay exact. A RetrofitError says that no choice of degrees meets the tolerance.
     """
     if not transforms:
         return {}
@@ -177,10 +174,9 @@ def _options(
 
 
 def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[Node, Fit]]:
-    """Yield choices of an option for each layer, from the first, free ones on, with ever less squared error.
-
-    Error is taken off where most goes for its cost. A layer that is missing is to stay exact; that all of them do is
-    not among the choices.
+    """Yield choices of an option for each layer, from the first, free ones on, with ever less squared error: it is
+    taken off where most goes for its cost. A layer that is missing stays exact; that all of them do is not among the
+    choices.
     """
     state = {node: own[0] for node, own in options.items()}
     while fits := {node: option.fit for node, option in state.items() if option.fit is not None}:

@@ -44,21 +44,16 @@ _FLAT = 1e-6  # slope, of the channel's largest, below which it counts as that
 
 @dataclass(frozen=True)
 class Fit:
-    """An approximation of one layer, with gamma >= 0: scale * h + shift, (C,) in float64, and the parts that follow.
+    """An approximation of one layer, with gamma >= 0: scale * h + shift, (C,) in float64, and the parts that follow."""
 
-    `form` is "affine", "polynomial" or "lines", `size` the degree or the number of lines. The largest error is that on
-    what was seen, its root mean square that on guessed values too, each a share of the standard deviation of the
-    layer's output.
-    """
-
-    form: str
-    size: int
+    form: str  # "affine", "polynomial" or "lines"
+    size: int  # the degree, or the number of lines
     scale: Tensor
     shift: Tensor
     parts: list[nn.Module]
     has_activation: bool = False  # whether a ReLU behind the layer is included; else it stays
-    max_error: float = 0.0
-    rms_error: float = 0.0
+    max_error: float = 0.0  # on what was seen, as a share of the standard deviation of the layer's output
+    rms_error: float = 0.0  # root mean square, on guessed values too
 
     def __call__(self, h: Tensor) -> Tensor:
         """Evaluate for h, (C, S), in the precision of a folded network."""
@@ -139,10 +134,8 @@ class PolynomialFitter:
         self.limit = -1.0 if high is None else 0.0
 
     def fit(self, size: int) -> Fit:
-        """Fit by least squares on the data.
-
-        Each channel is limited to as much of its range as serves it best: a few values far out would bend a polynomial
-        of low degree for all the others.
+        """Fit by least squares on the data. Each channel is limited to as much of its range as serves it best: a few
+        values far out would bend a polynomial of low degree for all the others.
         """
         solutions = [equations.solve(size) for equations in self._equations]
         best = torch.stack([error for _, error in solutions]).argmin(0)
@@ -244,9 +237,8 @@ class LineFitter:
         return knots
 
     def _offset(self, knots: Tensor, slopes: Tensor, heights: Tensor) -> Tensor:
-        """Return what is missing, on average, of a function with these heights at its divisions, (C, 1).
-
-        Where no data lies in what the ReLU lets through, it is the layer's output at the first division.
+        """Return what is missing, on average, of a function with these heights at its divisions, (C, 1); where no data
+        lies in what the ReLU lets through, the layer's output at the first division.
         """
         before = torch.searchsorted(knots, self.h).sub_(1).clamp_min_(0)
         line = before + (self.h > knots[:, :1])
@@ -267,9 +259,8 @@ class LineFitter:
 
     def _only_line(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the channels that a ReLU makes constant on all data, and their line: slope and height at `x`, (C, 1).
-
-        It is the tangent where the data is nearest to what the ReLU lets through. On the data it has no error, and it
-        leaves the channel behind the data where the layer does.
+        It is the tangent where the data is nearest to what the ReLU lets through: it has no error on the data, and
+        behind the data it leaves the limit where the layer does.
         """
         function, low, top = self.function, self.function.low[:, None], self.function.top[:, None]
         if function.high is None:
@@ -285,9 +276,8 @@ class LineFitter:
         return self.h.gather(1, torch.searchsorted(self.rank, ranks).clamp_max(self.h.shape[1] - 1))
 
     def _segments(self, knots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the least-squares line of each interval, (C, size): slope, x and y of a point that it goes through.
-
-        It is the chord where data is too little for another.
+        """Return the least-squares line of each interval, or the chord where data is too little: (C, size) slopes, and
+        x and y of a point that it goes through.
         """
         ends = torch.cat([self.start[:, None], knots, self.end[:, None]], 1)
         first = torch.zeros_like(ends[:, :1], dtype=torch.int64)

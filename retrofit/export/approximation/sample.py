@@ -22,14 +22,11 @@ _GAUSSIAN, _IMAGINED = 511, 10_000  # quantiles where there are no images, in pl
 
 @dataclass(frozen=True)
 class WeightedSample:
-    """Values of each channel, (C, S), and the share that each stands for, (S,), about 1 together.
+    """Values of each channel, and the share that each value stands for."""
 
-    The first `seen` were seen, the others are guessed.
-    """
-
-    h: Tensor
-    weight: Tensor
-    seen: int
+    h: Tensor  # (C, S)
+    weight: Tensor  # (S,), about 1 together
+    seen: int  # so many were seen, the others behind them are guessed
 
 
 def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSample:

@@ -32,12 +32,9 @@ _QUANTIZED += ["MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean"]
 
 
 def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProto:
-    """Quantize weights per channel and activations by their range over images, as QuantizeLinear and DequantizeLinear.
-
-    Weights take 7 bits of the 8: processors without VNNI add products of 8 and 8 bits in 16, and saturate.
-
-    Raises:
-        RetrofitError: If ONNX Runtime cannot quantize the model.
+    """Quantize weights per channel and activations by their range over images, as QuantizeLinear and DequantizeLinear,
+    or say in a RetrofitError why not. Weights take 7 bits of the 8: processors without VNNI add products of 8 and 8
+    bits in 16, and saturate.
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
@@ -72,12 +69,8 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
 
 
 def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert weights and arithmetic to float16, by ONNX Runtime's converter; input and output stay float32.
-
-    Two errors that it makes beside operations that stay in float32 (Max, TopK) are mended.
-
-    Raises:
-        RetrofitError: If it cannot convert the model.
+    """Convert weights and arithmetic to float16 by ONNX Runtime's converter, or say in a RetrofitError why not; input
+    and output stay float32. Two errors that it makes beside operations that stay in float32 (Max, TopK) are mended.
     """
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
@@ -132,9 +125,8 @@ def _as_written(value: float) -> float:
 
 
 def _in_float(model: onnx.ModelProto) -> list[str]:
-    """Name the nodes that stay in float32: additions of constants, means that belong to a normalization, and products.
-
-    The products of `Polynomial.to_convolutions` are quantized: those with a depthwise convolution of size 1.
+    """Name the nodes that stay in float32: additions of constants, means that belong to a normalization, and products
+    but those with a depthwise convolution of size 1, which `Polynomial.to_convolutions` makes.
     """
     tensors = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     constants = {*tensors, *(node.output[0] for node in model.graph.node if node.op_type == "Constant")}

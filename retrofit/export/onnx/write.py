@@ -1,7 +1,4 @@
-"""From a captured program to an ONNX file, the same bytes every time: checked first, then written whole.
-
-Beyond 2 GB, where protobuf ends, the weights lie in a file beside.
-"""
+"""From a captured program to an ONNX file, the same bytes every time: checked first, then written whole."""
 
 from __future__ import annotations
 
@@ -37,14 +34,10 @@ SMALL = 1024  # bytes of a tensor that stays in it
 
 
 def to_onnx(program: Program, opset: int) -> tuple[onnx.ModelProto, torch.export.ExportedProgram]:
-    """Convert a captured program to ONNX. Its input is named `input` if it is the only one, else as the argument.
+    """Convert a captured program to ONNX; return the model, and the program of the operations that became its nodes.
 
-    Returns:
-        The model, in which nothing depends on where or when it was made, and the program of the operations that became
-        its nodes.
-
-    Raises:
-        RetrofitError: If the exporter cannot convert it.
+    The input is named `input` if it is the only one, else as the argument. Nothing in the model depends on where or
+    when it was made. A RetrofitError says why the exporter cannot convert the program.
     """
     exported = program.exported()
     signature = exported.graph_signature
@@ -103,13 +96,8 @@ def written(
 ) -> Iterator[tuple[Comparison, int]]:
     """Check a model and write it aside; it gets its name when the body ends. If anything fails, there is no file.
 
-    Beyond 2 GB the weights go to `path` with `.data` added.
-
-    Yields:
-        The last comparison, and how many bytes were written.
-
-    Raises:
-        RetrofitError: If the model is not valid, differs, or cannot be written.
+    Beyond 2 GB, where protobuf ends, the weights go to `path` with `.data` added. Yields the last comparison, and how
+    many bytes were written; a RetrofitError says that the model is not valid, differs, or cannot be written.
     """
     if model.ByteSize() <= LARGEST:
         check_model(model)

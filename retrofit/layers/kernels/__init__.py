@@ -50,9 +50,7 @@ def fits(x: Tensor) -> bool:
 def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
     """Return the kernels for `x`, whose sets the ranks of `group` may share.
 
-    Raises:
-        ValueError: If RETROFIT_KERNELS names no kernels.
-        RuntimeError: If it names kernels that cannot run here.
+    A ValueError says that RETROFIT_KERNELS names no kernels, a RuntimeError why those that it names cannot run here.
     """
     name = _named()
     if name == "eager" or x.dtype not in self_test.TOLERANCES or (not name and not x.is_cuda and x.numel() < LARGE):
@@ -72,9 +70,8 @@ def runs_cpp(x: Tensor) -> bool:
 
 
 def moves(x: Tensor, stretch: int) -> bool:
-    """Whether sets of many stretches of `stretch` neighbouring elements are better moved together before they are run.
-
-    Short ones leave vectors half empty; the C++ kernels fill theirs with the stretches of neighbouring sets.
+    """Whether sets of many stretches of `stretch` neighbouring elements are better moved together before they are run:
+    short ones leave vectors half empty. (The C++ kernels fill theirs with the stretches of neighbouring sets.)
     """
     return stretch < _STRETCH and not (runs_cpp(x) and stretch <= cpp.library().width())
 

@@ -44,11 +44,7 @@ class HungError(UnavailableError):
 
 
 def load() -> ctypes.CDLL:
-    """Load the library, built if this machine has none yet.
-
-    Raises:
-        UnavailableError: If the platform is not one that it is built for, there is no compiler, or it fails.
-    """
+    """Load the library, built if this machine has none yet; an `UnavailableError` says why there can be none."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         raise UnavailableError("they are built on Linux with glibc only")
     instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-DWIDTH=4",))

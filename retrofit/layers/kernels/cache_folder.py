@@ -13,10 +13,8 @@ _PATIENCE = 180.0  # seconds: longer than what another process does under the lo
 
 
 def folder() -> Path:
-    """Return `retrofit` under XDG_CACHE_HOME or ~/.cache, made if it is missing.
-
-    Raises:
-        OSError: If it cannot be made, or others than this user and root may write to it or exchange it.
+    """Return `retrofit` under XDG_CACHE_HOME or ~/.cache, made if it is missing. An OSError says that it cannot be
+    made, or that others than this user and root may write to it or exchange it.
     """
     place = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "retrofit"
     if not place.is_absolute():

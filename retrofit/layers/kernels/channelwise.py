@@ -79,13 +79,8 @@ class ChannelLayout(ctypes.Structure):
 
 
 def layout_of(x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample: bool = False) -> ChannelLayout | None:
-    """Return how `x` lies for tables of (C,), or (N, C) with `per_sample`; None where no kernel takes it.
-
-    Args:
-        x: (N, C, *), or (N, *, C) by `channel_dim`.
-        given: The parameters and buffers of (C,) that go with it.
-        channel_dim: 1 or -1.
-        per_sample: Whether samples have tables of their own.
+    """Return how `x`, (N, C, *) or (N, *, C) by `channel_dim`, lies for tables of (C,), or (N, C) with `per_sample`;
+    None where no kernel takes it, or the parameters and buffers `given` with it.
     """
     if not (x.is_cpu and x.dtype in cpp.TYPES and kernels.fits(x) and kernels.runs_cpp(x)):
         return None
@@ -106,10 +101,8 @@ def layout_of(x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample
 
 
 class ProxyActivation(torch.autograd.Function):
-    """A proxy-normalized activation, see `ProxyNorm`; its derivatives by x and the first four of the tensors given.
-
-    These are gamma, beta, proxy_scale, proxy_bias, restore_scale and restore_shift, each (C,) or None; `constants` are
-    the activation, eps, the strength, whether to divide by the deviation, and the number of samples.
+    """A proxy-normalized activation, see `ProxyNorm`, with derivatives by x and the first four of the tensors given:
+    gamma, beta, proxy_scale, proxy_bias, restore_scale and restore_shift, each (C,) or None.
     """
 
     @staticmethod
@@ -150,10 +143,8 @@ class ProxyActivation(torch.autograd.Function):
 
 
 class MigratedNorm(torch.autograd.Function):
-    """`migrated_group_norm` of (N, C, *), and its derivatives by x, weight and bias.
-
-    `numbers` are its groups, strength, eps and source_eps; the tensors given are weight, bias, running mean and
-    variance, and gain, each (C,) or None.
+    """`migrated_group_norm` of (N, C, *), with derivatives by x, weight and bias. `numbers` are the groups, strength,
+    eps and source_eps; the tensors given are weight, bias, running mean and variance, and gain, each (C,) or None.
     """
 
     @staticmethod

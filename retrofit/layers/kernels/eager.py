@@ -23,25 +23,15 @@ _BLOCK = 2**18  # elements: large enough for a call's overhead, small enough for
 
 
 class KernelOptions(NamedTuple):
-    """What the kernels take beside tensors in a layout's view.
+    """What the kernels take beside tensors in a layout's view."""
 
-    Attributes:
-        dims: Dimensions of a set.
-        affine: Shape of gamma and beta; 1 where they broadcast.
-        t: The strength, a 0-dim tensor of the computation's type.
-        eps: Added to the variance.
-        factor: xi * t, a 0-dim tensor, or None for no noise.
-        seed: The noise's, on the device of the tensors, or None.
-        group: Ranks that share the sets, or None.
-    """
-
-    dims: tuple[int, ...]
-    affine: tuple[int, ...]
-    t: Tensor
-    eps: float
-    factor: Tensor | None = None
-    seed: Tensor | None = None
-    group: ProcessGroup | None = None
+    dims: tuple[int, ...]  # of a set
+    affine: tuple[int, ...]  # shape of gamma and beta; 1 where they broadcast
+    t: Tensor  # factor of lambda's step: strength times alpha, a 0-dim tensor of the computation's type
+    eps: float  # added to the variance
+    factor: Tensor | None = None  # of the noise: xi times strength, a 0-dim tensor; None for no noise
+    seed: Tensor | None = None  # of the noise, on the device of the tensors
+    group: ProcessGroup | None = None  # ranks that share the sets
 
 
 def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions) -> Tensor:
@@ -101,9 +91,8 @@ class _Block(NamedTuple):
 
 
 def blocks(x: Tensor, dims: tuple[int, ...], whole: bool = False) -> Iterator[_Block]:
-    """Slice evenly along the outermost dimension that separates sets; `dims` are those of a set, counted from 0.
-
-    One block is the whole tensor if `whole`, on a GPU, which large operations keep busy, and for a compiler.
+    """Slice evenly along the outermost dimension that separates sets; `dims` are those of a set, counted from 0. One
+    block is the whole tensor if `whole`, on a GPU, which large operations keep busy, and for a compiler.
     """
     axis = next((d for d in range(x.ndim) if d not in dims), None)
     total = x.shape[axis or 0]

@@ -13,22 +13,14 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """How a tensor is seen by the kernels: permuted into memory order, neighbouring dimensions of a kind merged.
+    """How a tensor is seen by the kernels: permuted into memory order, neighbouring dimensions of a kind merged."""
 
-    Attributes:
-        order: The permutation.
-        kept: Shape after it of one number a set; `full_affine` that of the affine parameters.
-        shape: Shape after merging.
-        affine: Shape of the affine parameters after merging; 1 where they broadcast.
-        dims: Dimensions of `shape` that the normalized set spans.
-    """
-
-    order: tuple[int, ...]
-    kept: tuple[int, ...]
-    full_affine: tuple[int, ...]
-    shape: tuple[int, ...]
-    affine: tuple[int, ...]
-    dims: tuple[int, ...]
+    order: tuple[int, ...]  # the permutation
+    kept: tuple[int, ...]  # after it, the shape of one number a set
+    full_affine: tuple[int, ...]  # after it, the shape of the affine parameters
+    shape: tuple[int, ...]  # after merging, as the next two
+    affine: tuple[int, ...]  # of the affine parameters; 1 where they broadcast
+    dims: tuple[int, ...]  # of `shape` that the normalized set spans
 
     @classmethod
     def of(cls, x: Tensor, dim: tuple[int, ...], *affine: torch.Size | None) -> Layout:

@@ -39,13 +39,8 @@ def advance(seed: Tensor, positions: int) -> Tensor:
 
 
 def normal(shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """Return standard normal float32 numbers of `shape`.
-
-    Args:
-        shape: Shape of the result.
-        seed: Two int32 words.
-        strides: Distance between neighbours in each dimension; an element's position is its indices times these.
-            A contiguous tensor's if None.
+    """Return standard normal float32 numbers of `shape` by a seed of two int32 words. An element's position is its
+    indices times `strides`, those of a contiguous tensor if None.
     """
     key = seed[0]
     stride = 1

@@ -112,19 +112,14 @@ def _psi(h, change):
 
 
 class _Sets(NamedTuple):
-    """What a program works on: its sets, a tile's columns, and its share of their elements.
+    """What a program works on: its sets, a tile's columns, and its share of their elements."""
 
-    `block` counts the blocks of neighbouring sets, `lane` a set within one. `base` is the offset of a set's first
-    element, `column` the set's number in `Stats` and `Parts`, and `there` says whether the lane holds a set at all. The
-    share are the elements from `start` up to `stop`.
-    """
-
-    block: Any
-    lane: Any
-    base: Any
-    column: Any
-    there: Any
-    start: Any
+    block: Any  # number of the block of neighbouring sets
+    lane: Any  # number of a set within the block
+    base: Any  # offset of a set's first element
+    column: Any  # a set's number in `Stats` and `Parts`
+    there: Any  # whether the lane holds a set at all
+    start: Any  # of the share; it ends before `stop`
     stop: Any
     run_stride: Any
     length: Any
@@ -277,10 +272,7 @@ def _whole_extremes(Parts, at, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first_step(sums, low, high, elements):
-    """Return the step of `lambda_estimate.first_step` within `step_bounds`, and `NewtonStep.gradient`.
-
-    L' = r - m1, L'' = b - 2 r^2 and lambda - 1 = -L' / L'', with r = m2 / v and b = (m45 - m3^2) / v.
-    """
+    """Return the step of `lambda_estimate.first_step` within `step_bounds`, and `NewtonStep.gradient`."""
     m1, m2, m3, m45 = sums[0] / elements, sums[1] / elements, sums[2] / elements, sums[3] / elements
     v = sums[4] / elements
     v = tl.where(v < _TINY, _TINY, v)
@@ -437,10 +429,8 @@ def _backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Stage 0 leaves the sums, those of grad * y and grad among them, 1 writes; -1 does both at once.
-
-    The five sums are those that `formulas.backward` takes means of: the gradient of lambda, and `direct` and `shift`,
-    plain and times h.
+    """Stage 0 leaves sums: of what `formulas.backward` takes means of (the gradient of lambda, and `direct` and
+    `shift`, plain and times h), of grad * y and of grad. Stage 1 writes; -1 does both at once.
     """
     at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -549,10 +539,8 @@ def _affine_gradients(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum grad * y and grad over what one affine parameter multiplies, where that is not one normalized set.
-
-    The normalized set of the element at an offset is (offset // set_outer) * set_count + offset // set_inner %
-    set_count, of `normalized` many.
+    """Sum grad * y and grad over what one affine parameter multiplies, where that is not one normalized set. An
+    element's set is (offset // set_outer) * set_count + offset // set_inner % set_count, of `normalized` many.
     """
     at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
     to_weight, to_bias = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)

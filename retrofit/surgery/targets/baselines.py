@@ -33,12 +33,7 @@ _SAMPLES = 256  # of a normal variable, uniform in probability
 
 
 class BaselineConverter(Converter):
-    """BatchNorm and the activation that directly follows it to one layer of timm's; BatchNorm alone to its plain form.
-
-    Args:
-        layer: Class name in `timm.layers`.
-        grouped: Whether the layer has groups of channels.
-    """
+    """BatchNorm with the activation directly behind it to one layer of timm's; BatchNorm alone to its plain form."""
 
     sources = frozenset({"bn"})
     identity = False
@@ -47,8 +42,8 @@ class BaselineConverter(Converter):
     takes_activations = True
 
     def __init__(self, layer: str, grouped: bool) -> None:
-        self.layer = layer
-        self.grouped = grouped
+        self.layer = layer  # class name in `timm.layers`
+        self.grouped = grouped  # whether it has groups of channels
 
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
         """Convert every BatchNorm over maps whose activations can be taken in, and take those in."""

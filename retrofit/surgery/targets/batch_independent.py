@@ -32,17 +32,12 @@ _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
 
 
 class BatchIndependentConverter(Converter):
-    """BatchNorm to `MigratedGroupNorm`, optionally with ProxyNorm and weight standardization.
-
-    Args:
-        groups: The most groups a layer gets unless the caller says otherwise.
-        proxy: Whether activations become proxy-normalized.
-    """
+    """BatchNorm to `MigratedGroupNorm`, optionally with ProxyNorm and weight standardization."""
 
     changes_sets = True
 
     def __init__(self, groups: int, proxy: bool) -> None:
-        self.groups = groups
+        self.groups = groups  # the most that a layer gets unless the caller says otherwise
         self.takes_activations = proxy
         self.sources = frozenset({"bn", "frozen-bn", "gn"} if proxy else {"bn", "frozen-bn"})
 

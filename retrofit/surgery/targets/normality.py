@@ -21,14 +21,10 @@ from retrofit.surgery.plan_and_report import LayerRow
 
 
 class NormalityConverter(Converter):
-    """Swaps norm for norm: the source's tensors, a running lambda of 1 where statistics are tracked, strength 0.
-
-    Args:
-        family: The only family the target stands for, or None for each to its own.
-    """
+    """Swaps norm for norm: the source's tensors, a running lambda of 1 where statistics are tracked, strength 0."""
 
     def __init__(self, family: str | None = None) -> None:
-        self.family = family
+        self.family = family  # the only one that the target stands for; None for each to its own
         self.sources = frozenset(FAMILIES) - {"frozen-bn"} if family is None else frozenset({family})
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
@@ -54,15 +50,11 @@ class NormalityConverter(Converter):
 
 
 class DecorrelatedConverter(NormalityConverter):
-    """Swaps BatchNorm for its decorrelated form: the source's tensors, its own scaling as whitening, strength 0.
-
-    Args:
-        normality: Whether the whitened values are gaussianized.
-    """
+    """Swaps BatchNorm for its decorrelated form: the source's tensors, its own scaling as whitening, strength 0."""
 
     def __init__(self, normality: bool) -> None:
         super().__init__("bn")
-        self.normality = normality
+        self.normality = normality  # whether the whitened values are gaussianized
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
         """Convert a BatchNorm that has running statistics and keeps them to itself."""
