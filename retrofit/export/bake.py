@@ -185,7 +185,8 @@ class _Trial:
             bare.weight.fill_(1.0)
             bare.bias.zero_()
             if behind:  # as a hook, so that others may come before it
-                layer.register_forward_hook(partial(_activate, nn.Sequential(*behind)))
+                after = nn.Sequential(*behind)
+                layer.register_forward_hook(lambda *call, after=after: after(call[-1]))
 
     def run(self, threshold: float) -> tuple[Stage, dict[str, float], dict[str, tuple[Tensor, Tensor]]]:
         """Bake the layers that constants serve well enough; return the error of each, and the constants."""
@@ -238,10 +239,6 @@ class _Trial:
         first = self._expected[0]
         same = None if first.ndim != 2 else float((first.argmax(1) == answers[0].argmax(1)).float().mean())
         return Stage(threshold, layers, float(squares.mean().sqrt()), float(worst.mean().sqrt()), same)
-
-
-def _activate(activation: nn.Module, _layer: nn.Module, _args: Any, out: Tensor) -> Any:
-    return activation(out)
 
 
 def _reasons(net: nn.Module, layers: dict[str, Any], call: Call) -> dict[str, str]:

@@ -31,8 +31,7 @@ def _shape_of_power(h: Tensor, _lmbda: Tensor, _gamma: Tensor, _beta: Tensor) ->
     return torch.empty_like(h, memory_format=torch.contiguous_format)
 
 
-POWER = torch.ops.retrofit.power.default
-"""The transform as one operation, which folding and approximations find."""
+POWER = torch.ops.retrofit.power.default  # the transform as one operation, which folding and approximations find
 
 
 class OneBranch(nn.Module):

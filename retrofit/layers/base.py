@@ -32,8 +32,7 @@ class StrengthMixin(ConvertedLayer):
     square, and refused in evaluation.
     """
 
-    frozen: bool = False
-    """Whether the layer evaluates in training too: see `retrofit.freeze_norms`."""
+    frozen: bool = False  # whether the layer evaluates in training too: see `retrofit.freeze_norms`
     _checked: tuple[int, int] | None = None
 
     def _register_strength(self, strength: float, device: Any = None) -> None:
@@ -139,8 +138,7 @@ class NormalityMixin(StrengthMixin):
     noise_kind: NoiseKind
     alpha: float
     paper_noise: ClassVar[float] = 0.4
-    per_channel: ClassVar[bool] = True
-    """Whether gamma and beta, (C,), belong to dimension 1 of the input."""
+    per_channel: ClassVar[bool] = True  # whether gamma and beta, (C,), belong to dimension 1 of the input
 
     def _register_options(
         self,

@@ -24,11 +24,9 @@ from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.lambda_estimate import MIN_CURVATURE, step_bounds
 from retrofit.layers.normalized_sets import Sets
 
-NORM_EPS = 2.0**-10
-"""Of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0."""
+NORM_EPS = 2.0**-10  # of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0
 STEEP = 1e12  # |h| below its inverse is as good as zero
-SMALL_POWER = 0.05
-"""(exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller."""
+SMALL_POWER = 0.05  # (exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller
 _SMALLEST_HALF = 2.0**-14  # of the normal numbers of float16
 _TINY = 1.5 * 2.0**-24  # not 0 in float16, and in float32 no difference between 1 and a number beside it
 _SHARE = 0.125  # of d in sums of squares, which overflow float16 for |h| above 80 without it

@@ -20,15 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MIN_CURVATURE = 0.1
-"""Floor of L''."""
-LOG_STRETCH = 4.0
-"""Log of the most that the step may stretch a value of the set."""
-TINY = 1e-30
-"""Stands for zero where it is divided by."""
+MIN_CURVATURE = 0.1  # floor of L''
+LOG_STRETCH = 4.0  # log of the most that the step may stretch a value of the set
+TINY = 1e-30  # stands for zero where it is divided by
 
-Reduce = Callable[[list[Tensor]], list[Tensor]]
-"""Means of each tensor over the normalized set, kept broadcastable."""
+Reduce = Callable[[list[Tensor]], list[Tensor]]  # means of each tensor over the normalized set, kept broadcastable
 
 
 class Moments(NamedTuple):

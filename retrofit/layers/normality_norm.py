@@ -144,7 +144,7 @@ class _NormalityNorm(torch.autograd.Function):
             view, out = ctx.layout.view, ctx.layout.empty_like(x)
             options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, eps, factor, seed, group)
             stats = kernels.choose(out, group).forward(view(out), view(x), gamma, beta, options)
-            statistics = ctx.layout.undo_sets(stats[:4]).clone()
+            statistics = ctx.layout.undo(stats[:4], ctx.layout.kept).clone()
         ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
         ctx.mark_non_differentiable(statistics)
         return out, statistics
@@ -164,7 +164,7 @@ class _NormalityNorm(torch.autograd.Function):
             options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, ctx.eps, factor, seed, ctx.group)
             tensors = view(grad_x), view(x), view(grads[0]), gamma
             grads_affine = kernels.choose(grad_x, ctx.group).backward(*tensors, stats, options)
-            grad_weight, grad_bias = ctx.layout.undo_affine(grads_affine)
+            grad_weight, grad_bias = ctx.layout.undo(grads_affine, ctx.layout.full_affine)
         return (
             grad_x,
             None if weight is None else grad_weight.sum_to_size(weight.shape).to(weight.dtype),

@@ -44,7 +44,7 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
     ours = shapes_of(model)
     problems: dict[str, int] = {}  # with the number of tensors that differ
     for candidate in [source] if source is not None else _candidates(model):
-        if candidate.library == "own" and not own.is_typed(candidate.name):
+        if candidate.library == "own" and candidate.name not in own.typed:
             return candidate, model
         sources = [candidate]
         for likely in sources:

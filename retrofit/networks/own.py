@@ -20,7 +20,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import PREFIX, ModelSource
 from retrofit.utils.text import printable, with_class
 
-_typed: dict[str, Callable[..., Any]] = {}
+typed: dict[str, Callable[..., Any]] = {}
 
 
 def resolve(name: str) -> None:
@@ -48,17 +48,17 @@ def resolve(name: str) -> None:
         target = getattr(target, part)
     if not callable(target):
         raise UsageError(f"{path} of {module_name} is a {type(target).__name__}; name a function or class that builds")
-    _typed[name] = target
+    typed[name] = target
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """Call a builder; a RetrofitError says that nobody typed its name in this process, or what is wrong with it."""
-    if name not in _typed:
+    if name not in typed:
         raise RetrofitError(f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here")
     if missing := [key for key in kwargs if not takes(name, key)]:
         raise UsageError(f"{name} takes no {missing[0]}; give it that argument, or leave out `{missing[0]}`")
     try:
-        model = _typed[name](**kwargs)
+        model = typed[name](**kwargs)
     except Exception as error:  # anything may come out of the user's own code
         raise RetrofitError(f"{name} builds no network ({with_class(error)}); mend it") from error
     if not isinstance(model, nn.Module):
@@ -66,15 +66,10 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def is_typed(name: str) -> bool:
-    """Whether `build` may call the builder of this name."""
-    return name in _typed
-
-
 def takes(name: str, argument: str) -> bool:
     """Whether a builder that was typed has an argument of this name."""
     try:
-        parameters = inspect.signature(_typed[name]).parameters.values()
+        parameters = inspect.signature(typed[name]).parameters.values()
     except (ValueError, TypeError):  # a builtin
         return False
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -25,8 +25,7 @@ from retrofit.utils.hooks import hooked
 from retrofit.utils.placement import placement_of
 from retrofit.utils.text import with_class
 
-TOLERANCE = 1e-3
-"""Of the largest value: AVX2 and AVX-512 differ by some 1e-6 of it an operation."""
+TOLERANCE = 1e-3  # of the largest value: AVX2 and AVX-512 differ by some 1e-6 of it an operation
 
 _INPUTS, _PRODUCTS = 4e6, 5e12  # numbers of an image; parameters times pixels, 4.3e12 for ViT-B
 _LAYERS, _SAMPLES, _SIDE = 12, 6, 32

@@ -62,8 +62,7 @@ class Converter(ABC):
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
 _OPTIONS = {"alpha", "group_size", "noise", "noise_kind", "strength"}  # of our layers, which the plan settles
 
-TARGETS: dict[str, Converter] = {}
-"""The converter of every target."""
+TARGETS: dict[str, Converter] = {}  # the converter of every target
 
 
 def converter_for(to: str) -> Converter:

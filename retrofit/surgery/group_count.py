@@ -19,8 +19,7 @@ from retrofit.utils.batches import images_of
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
 
-GROUP_TOLERANCE = 0.08
-"""Largest relative change of a layer's output that `most_groups` accepts."""
+GROUP_TOLERANCE = 0.08  # largest relative change of a layer's output that `most_groups` accepts
 MOST_GROUPS = 32
 
 

@@ -13,8 +13,7 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.placement import device_of
 from retrofit.utils.text import one_line
 
-Modes = list[tuple[nn.Module, bool]]
-"""Each module of a network, parents first, and whether it is in training mode."""
+Modes = list[tuple[nn.Module, bool]]  # each module of a network, parents first, and whether it is in training mode
 
 
 @contextmanager

@@ -21,11 +21,9 @@ from retrofit.errors import RetrofitError
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EIO}
 _LOCK = "lock"
-OLD = "old"
-"""The name, in a temporary folder, of what is replaced: it goes back if nothing took its place."""
+OLD = "old"  # the name, in a temporary folder, of what is replaced: it goes back if nothing took its place
 
-_locks: dict[Path, int] = {}
-"""The files that this process has locked, with their descriptors."""
+_locks: dict[Path, int] = {}  # the files that this process has locked, with their descriptors
 
 
 def ensure_writable(path: str | Path, force: bool = False) -> Path:

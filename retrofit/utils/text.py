@@ -8,8 +8,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-ROOT = "(the model itself)"
-"""The name of a model that is a layer."""
+ROOT = "(the model itself)"  # the name of a model that is a layer
 
 
 def printable(text: object, limit: int | None = None) -> str:

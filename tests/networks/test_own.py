@@ -30,7 +30,7 @@ NAME = "py:tests.networks.mynet:build"
 @pytest.fixture(autouse=True)
 def _nothing_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start as a process in which nobody named a network."""
-    monkeypatch.setattr(own, "_typed", {})
+    monkeypatch.setattr(own, "typed", {})
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.onnx_runtimes import Runtime
 
-Instead = Mapping[Node, Callable[[Tensor], Tensor]]
-"""What takes the place of nodes of one input."""
+Instead = Mapping[Node, Callable[[Tensor], Tensor]]  # what takes the place of nodes of one input
 
 _FAMILIES: Mapping[Runtime, Sequence[tuple[type[LineFitter | PolynomialFitter], float, float]]] = {
     "onnxruntime": [(PolynomialFitter, -0.125, 0.125)],

@@ -34,8 +34,7 @@ from retrofit.layers.channel_map import ChannelMap
 from retrofit.layers.forms import ChannelAffine
 from retrofit.layers.yeo_johnson import yeo_johnson
 
-MAX_SIZE = 8
-"""Largest degree of a polynomial, and largest number of lines."""
+MAX_SIZE = 8  # largest degree of a polynomial, and largest number of lines
 _ROOM = 0.5  # of the data's range, at most, between it and a root below: a polynomial is to see more than a sliver
 _SHARES = (1.0, 0.75, 0.56, 0.42, 0.32, 0.24, 0.18, 0.13)  # of that range to try
 _ROUNDS = 50

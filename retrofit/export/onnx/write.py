@@ -24,10 +24,8 @@ from retrofit.utils.onnx_runtimes import open_onnx
 from retrofit.utils.silence import silence
 from retrofit.utils.text import cause_of, one_line
 
-OPSETS = range(18, 23)
-"""Those that this is tested with."""
-Check = tuple[Reference, str]
-"""What a file has to answer, and what to do where it does not."""
+OPSETS = range(18, 23)  # those that this is tested with
+Check = tuple[Reference, str]  # what a file has to answer, and what to do where it does not
 
 LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
 SMALL = 1024  # bytes of a tensor that stays in it

@@ -34,8 +34,7 @@ class Kept(NamedTuple):
     spread: Tensor
 
 
-FIELDS = len(Kept._fields)
-"""Numbers of `Kept`, stacked in its order."""
+FIELDS = len(Kept._fields)  # numbers of `Kept`, stacked in its order
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -43,8 +42,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-Noise = Callable[[Tensor], Tensor]
-"""The noise to add, of the input's shape, by the spread of each set."""
+Noise = Callable[[Tensor], Tensor]  # the noise to add, of the input's shape, by the spread of each set
 
 
 def forward(

@@ -39,15 +39,8 @@ class Layout(NamedTuple):
         """Return room for a result in the tensor's own shape and memory format, of which `view` is a view."""
         return torch.empty_permuted(x.shape, self.order, dtype=x.dtype, device=x.device)
 
-    def undo_sets(self, rows: Tensor) -> Tensor:
-        """Return rows of one number a set, kept broadcastable, in the tensor's own number of dimensions."""
-        return self._undo(rows, self.kept)
-
-    def undo_affine(self, rows: Tensor) -> Tensor:
-        """Undo `view_affine` for rows of parameters."""
-        return self._undo(rows, self.full_affine)
-
-    def _undo(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def undo(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return rows of `kept` sizes (a number a set) or `full_affine` ones, with the tensor's own dimensions."""
         return rows.reshape(-1, *sizes).permute(0, *(1 + self.order.index(d) for d in range(len(self.order))))
 
 
