@@ -263,8 +263,8 @@ plan = _stacked(
         multiple=True,
         metavar="FAMILY",
     ),
-    click.option("--only", multiple=True, metavar="REGEX", help="Convert only layers whose names it finds; repeatable."),
-    click.option("--skip", multiple=True, metavar="REGEX", help="Keep layers whose names it finds; repeatable."),
+    click.option("--only", multiple=True, metavar="REGEX", help="Convert only layers whose name matches; repeatable."),
+    click.option("--skip", multiple=True, metavar="REGEX", help="Keep layers whose name matches; repeatable."),
     *(_conversion_option(name, known) for name, known in OPTIONS.items()),
 )
 
