@@ -50,71 +50,43 @@ _NOISE_IMAGES = 16  # followed through the layers, which takes two copies of a b
 
 @dataclass(frozen=True)
 class DiagnosisOptions:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        channels: Channels of each layer that get Q-Q plots, and
-        batches: batches of images, evenly spread, that do (figure 6: 20 and 10).
-        seed: Chooses channels, values and noise.
-        attack: What changes the images, to see how many answers stay right; None for none.
-    """
-
-    channels: int = 20
-    batches: int = 10
-    seed: int = 0
-    attack: Attack | None = None
+    channels: int = 20  # of each layer, for Q-Q plots; 20 and 10 are figure 6's
+    batches: int = 10  # of images, evenly spread, for Q-Q plots
+    seed: int = 0  # chooses channels, values and noise
+    attack: Attack | None = None  # on the images, to count the answers that stay right
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What was found about one normalization layer.
-
-    Attributes:
-        name: Dotted name.
-        kind: Class name.
-        r2: Mean R^2 of the Q-Q plots of what the affine gets: after the power transform, where there is one.
-        r2_before: The same before the transform; None where there is none.
-        power: Shares of its power.
-        henze_zirkler: Mean statistic over pairs of channels; None where no pair varies, or a batch has too few values.
-        dependence: Mean adjusted mutual information over the same pairs.
-        linearity: How close to linear the activation that follows acts; None where none follows directly.
-        lmbda: Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a running
-            average is used, else over the normalized sets of the first images; None without a transform.
-        plot: The Q-Q plot of the channel whose R^2 is the median one.
-    """
+    """What was found about one normalization layer."""
 
     name: str
-    kind: str
-    r2: float | None
-    r2_before: float | None
+    kind: str  # class name
+    r2: float | None  # mean R^2 of the Q-Q plots of what the affine gets: after the power transform, where there is one
+    r2_before: float | None  # the same before the transform; None where there is none
     power: Power
-    henze_zirkler: float | None
-    dependence: float | None
-    linearity: float | None
+    henze_zirkler: float | None  # mean over pairs of channels; None where no pair varies, or a batch has too few values
+    dependence: float | None  # mean adjusted mutual information over the same pairs
+    linearity: float | None  # how close to linear the activation that directly follows acts; None without one
+    # Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a running average is
+    # used, else over the normalized sets of the first images; None without a transform.
     lmbda: tuple[float, ...] | None
-    plot: gaussianity.QQ | None = field(repr=False, compare=False)
+    plot: gaussianity.QQ | None = field(repr=False, compare=False)  # of the channel whose R^2 is the median one
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found about a network.
+    """What was found about a network."""
 
-    Attributes:
-        images: How many were measured.
-        layers: The normalization layers that were called, in the model's order.
-        noise: Where noise injected at some layers went.
-        input_noise: Answers under noise on the images; empty where the model gives no class scores.
-        unmeasured: Names of normalization layers that leave nothing to measure: they subtract no mean, are one with
-            their activation, or do not hold the images in their first dimension.
-        under_attack: Answers under attack; None where none was asked for, or there are no labels.
-    """
-
-    images: int
-    layers: tuple[Layer, ...]
-    noise: tuple[Attenuation, ...]
-    input_noise: tuple[InputNoise, ...]
+    images: int  # that were measured
+    layers: tuple[Layer, ...]  # that were called, in the model's order
+    noise: tuple[Attenuation, ...]  # where noise injected at some layers went
+    input_noise: tuple[InputNoise, ...]  # empty where the model gives no class scores
+    # Layers that subtract no mean, are one with their activation, or do not hold the images in their first dimension.
     unmeasured: tuple[str, ...] = ()
-    under_attack: UnderAttack | None = None
+    under_attack: UnderAttack | None = None  # None where none was asked for, or there are no labels
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the points of the Q-Q plots."""
@@ -129,14 +101,7 @@ class Diagnosis:
 
 
 def labelled_batches(network: Network, data: ImageData, images: int, batch_size: int) -> Batches:
-    """Return some images of a set as batches, with labels if these are known to be the network's outputs.
-
-    Args:
-        network: The network, by whose preprocessing the images are prepared.
-        data: The images.
-        images: How many at most.
-        batch_size: Images in a batch.
-    """
+    """Return up to `images` images of a set in batches, with labels if these are known to be the network's outputs."""
     labelled = True
     if data.matched == "order":
         pixels, _ = next(iter(sample_loader(data, network.preprocess, images=1)))
@@ -153,19 +118,12 @@ def diagnose(
     options: DiagnosisOptions | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Measure a network.
+    """Measure a network with normalization layers, on any device; its mode, hooks and statistics end as they were.
 
-    Args:
-        model: Any network with normalization layers, on any device; its mode, hooks and statistics end as they were.
-        batches: Images (N, C, H, W), preprocessed, with their labels or None; passed over twice, so that a
-            loader that reads them when they are asked for (`retrofit.images.dataset.sample_loader`) keeps memory
-            small.
-        options: How much is measured.
-        progress: Called as progress(done, in all, what).
-
-    Raises:
-        RetrofitError: If the network calls no normalization layer or gives scores that are not finite, or there are no
-            images.
+    A batch is preprocessed images, (N, C, H, W), and their labels or None. All are passed over at least twice, so a
+    loader that reads them when asked for (`sample_loader`) keeps memory small. `progress` gets (done, in all, what). A
+    RetrofitError says that the network calls no normalization layer or gives scores that are not finite, or that there
+    are no images.
     """
     options = options or DiagnosisOptions()
     every_probe = probes(model)

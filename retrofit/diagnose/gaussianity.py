@@ -20,25 +20,15 @@ _CURVE = 64  # points kept of a Q-Q plot
 
 @dataclass(frozen=True)
 class QQ:
-    """One Q-Q plot: a channel of one batch against the normal distribution.
+    """One Q-Q plot: a channel of one batch against the normal distribution."""
 
-    Attributes:
-        r2: Coefficient of determination of the line of best fit.
-        theoretical: Normal quantiles, thinned out for drawing.
-        ordered: The sample's ordered values there, standardised.
-    """
-
-    r2: float
-    theoretical: FloatArray
-    ordered: FloatArray
+    r2: float  # coefficient of determination of the line of best fit
+    theoretical: FloatArray  # normal quantiles, thinned out for drawing
+    ordered: FloatArray  # the sample's ordered values there, standardised
 
 
 def qq(sample: FloatArray) -> QQ | None:
-    """Compare a sample with the normal distribution.
-
-    Returns:
-        The plot; None for a constant sample, which has no line.
-    """
+    """Compare a sample with the normal distribution; None for a constant one, which has no line."""
     spread = sample.std()
     if not np.isfinite(spread) or spread <= 1e-12 * max(1.0, np.abs(sample).max()):
         return None
@@ -87,16 +77,9 @@ def dependence(pair: FloatArray, bins: int = 10) -> float:
 
 
 def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator) -> FloatArray:
-    """Return at most `values` values of each of some channels, at the same images and positions.
+    """Draw at most `values` values of each of some channels, at the same images and positions.
 
-    Args:
-        y: Features of shape (N, C, positions).
-        channels: Indices of the channels.
-        values: How many of a channel's N * positions values.
-        generator: Chooses them.
-
-    Returns:
-        Array of shape (values, channels).
+    Features `y` are (N, C, positions), the result is (values, channels).
     """
     total = y.shape[0] * y.shape[2]
     places = torch.randperm(total, generator=generator, device="cpu")[:values].to(y.device)

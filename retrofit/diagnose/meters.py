@@ -20,22 +20,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Power:
-    """Shares of a layer's power, each averaged over channels; they sum to 1 (eq. 5 over its left side).
+    """Shares of a layer's power, each averaged over channels; p1 to p4 sum to 1 (eq. 5 over its left side)."""
 
-    Attributes:
-        p1: Power of the mean over the data set.
-        p2: Variance between images of their means.
-        p3: Power of the mean over images of their standard deviations.
-        p4: Variance between images of their standard deviations.
-        balance: (sum of channel powers)^2 / (C * sum of their squares): 1 if all channels have equal power, 1/C if one
-            channel has all of it.
-    """
-
-    p1: float
-    p2: float
-    p3: float
-    p4: float
-    balance: float
+    p1: float  # power of the mean over the data set
+    p2: float  # variance between images of their means
+    p3: float  # power of the mean over images of their standard deviations
+    p4: float  # variance between images of their standard deviations
+    balance: float  # (sum of channel powers)^2 / (C * sum of their squares): 1 if all are equal, 1/C if one has all
 
 
 class _Meter:

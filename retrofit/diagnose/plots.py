@@ -17,7 +17,7 @@ from retrofit.diagnose.diagnosis import FEWEST, INJECTED, Diagnosis, Layer
 
 Networks = Mapping[str, Diagnosis]
 
-_WIDTH = 4.4  # inches
+_WIDTH = 4.4  # inches, as wide as a telephone shows at a readable size
 _LAYER = "layer (number in the table)"
 _STYLE: dict[str, Any] = {
     **{"figure.constrained_layout.use": True, "savefig.dpi": 220, "axes.grid": True, "axes.axisbelow": True},
@@ -28,7 +28,6 @@ _STYLE: dict[str, Any] = {
 _COLOURS = ("#2f81f7", "#e2701a")
 _SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
 _SHARE_NAMES = ("P1 data set", "P2 between images, mean", "P3 within images", "P4 between images, spread")
-
 
 _GAUSSIANITY = (
     "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is normal. Dotted: the "
@@ -68,21 +67,13 @@ _INPUT_NOISE = (
 
 
 class Plot(NamedTuple):
-    """A figure with what to read from it.
+    """A figure with what to read from it."""
 
-    Attributes:
-        name: File name without ending.
-        title: For people.
-        draw: Fills a figure.
-        height: Of the figure, in inches; it is as wide as a telephone shows at a readable size.
-        text: What it shows and how to read it.
-    """
-
-    name: str
+    name: str  # of the file, without ending
     title: str
     draw: Callable[[Figure, Networks], None]
-    height: float
-    text: str
+    height: float  # inches
+    text: str  # what it shows and how to read it
 
     def png(self, networks: Networks) -> bytes:
         """Return the figure as PNG."""

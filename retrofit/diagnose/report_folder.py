@@ -22,11 +22,7 @@ _LINEAR = 0.95
 
 
 def check_folder(folder: Path, force: bool) -> None:
-    """Make sure that a report may be written to `folder`.
-
-    Raises:
-        RetrofitError: If something is there that must not be replaced, or the place cannot be written to.
-    """
+    """Make sure that a report may be written to `folder`; a RetrofitError says why not."""
     place = folder.absolute()  # where it will be written: a ~ that the shell left is a name
     if folder.is_symlink() or folder.exists():
         if not force:
@@ -38,12 +34,9 @@ def check_folder(folder: Path, force: bool) -> None:
 
 
 def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], folder: Path) -> None:
-    """Write the report; a folder that is there is replaced once the new one is whole.
+    """Write the report of one or two diagnoses by the name to show; `facts` is what else results.json shall hold.
 
-    Args:
-        networks: One or two diagnoses by the name to show.
-        facts: What else results.json shall hold.
-        folder: Where to.
+    A folder that is there is replaced once the new one is whole.
     """
     models = facts.get("models", {})
     title = "Diagnosis of " + " and ".join(_titled(name, models.get(name, {})) for name in networks)

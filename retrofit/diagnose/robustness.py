@@ -21,32 +21,20 @@ from retrofit.utils.hooks import hooked
 
 @dataclass(frozen=True)
 class Attenuation:
-    """What is left, layer by layer, of noise added at one layer.
+    """What is left, layer by layer, of noise added at one layer."""
 
-    Attributes:
-        source: The layer whose output got the noise.
-        layers: It and the layers after it whose output varies, in the order in which they are called.
-        errors: Relative error of each one's output: |noisy - clean| / |clean - its mean over images and positions|.
-    """
-
-    source: str
-    layers: tuple[str, ...]
-    errors: tuple[float, ...]
+    source: str  # the layer whose output got the noise
+    layers: tuple[str, ...]  # it and those after it whose output varies, in the order in which they are called
+    errors: tuple[float, ...]  # of each one's output: |noisy - clean| / |clean - its mean over images and positions|
 
 
 @dataclass(frozen=True)
 class InputNoise:
-    """Answers under noise on the images.
+    """Answers under noise on the images."""
 
-    Attributes:
-        level: Standard deviation of the noise, in units of the normalized image.
-        top1: Percent right; None without labels.
-        agreement: Percent of answers that are those without noise.
-    """
-
-    level: float
-    top1: float | None
-    agreement: float
+    level: float  # standard deviation of the noise, in units of the normalized image
+    top1: float | None  # percent right; None without labels
+    agreement: float  # percent of answers that are those without noise
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,7 @@ class UnderAttack:
 def under_attack(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | None]], answers: Iterable[Tensor], attack: Attack
 ) -> UnderAttack | None:
-    """Measure a classifier's answers under attack, which begins with those that are right; None without labels.
+    """Attack what a classifier gets right, and count what stays right; None without labels.
 
     `answers` are the classes (N,) that it names for each batch without attack.
     """
@@ -79,10 +67,9 @@ def under_attack(
 def attenuation(
     model: nn.Module, probes: Sequence[Probe], source: Probe, pixels: Tensor, level: float, generator: torch.Generator
 ) -> Attenuation:
-    """Add Gaussian noise to one layer's output and follow it.
+    """Add Gaussian noise, `level` times each channel's standard deviation, to one layer's output and follow it.
 
-    The batch goes through twice as one, its second half with noise; so nothing of the clean run is stored. The noise
-    of `source` is `level` times the standard deviation of each of its channels.
+    The batch goes through twice as one, its second half with noise; so nothing of the clean run is stored.
     """
     errors: dict[str, float] = {}
 

@@ -27,27 +27,16 @@ Progress = Callable[[int, "int | None"], None]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many images a classifier got right.
+    """How many images a classifier got right."""
 
-    Attributes:
-        images: Images evaluated; unreadable ones are not among them.
-        correct1: Images whose class had the highest score.
-        correct5: Images whose class was among the five highest scores.
-        outputs: Class scores that the model gives.
-        skipped: Names of the images that could not be read.
-        not_finite: Images whose scores held NaN or infinity; they count as wrong.
-        loss: Mean cross-entropy of the images whose scores are finite; NaN if there are none.
-        attacked1: Images whose class has the highest score under attack too; None without one.
-    """
-
-    images: int
-    correct1: int
-    correct5: int
-    outputs: int
-    skipped: tuple[str, ...] = ()
-    not_finite: int = 0
-    loss: float = math.nan
-    attacked1: int | None = None
+    images: int  # evaluated; unreadable ones are not among them
+    correct1: int  # images whose class had the highest score
+    correct5: int  # images whose class was among the five highest scores
+    outputs: int  # class scores that the model gives
+    skipped: tuple[str, ...] = ()  # unreadable images, by name
+    not_finite: int = 0  # images whose scores held NaN or infinity; they count as wrong
+    loss: float = math.nan  # mean cross-entropy of the images whose scores are finite; NaN if there are none
+    attacked1: int | None = None  # images whose class has the highest score under attack too
 
     @property
     def top1(self) -> float:
@@ -83,25 +72,14 @@ def evaluate(
     attack: Attack | None = None,
     progress: Progress | None = None,
 ) -> Accuracy:
-    """Evaluate a classifier.
+    """Evaluate a classifier, which is moved to the device and put in eval mode.
 
     Images that cannot be read are left out and listed, and the figures are those of the others: one damaged file among
-    fifty thousand is worth a line, not the run. Only if none can be read is there nothing to report.
+    fifty thousand is worth a line, not the run. `amp` is the data type of mixed precision. `attack` changes the images
+    that were right, to count how many stay so. After every batch, `progress` gets the images done and those in all.
 
-    Args:
-        model: Gives class scores of shape (N, classes); moved to the device and put in eval mode.
-        data: What `retrofit.images.dataset.open_images` found.
-        preprocess: The model's.
-        batch_size: Images in a batch.
-        workers: Processes that decode; 0 decodes in this one.
-        device: Where to run.
-        amp: Data type of mixed precision; None for none.
-        channels_last: Whether to run in the channels-last memory format.
-        attack: Changes the images that were right, to count how many stay so.
-        progress: Called as progress(images done, images in all or None) after every batch.
-
-    Raises:
-        RetrofitError: If no image can be read, or the model gives no class scores or fewer than the data has classes.
+    A RetrofitError says that no image can be read, or that the model gives no class scores, (N, classes), or fewer than
+    the data has classes.
     """
     from timm.data import create_loader
 
@@ -160,11 +138,7 @@ def evaluate(
 
 
 def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
-    """Return the class with the highest score for each image of batches (N, C, H, W), in eval mode.
-
-    Raises:
-        RetrofitError: If the model gives no class scores.
-    """
+    """Return each image's class of highest score, from batches (N, C, H, W); a RetrofitError if there are no scores."""
     with evaluating(model):
         return [best for batch in batches for best in _scores(model(batch), None).argmax(dim=1).tolist()]
 

@@ -24,17 +24,11 @@ class Attack:
 
     FGSM takes one step of eps along the sign of the gradient; PGD ten of eps / 4, from the image itself. Both are lower
     bounds of what an attacker can do: they say which of two networks gives way sooner, not that one is safe.
-
-    Attributes:
-        kind: "fgsm" or "pgd".
-        eps: Largest change of a pixel, in units of the image from 0 to 1, before normalization.
-        mean: The preprocessing's, one a channel.
-        std: Likewise.
     """
 
     kind: Kind
-    eps: float
-    mean: tuple[float, ...]
+    eps: float  # largest change of a pixel, in units of the image from 0 to 1, before normalization
+    mean: tuple[float, ...]  # the preprocessing's, one a channel, as is `std`
     std: tuple[float, ...]
 
     def __call__(self, model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
@@ -62,10 +56,9 @@ class Attack:
 
 
 def attack_on(preprocess: Preprocess, kind: Kind | None, eps: float | None = None) -> Attack | None:
-    """Return an attack on images that `preprocess` normalizes, of 4/255 unless told otherwise; None for none.
+    """Return an attack on images that `preprocess` normalizes, by default of 4/255; None for none.
 
-    Raises:
-        UsageError: If there is a size and no kind, or the size is out of range.
+    A UsageError says that `eps` is out of range, or given without `kind`.
     """
     if kind is None:
         if eps is not None:

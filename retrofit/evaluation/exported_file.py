@@ -30,23 +30,14 @@ class ExportedNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file that export wrote, ready to run.
-
-    Attributes:
-        path: The file.
-        runtime: What runs it.
-        model: It, as a module.
-        preprocess: What it expects of its images.
-        labels: Names of its outputs; None if unknown.
-        facts: What it is, as JSON values: `model`, `target`, `strength`, `weights`, `fold` and `runtime`.
-    """
+    """A file that export wrote, ready to run."""
 
     path: Path
     runtime: Runtime
     model: ExportedNetwork
     preprocess: Preprocess
-    labels: list[str] | None
-    facts: dict[str, Any]
+    labels: list[str] | None  # of its outputs
+    facts: dict[str, Any]  # JSON values: `model`, `target`, `strength`, `weights`, `fold` and `runtime`
 
     def __str__(self) -> str:
         """Say which network it is, and what runs it."""
@@ -61,9 +52,8 @@ class ExportedFile:
 def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
     """Open a file that `retrofit export` wrote; its metadata, which may come from anyone, are checked.
 
-    Raises:
-        UsageError: If the runtime is not installed.
-        RetrofitError: If the file cannot be read or run, or does not say how its images are prepared.
+    A UsageError says that the runtime is not installed; a RetrofitError, that the file cannot be read or run, or does
+    not say how its images are prepared.
     """
     known = metadata(path)
     strength, labels = known.get("strength"), known.get("labels")

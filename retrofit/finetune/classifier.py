@@ -25,14 +25,11 @@ from retrofit.utils.text import one_line, plural, shortlist
 def fit_network(
     network: Network, images: Images, recipe: Recipe, note: Callable[[str], None]
 ) -> tuple[Network, tuple[str, ...]]:
-    """Give a network the recipe's image size and the data's outputs and labels.
+    """Give a network the recipe's image size and the data's outputs and labels; return it and the names of new tensors.
 
-    Returns:
-        The network, and the names of the tensors that are new; `note` is called with a sentence for each change.
-
-    Raises:
-        RetrofitError: If the network holds NaN or infinity or does not take the images; if its classifier would have to
-            be replaced and cannot be, or has to teach; if it has to teach and its class names differ from the data's.
+    `note` is called with a sentence for each change. A RetrofitError says why the network cannot be trained on these
+    images: it holds NaN or infinity, it does not take them, its classifier cannot be replaced, or it has to teach and
+    its outputs or their names differ from the data's.
     """
     if (name := not_finite(network.model)) is not None:
         raise RetrofitError(
@@ -69,11 +66,7 @@ def fit_network(
 
 
 def check_images(network: Network, built_for: tuple[int, int, int]) -> None:
-    """Run a network, built for images of (C, H, W), once, as in training, on one of the size that its record says.
-
-    Raises:
-        RetrofitError: If it does not take such an image, or gives no class scores for it.
-    """
+    """Refuse a network, built for (C, H, W), that does not give class scores for an image of its record's size."""
     size = network.preprocess.input_size
     with evaluating(network.model):
         network.model.training = True  # of this module alone: networks with several heads ask it which to use
@@ -104,17 +97,12 @@ def outputs_of(model: nn.Module) -> int | None:
 
 
 def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ...]]:
-    """Return the network with a new classifier for `classes` classes; everything else is kept.
+    """Return the network with a new classifier, all else kept, and the names of the tensors that are new.
 
-    The library builds it again with that many outputs and the conversion is repeated, so that its artifact can be
-    loaded. The new classifier starts at zero: a random one would first send noise into the trained layers, and the
-    features of a network trained at another scale can make its first loss several times that of guessing.
-
-    Returns:
-        The network, its outputs without names, and the names of the tensors that are new.
-
-    Raises:
-        RetrofitError: If the library cannot build it so, or does not build the network as it stands.
+    The library builds it again with that many outputs, which have no names, and the conversion is repeated, so that its
+    artifact can be loaded. A RetrofitError says if the library cannot, or does not build the network as it stands. The
+    new classifier starts at zero: a random one would first send noise into the trained layers, and the features of a
+    network trained at another scale can make its first loss several times that of guessing.
     """
     plans = surgery.plans_of(network.model)
     model = surgery.replay(build(with_options(network.source, num_classes=classes)), plans)

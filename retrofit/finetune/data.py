@@ -29,13 +29,7 @@ class Images:
 
 
 def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Images:
-    """Open the images that a recipe names, for a network of such output labels and input channels.
-
-    Raises:
-        RetrofitError: If there are no such images, too few to hold some out, or those to validate on have classes of
-            their own.
-        UsageError: If a split does not exist, or the images are a stream.
-    """
+    """Open the images that a recipe names, for a network of such labels and channels; an error says what is wrong."""
 
     def opened(split: str, labels: Sequence[str] | None = None) -> ImageData:
         class_map = recipe.class_map if recipe.labelled else None

@@ -47,8 +47,7 @@ def divergence_of(model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe
 def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
     """Name the first layer, in the order of the computation, whose statistics or outputs are not finite.
 
-    The step is repeated without gradients and with the same mode. Normalization layers are asked first, because
-    their statistics are where a divergence shows before the loss does; then all other layers.
+    Normalization layers come before all others: their statistics show a divergence before the loss does.
     """
     names = {module: name for name, module in model.named_modules()}
     diverged: list[nn.Module] = []
@@ -67,10 +66,7 @@ def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
 
 
 class ChanceWatch:
-    """Says once that a run of so many steps learns nothing, and why; not before warm-up is over.
-
-    `classes` is how many there are to guess from; an `untrained` network, of random weights, takes its time.
-    """
+    """Says once, after warm-up, that a run learns nothing, and why; `untrained`: it began with random weights."""
 
     def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
         self._recipe, self._steps, self._classes, self._untrained = recipe, steps, classes, untrained
@@ -79,10 +75,7 @@ class ChanceWatch:
     def warning(
         self, row: dict[str, Any], images: int, model: nn.Module, few: Callable[[], Tensor | None]
     ) -> str | None:
-        """Return what to tell the user after an epoch, with its metrics and how many images were validated on.
-
-        `few` reads some images, (N, C, H, W), that show whether the network answers the same to all.
-        """
+        """Return a warning after an epoch, by metrics on so many images; `few` reads some, (N, C, H, W)."""
         epoch, top1, loss, last = row["epoch"], row["val_top1"], row["val_loss"], row["epoch"] >= self._recipe.epochs
         early = epoch < max(2, self._recipe.warmup + 1) and not last
         if self._done or early or loss is None or self._classes is None:

@@ -29,12 +29,9 @@ Key = tuple[int, int]  # epoch, number of the image
 
 
 class Part(Dataset[Any]):
-    """Some images of a dataset, with a transform of their own.
+    """Some images of a map-style dataset (all without `indices`), with a transform of their own.
 
-    Args:
-        images: A map-style dataset with a `transform`, or a part of one.
-        indices: Which of its images; all if None.
-        targets: In place of the dataset's own; those of unreadable images stay negative.
+    `targets` take the place of the dataset's; those of unreadable images stay negative.
     """
 
     transform: Callable[[Any], Any]  # timm's create_loader sets it
@@ -88,11 +85,8 @@ class Augmented(Part):
         self._seed = seed
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were.
-
-        Once a batch: saving numpy's takes as long as a tenth of a small image's decoding and training.
-        """
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were."""
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # slow, so once a batch
         try:
             return [self._read(*key) for key in keys]
         finally:
@@ -109,11 +103,7 @@ class Augmented(Part):
 
 
 def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any], Any]:
-    """Build timm's training augmentation, all of it on the CPU and image by image.
-
-    Raises:
-        UsageError: If timm does not know one of the recipe's values.
-    """
+    """Build timm's training augmentation, all on the CPU and image by image; a UsageError says why timm cannot."""
     try:
         return create_transform(
             preprocess.input_size,
@@ -138,10 +128,9 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
 
 
 class Order(Sampler[list[Key]]):
-    """The batches of an epoch for one process, from any of them on.
+    """The batches of `epoch` for one process, from batch `start` on: set both before each pass.
 
-    Consecutive batches of the processes make up one batch of all: several processes with a share each see what one
-    process with the whole batch sees. Set `epoch` to that whose order to follow, `start` to the first batch to give.
+    The processes' batches together are those that a single process with the whole batch size gives.
     """
 
     def __init__(self, count: int, batch_size: int, rank: int, world: int, seed: int) -> None:
@@ -161,11 +150,7 @@ class Order(Sampler[list[Key]]):
 
 
 class Batches:
-    """The training batches of one process, epoch by epoch.
-
-    Raises:
-        RetrofitError: If there are too few images for one batch.
-    """
+    """The training batches of one process, epoch by epoch; a RetrofitError if the images are too few for one."""
 
     def __init__(self, images: Any, transform: Callable[[Any], Any], recipe: Recipe, rank: int, world: int) -> None:
         batch_size = min(recipe.batch_size, len(images) // world)
@@ -195,11 +180,7 @@ class Batches:
         return iter(self._loader)
 
     def replace_unreadable(self, images: Tensor, targets: Tensor) -> list[str]:
-        """Put readable images of a batch in the places of those that could not be read, and return their names.
-
-        Raises:
-            RetrofitError: If none could be read.
-        """
+        """Replace a batch's unreadable images by readable ones and return their names; a RetrofitError if all are."""
         answers = targets.tolist()
         readable = [place for place, target in enumerate(answers) if target >= 0]
         unread = [place for place, target in enumerate(answers) if target < 0]

@@ -27,20 +27,12 @@ def finetune(
     callback: RunCallback | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Train a network as a recipe says, and leave a run folder behind.
+    """Train a network as a recipe says; the run's folder is new, empty, or of a run killed before its first state.
 
-    Args:
-        network: The network to train; to resume, the one that `resume_network` opens.
-        recipe: The run's settings.
-        folder: Where the run goes: empty, not there yet, or of a run that was killed before its first state.
-        resume: Whether to go on from the state in `folder`.
-        callback: Called with the progress.
-        stop: Asked after every step; a true answer saves the state and ends the run.
-
-    Raises:
-        UsageError: If a setting does not fit the network or the data.
-        RetrofitError: If another process trains in the folder, the data or state cannot be read, the disk is full, or
-            the loss is not finite. A run that has saved no state leaves nothing behind.
+    To `resume`, from the state in the folder, give the network that `resume_network` opens. `stop` is asked after each
+    step; a true answer saves the state and ends the run. A UsageError says which setting does not fit the network or
+    the data; a RetrofitError, that the folder is in use, the data or state cannot be read, the disk is full, or the
+    loss is not finite. A run that has saved no state leaves nothing behind.
     """
     accelerator = make_accelerator(recipe, folder)
     main = accelerator.is_main_process
@@ -61,14 +53,9 @@ def finetune(
 
 
 def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
-    """Open the network that a recipe names; random weights come from the recipe's seed.
+    """Open the network that a recipe names, or raise UsageError if it names none; random weights come from its seed.
 
-    Args:
-        recipe: The run's settings.
-        network: What builds it, if an artifact holds the user's own; as for `open_model`.
-
-    Raises:
-        UsageError, RetrofitError: If the recipe names none, or as `open_model`.
+    `network` is `open_model`'s: what builds it, if an artifact holds the user's own.
     """
     if recipe.model is None:
         raise UsageError("there is no network to train; give MODEL, an artifact or a network's name")
@@ -85,15 +72,7 @@ def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
 
 
 def resume_network(folder: Path, network: str | None = None) -> Network:
-    """Open the network that a run in `folder` began with.
-
-    Args:
-        folder: The run's.
-        network: What builds it, if it is the user's own; as for `open_model`.
-
-    Raises:
-        RetrofitError: If there is no such run.
-    """
+    """Open the network that a run in `folder` began with, or refuse if there is none; `network` is `open_model`'s."""
     if not (folder / START).is_file():
         raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without `resume`")
     return open_model(str(folder / START), network=network)

@@ -18,11 +18,7 @@ from retrofit.surgery import set_strength, strength_layers
 
 
 class Objective:
-    """The loss of a run, for a network with so many outputs, and a teacher in evaluation.
-
-    Raises:
-        UsageError: If mixup is asked for and the number of outputs is unknown.
-    """
+    """The loss of a run, with a teacher in evaluation; mixup has to know how many outputs (`classes`) there are."""
 
     def __init__(self, recipe: Recipe, classes: int | None, teacher: nn.Module | None) -> None:
         self._task_weight, self._distill_weight = recipe.task_loss_weight, recipe.distill_loss_weight
@@ -52,12 +48,10 @@ class Objective:
 
 
 class Distillation(nn.Module):
-    """The loss that a teacher gives: Kullback-Leibler divergence of the class probabilities at a temperature.
+    """The loss that a teacher in evaluation gives: Kullback-Leibler divergence of the class probabilities.
 
-    Args:
-        teacher: Network in evaluation that gives class scores (N, classes).
-        temperature: Divides both networks' scores; the loss is multiplied by its square, so that gradients keep their
-            size (Hinton et al. 2015).
+    The temperature divides both networks' scores, and its square multiplies the loss, so that gradients keep their size
+    (Hinton et al. 2015).
     """
 
     def __init__(self, teacher: nn.Module, temperature: float = 1.0) -> None:
@@ -74,10 +68,7 @@ class Distillation(nn.Module):
 
 
 def check_untrained(network: Network) -> None:
-    """Refuse a network that was trained since its conversion: at strength 0 it is no longer its source.
-
-    Training raises the strength, and `finetune` writes its steps down beside the weights.
-    """
+    """Refuse a network that was trained since its conversion, as steps or strength tell: it is no longer its source."""
     if network.weights.get("steps") or any(layer.strength for layer in strength_layers(network.model)):
         raise RetrofitError(
             "`teacher='source'` is the network at strength 0, but this one was trained since its conversion, or its "
@@ -86,11 +77,7 @@ def check_untrained(network: Network) -> None:
 
 
 def source_network(model: nn.Module) -> nn.Module:
-    """Return the network that an untrained `model` was converted from, in evaluation, frozen: `model` at strength 0.
-
-    Raises:
-        RetrofitError: If the model holds no converted layer.
-    """
+    """Return an untrained `model`'s source, a frozen copy at strength 0; a RetrofitError if no layer has a strength."""
     source = copy.deepcopy(model)
     try:
         set_strength(source, 0.0)

@@ -22,13 +22,9 @@ _FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's: one pass o
 
 
 def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
-    """Leave only converted normalization layers, and the parameters named in `also`, to be trained.
+    """Freeze all but converted normalization layers and the parameters named in `also`.
 
-    Returns:
-        How many numbers are trained.
-
-    Raises:
-        RetrofitError: If that leaves nothing.
+    Return how many numbers are still trained; a RetrofitError if none is.
     """
     model.requires_grad_(False)
     for module in model.modules():
@@ -84,11 +80,7 @@ def parameter_groups(
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer over what is trained.
-
-    Raises:
-        UsageError: If timm cannot build it, or it has no eps and one is given.
-    """
+    """Build the recipe's optimizer over what is trained; a UsageError if timm cannot, or if it has no eps to set."""
     groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay, recipe.decay_norms)
     given: dict[str, Any] = {"fused": True} if recipe.opt.lower() in _FUSED else {}
     if recipe.opt_eps is not None:

@@ -230,15 +230,10 @@ _PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})  # may hav
 
 
 def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe:
-    """Read a recipe and apply what a command line says.
+    """Read a shipped recipe, a YAML file or, for None, the defaults alone; `overrides`, by field name, win.
 
-    Args:
-        name: Name of a shipped recipe or path of a YAML file; None for the defaults alone.
-        overrides: Values by field name; they win.
-
-    Raises:
-        UsageError: If there is no such recipe, or listing everything that is wrong with it at once.
-        RetrofitError: If its file cannot be read.
+    A UsageError says that there is no such recipe, or lists everything that is wrong with it at once; a RetrofitError
+    says why its file cannot be read.
     """
     values = {} if name is None else recipe_settings(name)
     if overrides.keys() & _SOURCES:  # images come from one place: a command line's replaces the recipe's

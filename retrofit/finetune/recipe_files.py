@@ -29,11 +29,7 @@ def recipe_summaries() -> dict[str, str]:
 
 
 def recipe_text(name: str) -> str:
-    """Return a shipped recipe's text.
-
-    Raises:
-        UsageError: If there is none of that name; the message shows the closest ones.
-    """
+    """Return a shipped recipe's text; for a name that does not exist, a UsageError shows the closest ones."""
     names = list(recipe_summaries())
     if name not in names:
         close = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names
@@ -46,9 +42,7 @@ def recipe_text(name: str) -> str:
 def recipe_settings(name: str | Path) -> dict[str, Any]:
     """Read the settings of a shipped recipe, or of a YAML file with one `name: value` a line.
 
-    Raises:
-        RetrofitError: If the file cannot be read, is not a regular file or not UTF-8, or is too long.
-        UsageError: If there is no such recipe, or what it holds is no flat mapping.
+    A RetrofitError says why the file cannot be read; a UsageError, that there is no such recipe, or no settings in it.
     """
     what, path = f"recipe {printable(name, 100)}", Path(name)
     if path.suffix in (".yaml", ".yml") or os.path.exists(path):

@@ -48,13 +48,10 @@ class Position:
 
 @contextmanager
 def owned(folder: Path, resume: bool) -> Iterator[None]:
-    """Own a run's folder while the body runs.
+    """Own a run's folder while the body runs; a RetrofitError if another process owns it, or it cannot be made.
 
-    A new run takes a folder that is empty or not there, or that holds a run which was killed before its first state.
-    If the body fails before it has saved a state, what it made is removed.
-
-    Raises:
-        RetrofitError: If another process owns it, or it cannot be made; for a new run, if something lies in it.
+    A new run takes a folder that is empty or not there, or that holds a run which was killed before its first state,
+    and no other. If the body fails before it has saved a state, what it made is removed.
     """
     occupied = f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
     if folder.exists() and not folder.is_dir():
@@ -98,11 +95,7 @@ def _clear(folder: Path) -> None:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write a run's state and keep the one before it; at every moment one of the two is whole.
-
-    Raises:
-        RetrofitError: If the disk is full or the folder cannot be written to; the state before stays.
-    """
+    """Write a run's state and keep the one before it; one of the two is always whole, even if the disk is full."""
     last = folder / _LAST
     with atomic_write(last, force=True) as temporary:
         try:
@@ -116,11 +109,7 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read a run's newest whole state.
-
-    Raises:
-        RetrofitError: If there is none, or it is of another version.
-    """
+    """Read a run's newest whole state; a RetrofitError if there is none, or it is of another version."""
     reason = "there is none"
     for path in (folder / _LAST, folder / _PREVIOUS):
         if not path.is_file():

@@ -23,11 +23,7 @@ _OLD = 0.05  # share of the source's running statistics at the end of a run, abo
 
 
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
-    """Set up the devices and processes of a run, as `torchrun` or `accelerate launch` started them.
-
-    Raises:
-        UsageError: If the device or a tracker does not exist.
-    """
+    """Set up the run that `torchrun` or `accelerate launch` started; a UsageError names a missing device or tracker."""
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if recipe.device not in (None, "cpu") and (present is None or recipe.device != present.type):
         have = f"there is {present.type}" if present else "there is no accelerator"

@@ -31,8 +31,7 @@ class Verdict:
     def what(self) -> str:
         """What was not finite, in words: of gradients the one that went first.
 
-        Gradients are computed from the loss backwards, and one that is not finite makes those before it so. It is the
-        last in the order of the layers then; where each by itself is finite, and their norm is not, the largest.
+        They are computed from the last layer back: the last, or, if only their common norm is infinite, the largest.
         """
         if self.fault == "loss":
             return "the loss"

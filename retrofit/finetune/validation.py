@@ -23,10 +23,9 @@ from retrofit.record import Preprocess
 def validation_share(
     images: ImageData | None, preprocess: Preprocess, teacher: nn.Module | None, accelerator: Accelerator
 ) -> ImageData | None:
-    """Return the images that this process validates on; a teacher labels them, so that accuracy is agreement with it.
+    """Return the images that this process validates on; a RetrofitError if there are fewer images than processes.
 
-    Raises:
-        RetrofitError: If there are fewer images than processes.
+    A teacher labels them, so that accuracy is agreement with it.
     """
     if images is None:
         return None
@@ -46,10 +45,9 @@ def validation_share(
 def validate(
     model: nn.Module, images: ImageData, preprocess: Preprocess, recipe: Recipe, accelerator: Accelerator
 ) -> Accuracy:
-    """Evaluate the network; with several processes that of the first, whose running statistics are saved.
+    """Return the accuracy over all processes of the first one's network, whose running statistics are saved.
 
-    Returns:
-        The accuracy over all processes, with this process's unreadable images.
+    The names of unreadable images are those of this process alone.
     """
     if accelerator.num_processes > 1:
         for buffer in model.buffers():

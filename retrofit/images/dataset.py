@@ -38,21 +38,16 @@ _OWN_PARTS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
-    """The images of a reader, ours or timm's.
+    """The images of a reader, ours or timm's (file and class by number, file names), in PIL mode "RGB" or "L".
 
     An image that cannot be read or decoded comes as a blank one, which keeps its batch whole, with the target
     -1 - index; `unreadable` turns such a target back into a file name.
-
-    Args:
-        reader: (file, class index) by number, and file names.
-        mode: PIL mode, "RGB" or "L".
     """
 
     transform: Callable[[Image.Image], Any]  # timm's create_loader sets it
     target_transform: Callable[[int], int] | None = None  # as torchvision's datasets have it
 
     def __init__(self, reader: Any, mode: str) -> None:
-        """Take the reader as it is."""
         self._reader = reader
         self._mode = mode
 
@@ -110,23 +105,14 @@ class _Digits:
 
 @dataclass(frozen=True)
 class ImageData:
-    """Labelled images and what is known about their classes.
+    """Labelled images, and what is known about their classes; None is unknown."""
 
-    Attributes:
-        images: A dataset for timm's `create_loader`, still without a transform.
-        classes: How many classes the data has; None if unknown.
-        outputs: How many outputs a model needs for the targets; None if unknown.
-        matched: How classes found their outputs: by class map, by the model's own labels, or by their order.
-        names: The data's class names in the order of their targets, or with a class map the map's; None if unknown.
-        notes: Sentences for the user.
-    """
-
-    images: Any
-    classes: int | None = None
-    outputs: int | None = None
-    matched: Matched = "order"
-    names: tuple[str, ...] | None = None
-    notes: tuple[str, ...] = ()
+    images: Any  # a dataset for timm's `create_loader`, still without a transform
+    classes: int | None = None  # how many the data has
+    outputs: int | None = None  # how many a model needs for the targets
+    matched: Matched = "order"  # what gave the classes their outputs: a class map, the model's own labels, their order
+    names: tuple[str, ...] | None = None  # of the data's classes by target, or with a class map the map's
+    notes: tuple[str, ...] = ()  # sentences for the user
 
     def contradicts(self, labels: Sequence[str] | None) -> bool:
         """Whether classes were matched to outputs by order alone, and a model's `labels` are other names."""
@@ -180,7 +166,7 @@ def has_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) 
     """Whether the data has a part of that name, "." being all of a folder or tar.
 
     Folders have it as a sub-folder, tars have none. The digits, and torchvision's datasets, have parts of the usual
-    names; what else there is checks the name when it is opened.
+    names; other datasets check the name when they are opened.
     """
     dataset = dataset.lower()
     if dataset in _FOLDERS and data_dir is not None:
@@ -207,23 +193,15 @@ def open_images(
     labels: Sequence[str] | None = None,
     channels: int = 3,
 ) -> ImageData:
-    """Open labelled images.
+    """Open labelled images: of a folder or .tar, of a dataset that timm names ("torch/cifar10", ...), or the "digits".
 
-    Args:
-        data_dir: Folder or .tar file; None for data that lies in none.
-        dataset: timm's dataset name ("torch/cifar10", "hfds/...", ...), or "digits", built in; empty for a folder or
-            tar.
-        split: Part of the dataset; of a folder, a sub-folder of that name, or "." for all of it. A folder without parts
-            needs no split.
-        class_map: File with one class name a line, in the order of the model's outputs (or timm's .pkl of a dict).
-        labels: The model's own class names; they stand in for a class map if every class of the data is among them.
-        channels: 3 for colour, 1 for grey.
+    `split` is a part: of a folder a sub-folder, or "." for all of it; a folder without parts needs none. `class_map` is
+    a file with one class name a line, in the order of the model's outputs (or timm's .pkl of a dict); `labels`, the
+    model's own class names, stand in for it if every class of the data is among them.
 
-    Raises:
-        UsageError: If nothing says where the images are, or two things do; if the data has no such part, or it does not
-            tell its class names and a class map was given.
-        RetrofitError: If there are no images, a folder of them cannot be read, the class map cannot be read, names an
-            output twice or lacks one, or lacks a class of the data, or the model takes neither colour nor grey.
+    A UsageError says that nothing, or two things, tell where the images are, that there is no such part, or that the
+    data does not name the classes that a class map needs; a RetrofitError, that there are no images, that a folder or
+    the class map cannot be read, that the map is not one to one or lacks a class, or that `channels` is not 1 or 3.
     """
     if channels not in (1, 3):
         raise RetrofitError(
@@ -334,17 +312,10 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
 def sample_loader(
     data: ImageData, preprocess: Preprocess, images: int, batch_size: int = 32, labelled: bool = True
 ) -> DataLoader[Any]:
-    """Return a loader of some images of a set, spread evenly over it, which reads a batch when it is asked for.
+    """Return a loader of at most `images` images, spread evenly over a set, which reads a batch when asked for it.
 
-    A batch is (pixels, targets): (N, C, H, W), as a model takes them, and (N,); no targets unless `labelled`. That an
-    image cannot be read is a RetrofitError.
-
-    Args:
-        data: From `open_images`; its transform is set.
-        preprocess: The model's.
-        images: How many at most.
-        batch_size: Images in a batch.
-        labelled: Whether the targets are given too.
+    A batch is (pixels, targets): (N, C, H, W), as a model takes them, and (N,), or None unless `labelled`. An image
+    that cannot be read is a RetrofitError. The images of `data` are given their transform.
     """
 
     def batch(samples: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor | None]:
@@ -363,20 +334,10 @@ def sample_loader(
 def sample_batches(
     data_dir: str | os.PathLike[str], preprocess: Preprocess, images: int = 128, batch_size: int = 32
 ) -> list[Tensor]:
-    """Read some images, spread evenly over a folder or tar, as a model takes them.
+    """Read at most `images` images, spread evenly over a folder or tar, as batches (N, C, H, W) that a model takes.
 
-    Args:
-        data_dir: Folder or .tar file of images; their classes do not matter. Of a folder, a part to validate on is
-            taken if there is one.
-        preprocess: The model's.
-        images: How many at most.
-        batch_size: Images in a batch.
-
-    Returns:
-        Batches of shape (N, C, H, W).
-
-    Raises:
-        RetrofitError: If there is no image, or one cannot be read.
+    Of a folder, a part to validate on is taken if there is one; classes do not matter. A RetrofitError says if there is
+    no image, or which one cannot be read.
     """
     split = "validation" if has_part(data_dir, "", "validation") else "."
     data = open_images(data_dir, split=split, channels=preprocess.input_size[0])

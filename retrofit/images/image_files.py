@@ -29,23 +29,14 @@ _WHOLE: Place = (0, -1)
 class ImageFiles:
     """Images below a folder, or inside a tar and the tars in it, in natural order; their folders are the classes.
 
-    Args:
-        root: The folder or .tar file.
-        topmost: Whether the topmost folder is the class, as for torchvision's ImageFolder, and not the innermost.
-            Images of no folder are then left out.
-
-    Attributes:
-        classes: Names in the order of the targets.
-        empty: Folders without an image, which are no classes.
-
-    Raises:
-        RetrofitError: If a folder or the tar cannot be read, two paths lead to one folder, so that its images would
-            count twice, or there is no image.
+    With `topmost` the topmost folder is the class, as for torchvision's ImageFolder, and not the innermost; images of
+    no folder are then left out. A RetrofitError says that a folder or the tar cannot be read, that two paths lead to
+    one folder, so that its images would count twice, or that there is no image.
     """
 
     def __init__(self, root: Path, *, topmost: bool = False) -> None:
         self.root, self._packed = str(root), not root.is_dir()
-        self.empty: tuple[str, ...] = ()
+        self.empty: tuple[str, ...] = ()  # folders without an image, which are no classes
         if self._packed:
             places = dict(_in_tar(root))
         else:
@@ -59,7 +50,7 @@ class ImageFiles:
         self._places = [places[name] for name in self._names]
         labels = [name.split("/")[0] if topmost else os.path.basename(os.path.dirname(name)) for name in self._names]
         order: Callable[[str], Any] = str if topmost else _natural
-        self.classes = sorted(set(labels), key=order)
+        self.classes = sorted(set(labels), key=order)  # in the order of the targets
         number = {name: index for index, name in enumerate(self.classes)}
         self._targets = [number[label] for label in labels]
 
@@ -67,12 +58,9 @@ class ImageFiles:
         return len(self._names)
 
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
-        """Return an image's bytes and its target.
+        """Return an image's bytes and its target; an OSError if it is not a regular file, or cannot be read.
 
         Nothing is kept open: processes that share an open file would move each other's place in it.
-
-        Raises:
-            OSError: If it is not a regular file, or cannot be read.
         """
         path = self.root if self._packed else os.path.join(self.root, self._names[index])
         if not os.path.isfile(path):  # opening a pipe would wait for ever

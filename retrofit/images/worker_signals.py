@@ -11,10 +11,8 @@ import torch
 def heed_no_signals(_worker: object) -> Any:
     """Leave signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) to the main process.
 
-    It ends its workers itself. For a DataLoader's `worker_init_fn`, or timm's `worker_seeding`.
-
-    Returns:
-        The worker's seed, an int, as torch chose it; timm asks for it.
+    It ends its workers itself. For a DataLoader's `worker_init_fn`, or timm's `worker_seeding`, which asks for the
+    worker's seed, an int, as torch chose it.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -87,9 +87,9 @@ def _without_hooks(module: nn.Module) -> Any:
 
 
 def _validate(cls: type, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
-    """Opacus's check for buffers, which may hold statistics, that knows those of our layers for constants.
+    """Opacus's check for buffers, which may hold statistics, but those of our layers count as constants.
 
-    Where layers mix the samples, it says so, whether or not they are trained.
+    Layers that mix the samples are refused too, trained or not.
     """
     mixing = over_batches(module)
     ours = (*OF_SAMPLES, ConstantAffine)
