@@ -16,14 +16,14 @@ The miniature has ResNet-20 (16 to 64 channels) and a ViT of 4 layers of 128/384
 mirroring. The figures vary the batch size, the width and the depth of a ResNet-8 that is trained for 5 epochs on
 5,000 pictures. Other batch sizes have their learning rate in proportion, of which the paper says nothing.
 
-A seed decides the first weights, the order of the pictures, their augmentation and the noise; all arms share them. Each
-finished run is a line of reproduce.jsonl, and a run that was stopped goes on from its last epoch (--state).
+A seed decides the first weights, which pictures the figures take, their order, their augmentation and the noise; all
+arms share them. Each finished run is a line of reproduce.jsonl, and a run that was stopped goes on from its last epoch
+(--state).
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import os
@@ -36,7 +36,7 @@ from typing import Any
 import timm
 import torch
 from ablations import network as small_resnet
-from evidence_data import Labelled, read_tar
+from evidence_data import Labelled, draw, read_tar
 from evidence_table import machines, paired, spread
 from evidence_train import file_name, machine, measure
 from torch import Tensor, nn
@@ -146,12 +146,6 @@ class Data:
         images, self.answers = _tensors(test, device)
         self.test = standardize(images)
         self.device = device
-
-    def first(self, count: int) -> Data:
-        """Return these with about `count` of the pictures to train on, which lie class by class, evenly spaced."""
-        part, step = copy.copy(self), len(self.train) // count
-        part.train, part.labels = self.train[::step], self.labels[::step]
-        return part
 
     def batches(self, key: Key, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Give an epoch's whole batches, the same for every arm; labels are shares of classes after MixUp."""
@@ -298,13 +292,14 @@ def reproduce(args: argparse.Namespace, parts: Sequence[str]) -> None:
     """Make the runs of some parts that are missing."""
     args.state.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    data = Data(read_tar(args.train), read_tar(args.test), args.device)
+    pool, test = read_tar(args.train), read_tar(args.test)
     for key in wanted(parts, args.seeds):
-        own = {"images": len(data.train), **key}
+        own = {"images": len(pool), **key}
         if any(all(line[name] == value for name, value in own.items()) for line in finished(args.out)):
             continue
         print(key, flush=True)
-        line = run(key, data.first(own["images"]), args.state, args.until)
+        train = draw(pool, key["images"], key["seed"]) if "images" in key else pool
+        line = run(key, Data(train, test, args.device), args.state, args.until)
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         (args.state / f"{file_name(key)}.pt").unlink(missing_ok=True)

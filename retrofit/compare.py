@@ -28,17 +28,26 @@ _ROUNDING = 8 * torch.finfo(torch.float32).eps  # of the layers' largest value: 
 class Comparison:
     """The largest difference between the answers of two networks.
 
-    Of several tensors, `max_abs_diff` and `scale` are those of the one that differs most for its scale.
+    Attributes:
+        max_abs_diff: Largest absolute difference; inf where shapes differ, or only one side is NaN or infinite. Of
+            several tensors, this and `scale` are those of the one that differs most for its scale.
+        scale: Largest finite absolute value that the reference gave there.
+        tolerance: Largest share of `scale` that passes.
+        top1_agreement: Share of the samples with the same highest score; None where the answers are no scores.
+        where: The layer that the figures belong to; empty for the network's output.
+        batches: Sizes of the batches that both answered.
+        compared: How many finite elements were compared.
+        not_checked: Why nothing was compared, and what would let it be; empty if it was.
     """
 
-    max_abs_diff: float = 0.0  # inf where shapes differ, or only one side is NaN or infinite
-    scale: float = 0.0  # largest finite absolute value that the reference gave there
-    tolerance: float = TOLERANCE  # largest share of `scale` that passes
-    top1_agreement: float | None = None  # share of samples with the same highest score; None if answers are no scores
-    where: str = ""  # the layer that the figures belong to; empty for the network's output
-    batches: tuple[int, ...] = ()  # sizes of the batches that both answered
-    compared: int = 0  # how many finite elements
-    not_checked: str = ""  # why nothing was compared, and what would let it be
+    max_abs_diff: float = 0.0
+    scale: float = 0.0
+    tolerance: float = TOLERANCE
+    top1_agreement: float | None = None
+    where: str = ""
+    batches: tuple[int, ...] = ()
+    compared: int = 0
+    not_checked: str = ""
 
     @property
     def differs(self) -> bool:

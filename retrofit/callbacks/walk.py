@@ -11,7 +11,14 @@ from retrofit.finetune.strength_schedule import StrengthSchedule
 
 
 class Walk:
-    """What the callbacks share: each optimizer step sets the strength that a `StrengthSchedule` has for it."""
+    """What the callbacks share: at each optimizer step the layers get the strength that the schedule has for it.
+
+    Args:
+        **options: `StrengthSchedule`'s; `total_steps` is the trainer's own unless given.
+
+    Raises:
+        UsageError: If the way leads back, before which constants have to be estimated anew: a callback has no images.
+    """
 
     def __init__(self, **options: Any) -> None:
         if options.get("shape") == "there-and-back":

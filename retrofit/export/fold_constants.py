@@ -161,7 +161,7 @@ class _Folding:
         return node
 
     def fold_into_consumer(self, node: Node) -> None:
-        """Fold a map into the layer that alone takes its output, through padding too; zeros beside it take no shift."""
+        """Fold a map into the layer that alone takes its output, through padding too; over zeros only the scale."""
         one, last, zeros = self.maps[node], node, False
         while len(users := users_of(last)) == 1 and users[0].target in _PADS:
             border = border_of(users[0])

@@ -17,16 +17,24 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class FoldedLayer:
-    """What became of one layer."""
+    """What became of one layer.
 
-    name: str  # in the given network
-    # "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "lines", "normalization" (of its
-    # source's kind), "group", "group convolution" (of size 1, a whitening), "estimated" or "frozen"; "kept" where its
-    # forward is somebody's own
+    Attributes:
+        name: Its name in the given network.
+        form: "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "lines",
+            "normalization" (of its source's kind), "group", "group convolution" (of size 1, a whitening), "estimated"
+            or "frozen"; "kept" where its forward is somebody's own.
+        degree: Of the polynomial, or the number of lines.
+        max_error: Largest error of the approximation on the values fitted, as a share of the standard deviation of the
+            layer's output.
+        rms_error: Root mean square of the same.
+    """
+
+    name: str
     form: str
-    degree: int | None = None  # of the polynomial, or the number of lines
-    max_error: float | None = None  # on the values fitted, as a share of the standard deviation of the layer's output
-    rms_error: float | None = None  # root mean square of the same
+    degree: int | None = None
+    max_error: float | None = None
+    rms_error: float | None = None
 
     @property
     def kind(self) -> str:
@@ -37,23 +45,41 @@ class FoldedLayer:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and how it was checked."""
+    """What was written, and how it was checked.
 
-    model: str | None  # the network's name, if known
-    target: str | None  # what it was converted to last; None if it was not
-    strength: float | None  # of its converted layers; None where there are none, or they differ
-    weights: Mapping[str, Any] | None  # where they are from, if known
-    fold: str  # "exact" or "poly"
+    Attributes:
+        model: The network's name, if known.
+        target: What it was converted to last; None if it was not.
+        strength: Of its converted layers; None where there are none, or they differ.
+        weights: Where they are from, if known.
+        fold: "exact" or "poly".
+        precision: "float32", "float16" or "int8".
+        opset: ONNX operator set.
+        output: The file.
+        bytes: Its size, external data included.
+        parity: ONNX Runtime against the given network in PyTorch, in its own precision.
+        judged_on: What the samples of `parity` are: "random inputs", "given inputs", "images" or "... and images".
+        nodes: Number of nodes of each operator.
+        preprocess: How to make the network's input of an image, as in the file's metadata; None if unknown.
+        labels: How many names of outputs the file's metadata hold; None if they are unknown.
+        layers: What became of each normalization layer.
+    """
+
+    model: str | None
+    target: str | None
+    strength: float | None
+    weights: Mapping[str, Any] | None
+    fold: str
     precision: Precision
     opset: int
-    output: str  # the file
-    bytes: int  # its size, external data included
-    parity: Comparison  # ONNX Runtime against the given network in PyTorch, in its own precision
-    judged_on: str  # the samples of `parity`: "random inputs", "given inputs", "images" or "... and images"
-    nodes: dict[str, int]  # how many of each operator
-    preprocess: Mapping[str, Any] | None  # how an image becomes its input, as in the file's metadata; None if unknown
-    labels: int | None  # how many names of outputs the file's metadata hold; None if they are unknown
-    layers: tuple[FoldedLayer, ...]  # every normalization layer
+    output: str
+    bytes: int
+    parity: Comparison
+    judged_on: str
+    nodes: dict[str, int]
+    preprocess: Mapping[str, Any] | None
+    labels: int | None
+    layers: tuple[FoldedLayer, ...]
 
     @property
     def judged(self) -> str:
@@ -72,7 +98,12 @@ class ExportReport:
 
 
 def check_report(path: str | Path, output: str | Path, force: bool = False) -> None:
-    """Raise, before any long work, if a report of the file `output` may not be written at `path`."""
+    """Check, before any long work, that a report of the file `output` may be written at `path`.
+
+    Raises:
+        UsageError: If the name does not end in .json, or is the exported file's.
+        RetrofitError: As `ensure_writable`.
+    """
     if Path(path).suffix != ".json":
         raise UsageError(f"a report is a .json file, not {path}; give `report` a name that ends in .json")
     if ensure_writable(path, force) == ensure_writable(output, force):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from timm.data import create_transform
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from retrofit.errors import RetrofitError, UsageError
@@ -38,7 +38,7 @@ class Part(Dataset[Any]):
 
     def __init__(self, images: Any, indices: Sequence[int] | None = None, targets: Sequence[int] | None = None) -> None:
         self.images = copy.copy(images)
-        self.images.transform = _untransformed
+        self.images.transform = nn.Identity()  # which pickles
         self.indices = range(len(images)) if indices is None else indices
         self.targets = targets
 
@@ -70,10 +70,6 @@ class Part(Dataset[Any]):
         for places in chosen.tensor_split(math.ceil(len(chosen) / batch_size)):
             if (images := self.read(places.tolist())) is not None:
                 yield images
-
-
-def _untransformed(image: Any) -> Any:
-    return image
 
 
 class Augmented(Part):

@@ -72,7 +72,7 @@ def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
 
 
 def resume_network(folder: Path, network: str | None = None) -> Network:
-    """Open the network that a run in `folder` began with, or refuse if there is none; `network` is `open_model`'s."""
+    """Open the network that a run in `folder` began with; `network` as for `open_model`. RetrofitError if none did."""
     if not (folder / START).is_file():
         raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without `resume`")
     return open_model(str(folder / START), network=network)

@@ -16,7 +16,7 @@ from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
 from retrofit.utils.batches import input_of
-from retrofit.utils.evaluating import evaluating, modes_of, restore_modes
+from retrofit.utils.evaluating import evaluating, modes_kept
 from retrofit.utils.hooks import hooked
 
 _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
@@ -46,10 +46,10 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         return 0
     momenta = {layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)}  # frozen or not
     former = [(layer, *named, named[1].clone()) for layer in layers for named in layer.named_buffers(recurse=False)]
-    modes = modes_of(model)
     estimated: list[Any] = []
     try:
-        swa_utils.update_bn(loader, model, None if device is None else torch.device(device))
+        with modes_kept(model):
+            swa_utils.update_bn(loader, model, None if device is None else torch.device(device))
         reached = [layer for layer in layers if layer.num_batches_tracked > 0]
         if not reached:
             raise RetrofitError("the loader held no batch to estimate statistics from; give it data")
@@ -62,7 +62,6 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
                 layer._buffers[name] = buffer.copy_(value)  # whitening is reset to another tensor
         for layer, momentum in momenta.items():
             layer.momentum = momentum
-        restore_modes(modes)
     return len(estimated)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.utils.evaluating import modes_of, restore_modes
+from retrofit.utils.evaluating import modes_kept
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _CONDITIONS = 6  # on one path
@@ -38,11 +38,10 @@ class Place(NamedTuple):
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore every module's attributes on leaving, whatever a trace set: training flags, caches, constants."""
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
-    modes = modes_of(model)
     try:
-        yield
+        with modes_kept(model):  # by `train`, which may do more than set attributes
+            yield
     finally:
-        restore_modes(modes)  # through `train`, which may do more than set attributes
         for module, attributes in saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)

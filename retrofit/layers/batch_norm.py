@@ -162,9 +162,14 @@ class RunningStatistics(StrengthMixin, _NormBase):
 
 
 class RunningNormality(NormalityMixin, RunningStatistics):
-    """Running statistics with a running lambda beside them."""
+    """Running statistics with a running lambda beside them.
 
-    running_lambda: Tensor | None  # (C,), average of the estimates; strength and alpha apply where it is used
+    Attributes:
+        running_lambda: Running average of the lambda estimates, (C,), whatever the strength; the layer uses
+            1 + `effective_alpha` * (running_lambda - 1).
+    """
+
+    running_lambda: Tensor | None
 
     def _register_options(self, device: Any = None, **options: Any) -> None:
         lmbda = None if self.running_mean is None else torch.ones_like(self.running_mean)

@@ -90,18 +90,24 @@ def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
     """Mixin: groups of channels are whitened where BatchNorm divides each by its standard deviation.
 
-    With S the covariance of a group over (N, *) and t the strength, the matrix that multiplies the centred values is
+    With S the covariance of a group over (N, *), the matrix that multiplies the centred values is
 
         (1 - t) * diag(S + eps)^(-1/2) + t * (S + eps)^(-1/2)
 
-    in float32 at least: BatchNorm at t = 0, ZCA whitening at 1. In evaluation S is its running average. The paper
-    averages the roots of the batches instead; where S is singular, as behind a convolution with fewer inputs than
-    outputs, its null space turns from step to step, and that average magnifies what lies there.
+    with t the strength: BatchNorm at 0, ZCA whitening at 1. Computed in float32 (float64 for float64 input).
+
+    Attributes:
+        group_size: Channels that are whitened together: the largest divisor of the channels up to what was asked for.
+        running_covariance: Running average of S, unbiased as `running_var` is, (groups, group_size, group_size); None
+            where no statistics are tracked.
+        running_whitening: Its root (running_covariance + eps)^(-1/2), whatever the strength. The paper averages the
+            roots of the batches instead. Where a group's covariance is singular, as behind a convolution with fewer
+            inputs than outputs, its null space turns from step to step and that average magnifies what lies there.
     """
 
-    group_size: int  # the largest divisor of the channels up to what was asked for
-    running_covariance: Tensor | None  # average of S, unbiased, (groups, g, g); None if nothing is tracked
-    running_whitening: Tensor | None  # its root (running_covariance + eps)^(-1/2), whatever the strength
+    group_size: int
+    running_covariance: Tensor | None
+    running_whitening: Tensor | None
 
     def __init__(self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)

@@ -16,20 +16,28 @@ from retrofit.layers.normality_norm import compute_dtype
 class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
     """Mixin for torch's convolutions: each output channel's weights are standardised over their fan-in.
 
-    With w^ = (w - mean) / sqrt(var + eps) over one output channel's weights, as in timm's StdConv, and t = `strength`:
+    With mean and var over one output channel's weights, timm's StdConv uses w^ = (w - mean) / sqrt(var + eps). Here:
 
         weight used = w + t * ((w^ * restore_scale + restore_shift) * scale - w)
 
-    At t = 1, with scale 1 and shift 0 as constructed, that is StdConv; a `restore_scale` of gain * gamma / sqrt(fan-in)
-    makes it ScaledStdConv, whose learned gain a normalization layer behind makes redundant. `seed_restore` stores the
-    standard deviation and mean of the present weights instead: the layer is then the plain convolution at any t until
-    training moves them, and keeps each channel's mean and scale from there on.
+    At t = `strength` = 1, with scale 1 and shift 0 as constructed, that is StdConv; a `restore_scale` of
+    gain * gamma / sqrt(fan-in) makes it ScaledStdConv, whose learned gain a normalization layer behind makes redundant.
+    `seed_restore` stores the standard deviation and mean of the present weights instead: the layer is then the plain
+    convolution at any t until training moves them, and keeps each channel's mean and scale from there on.
 
-    The parameter keeps its name, `weight`, in the state dict, and is standardised in float32 at least. The arguments
-    are the convolution's, `eps` (timm's 1e-6; the paper of ProxyNorm takes 0), `strength` in [0, 1], and `scale`: learn
-    a scale for each output channel, (C,), from 1, as that paper puts behind the last convolution of a residual block
-    (appendix A.1), whose output no norm rescales. A ValueError says that an argument is out of range, or that the
-    fan-in is 1 (1x1 depthwise), which leaves nothing to standardise.
+    The parameter keeps its name, `weight`, in the state dict. It is standardised in float32 at least. Fan-in 1 (1x1
+    depthwise) leaves nothing to standardise and is refused.
+
+    Args:
+        *args: The convolution's own, as are further keywords.
+        eps: Added to the variance: timm's 1e-6; the paper of ProxyNorm takes 0.
+        strength: Initial t, in [0, 1].
+        scale: Learn a scale for each output channel, (C,), from 1: the one that the paper of ProxyNorm puts behind the
+            last convolution of a residual block (appendix A.1), whose output no norm rescales.
+        **kwargs: The convolution's own.
+
+    Raises:
+        ValueError: If an argument is out of range or the fan-in is 1.
     """
 
     restore_scale: Tensor

@@ -24,14 +24,23 @@ _FATES = {
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The fate of one normalization layer, under one of the names it goes by."""
+    """The fate of one normalization layer, under one of the names it goes by.
 
-    name: str  # dotted module name; empty for the root module
-    source: str  # class name of the layer as found
-    target: str | None  # class name of the layer that replaces it; None unless `status` is "converted"
-    status: Status  # "kept": by a rule
-    reason: str = ""  # in words for the user; empty for a plain conversion
-    options: dict[str, Any] = field(default_factory=dict)  # of the target's constructor, as JSON values
+    Attributes:
+        name: Dotted module name; empty for the root module.
+        source: Class name of the layer as found.
+        target: Class name of the layer that replaces it, None unless `status` is "converted".
+        status: "converted", "kept" (by a rule) or "unsupported".
+        reason: Why, in words for the user; empty for a plain conversion.
+        options: Constructor options of the target that the plan has settled for this layer (JSON values).
+    """
+
+    name: str
+    source: str
+    target: str | None
+    status: Status
+    reason: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fate(self) -> str:
@@ -45,11 +54,16 @@ class EditRow(LayerRow):
 
     Its name is that of a module; for one of several calls, or a functional one, followed by what tells it apart. Its
     target is the layer that it becomes part of, empty where its kind says what it becomes.
+
+    Attributes:
+        kind: "activation" or "convolution".
+        norm: Name of the normalization layer it belongs to; empty if there is none.
+        place: Which of the places that call that layer it belongs to.
     """
 
-    kind: str = "activation"  # or "convolution"
-    norm: str = ""  # name of the normalization layer it belongs to; empty if there is none
-    place: int = 0  # which of the places that call that layer it belongs to
+    kind: str = "activation"
+    norm: str = ""
+    place: int = 0
 
     @property
     def fate(self) -> str:
@@ -59,12 +73,19 @@ class EditRow(LayerRow):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing."""
+    """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing.
 
-    to: str  # the target, e.g. "bnn"
-    layers: tuple[LayerRow, ...]  # in the model's order
-    options: dict[str, Any] = field(default_factory=dict)  # the arguments that made the plan, for the record
-    edits: tuple[EditRow, ...] = ()  # the activations and convolutions around the layers, for targets that touch them
+    Attributes:
+        to: The target, e.g. "bnn".
+        layers: One row for each name of each normalization layer, in the model's order.
+        options: The arguments that made the plan, for the record.
+        edits: What becomes of the activations and convolutions around the layers, for the targets that touch them.
+    """
+
+    to: str
+    layers: tuple[LayerRow, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    edits: tuple[EditRow, ...] = ()
 
     @property
     def converted(self) -> list[LayerRow]:
@@ -120,7 +141,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """Rebuild a plan from `to_dict`'s values; raise KeyError or TypeError for others."""
+        """Rebuild a plan from `to_dict`'s values.
+
+        Raises:
+            KeyError, TypeError: If `values` did not come from `to_dict`.
+        """
         layers = tuple(LayerRow(**row) for row in values["layers"])
         edits = tuple(EditRow(**row) for row in values["edits"])
         return cls(to=values["to"], layers=layers, options=values["options"], edits=edits)
@@ -130,19 +155,29 @@ class Plan:
 class Report:
     """What a conversion did.
 
-    `agreement`, {"images", "same"}, says on how many of the given images the class with the highest score stays the
-    same, at strength 1 where there is a strength; None without images, or for a network that gives no scores.
+    Attributes:
+        plan: The plan that was executed.
+        params_before: Number of parameters of the source network.
+        params_after: Number of parameters now.
+        strength: Strength that the converted layers were seeded at; None on the meta device, and where they have none.
+        notes: Further sentences for the user.
+        check: How the network compares with its source; None where nothing was compared.
+        identity: Whether it is meant to be its source's function.
+        classifies: Whether the network answers with scores of classes alone; None where it was not run.
+        change: How the network at its strength compares with its source, where that was checked.
+        agreement: {"images", "same"}: on how many of the given images the class with the highest score stays the same,
+            at strength 1 where there is a strength; None without images, or for a network that gives no scores.
     """
 
     plan: Plan
-    params_before: int  # of the source network
+    params_before: int
     params_after: int
-    strength: float | None  # of the converted layers; None on the meta device, and where they have none
-    notes: tuple[str, ...] = ()  # further sentences for the user
-    check: Comparison | None = None  # with the source; None where nothing was compared
-    identity: bool = True  # whether the network is meant to be its source's function
-    classifies: bool | None = None  # whether it answers with scores of classes alone; None where it was not run
-    change: Comparison | None = None  # with the source, of the network at its strength, where that was checked
+    strength: float | None
+    notes: tuple[str, ...] = ()
+    check: Comparison | None = None
+    identity: bool = True
+    classifies: bool | None = None
+    change: Comparison | None = None
     agreement: dict[str, int] | None = None
 
     def __repr__(self) -> str:

@@ -13,31 +13,25 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.placement import device_of
 from retrofit.utils.text import one_line
 
-Modes = list[tuple[nn.Module, bool]]  # each module of a network, parents first, and whether it is in training mode
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Put each module's mode back afterwards, by `train`, where torchvision's feature extractors change their graph."""
+    modes = [(module, module.training) for module in model.modules()]  # parents first
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            if module.training != training:
+                module.train(training)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a network in evaluation mode without gradients, and every module's mode back afterwards."""
-    modes = modes_of(model)
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        restore_modes(modes)
-
-
-def modes_of(model: nn.Module) -> Modes:
-    """Return the mode of every module, for `restore_modes`."""
-    return [(module, module.training) for module in model.modules()]
-
-
-def restore_modes(modes: Modes) -> None:
-    """Put modules back in their modes, through `train`: torchvision's feature extractors change their graph there."""
-    for module, training in modes:
-        if module.training != training:
-            module.train(training)
+    with modes_kept(model), torch.no_grad():
+        model.eval()
+        yield
 
 
 @contextmanager

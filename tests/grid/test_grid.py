@@ -67,8 +67,7 @@ UNMOVED = {"bnn", "dbn", "dbnn", "gn-pn, from GroupNorm"}  # nothing changes unt
 
 # (command, row of `NETWORKS`, strength): what the one line of the refusal says.
 REFUSED: dict[tuple[str, str, float], str] = {
-    **{("again", "normal", strength): "nothing to convert to bnn" for strength in STRENGTHS[:2]},
-    **{("again", "gnn", strength): "nothing to convert to normal" for strength in STRENGTHS[:2]},
+    **{("again", row, t): f"nothing to convert to {NETWORKS[row][1]}" for row in ("normal", "gnn") for t in (0.0, 0.5)},
     **{("bake", row, 0.0): "is at strength 0 already" for row in NETWORKS},
     **{("bake", row, 0.0): "no converted layer that has a strength" for row in WITHOUT_STRENGTH},
     ("bake", "gn-pn, from GroupNorm", 0.5): "is constant at inference already",
@@ -434,9 +433,8 @@ def cells() -> Iterator[Any]:
         for strength in (0.0,) if row in WITHOUT_STRENGTH else STRENGTHS if kind else STRENGTHS[:2]:
             middle = strength == 0.5 or row in WITHOUT_STRENGTH
             for name in COMMANDS:
-                if name in SLOW and (middle or kind) == (name == "fold"):
-                    continue
-                if name in BLIND and row not in EVERY_COMMAND:
+                skipped = (middle or kind) == (name == "fold") or (name in BLIND and row not in EVERY_COMMAND)
+                if name in SLOW and skipped:
                     continue
                 default = middle and name not in SLOW and (kind or name == "convert")
                 marks = [] if default or (name, row) == ("convert", "bnn") else [pytest.mark.slow]
