@@ -40,7 +40,7 @@ $ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
 @options.against("The reference (default: an artifact's source network).")
 @options.runtime
 @options.choice("--mode", ["both", "eval", "train"], "What to measure (default: both).", default="both")
-@options.count("-b", "--batch-size", least=2, default=16, help="Images a batch")
+@options.count("-b", "--batch-size", least=2, default=16, help="Images per batch")
 @options.count("--rounds", least=3, default=15, help="How often each network is timed")
 @options.precision
 @click.option("--compile", is_flag=True, help="Run through torch.compile.")

@@ -10,7 +10,6 @@ import click
 
 from retrofit.cli import options
 from retrofit.cli.console import emit, say, say_written, show_plan, waiting
-from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import RetrofitError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from retrofit.surgery import Report
 
 
-HELP = """Convert MODEL: a timm name, tv:NAME, py:MODULE:CALLABLE (a network of your own), or a .safetensors file.
+HELP = """Convert the normalization layers of MODEL to a target.
 
 At strength 0 the converted network gives the same outputs as its source; this is checked before anything is
 written. Layers that were converted before keep their strength. A summary goes to stderr, and with --json one object to
@@ -52,7 +51,7 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 
 @click.command("convert", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion"}, help=HELP)
 @options.model
-@options.target(f"{', '.join(CONVERTERS)}.", required=True)
+@options.target("One of the targets above.", required=True)
 @options.output("output", "NAME-TARGET.safetensors")
 @click.option(
     "--strength",
@@ -132,4 +131,4 @@ def _show(report: Report) -> None:
         at = "untrained" if report.strength is None else "at strength 1, untrained"
         say(f"{at}, {same / images:.1%} of the predictions are the source's ({same} of {images} images)")
     if report.change is not None:
-        say(f"at strength {report.strength:g} the output changes: {report.change}")
+        say(f"at strength {report.strength:g} the output on the example inputs changes: {report.change}")

@@ -25,7 +25,7 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @options.against("A second network, beside the first.")
 @options.count("--images", least=2, default=200, help="Images to measure on, at most")
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
-@options.count("-b", "--batch-size", least=2, default=6, help="Images a batch")
+@options.count("-b", "--batch-size", least=2, default=6, help="Images per batch")
 @options.count("--channels", least=1, default=20, help="Channels a plot")
 @options.device
 @click.option("--seed", type=int, default=0, metavar="N", help="Chooses channels, values and noise (default: 0).")

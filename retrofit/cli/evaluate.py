@@ -50,7 +50,7 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 @options.model
 @options.data
 @options.weights
-@options.count("-b", "--batch-size", least=1, default=64, help="Images a batch")
+@options.count("-b", "--batch-size", least=1, default=64, help="Images per batch")
 @options.count("-j", "--workers", least=0, default=2, help="Processes that decode images")
 @options.precision
 @options.runtime

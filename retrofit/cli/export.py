@@ -39,7 +39,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 @options.model
 @options.output("path", "NAME.onnx")
 @click.option("--opset", type=int, default=18, metavar="N", help="ONNX's opset, 18 to 22 (default: 18).")
-@click.option("--batch", type=int, metavar="N", help="Fix the number of images, for networks that fix it themselves.")
+@click.option("--batch", type=int, metavar="N", help="Fix the number of images, as some networks need.")
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @options.choice(
     "--fold",

@@ -32,6 +32,8 @@ GROUPS = {
 }
 """The first option of each group of the help, where a command's options are those below."""
 
+MODEL = "timm name, tv:NAME, hf-hub:ID, local-dir:DIR, py:MODULE:CALLABLE (your own), or .safetensors of retrofit's."
+
 _ENOUGH = 2  # typed characters from which names of networks are worth the seconds that importing timm takes
 
 
@@ -43,10 +45,11 @@ class Grouped(click.Command):
         self.groups = groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each group under its title."""
+        """Write what MODEL may be, and each group under its title."""
         title, listed = "Options", dict[str, list[tuple[str, str]]]()
         for option in self.get_params(ctx):
             if isinstance(option, click.Argument):  # of which some versions of click have a record too
+                listed["Argument"] = [("MODEL", MODEL)]
                 continue
             title = self.groups.get(option.name or "", title)
             if (record := option.get_help_record(ctx)) is not None:
@@ -236,7 +239,7 @@ weights = _stacked(
 )
 
 data = _stacked(
-    click.option("--data-dir", metavar="DIR", help="Folder or .tar with one folder a class."),
+    click.option("--data-dir", metavar="DIR", help="Folder or .tar with a folder per class."),
     click.option("--dataset", default="", metavar="NAME", help='timm\'s dataset name, or "digits", which is built in.'),
     click.option("--split", default="validation", metavar="NAME", help="Part of the data (default: validation)."),
     path("--class-map", "Class names in the order of the outputs."),

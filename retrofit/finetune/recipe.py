@@ -68,7 +68,9 @@ class Recipe(BaseModel):
         None, description="Pair its tensors by name or by order (default: name)."
     )
 
-    data_dir: str | None = Field(None, description="Folder or .tar with one folder a class; or a dataset's name.")
+    data_dir: str | None = Field(
+        None, description="Folder or .tar with train and val, each with a folder per class; or a dataset's name."
+    )
     dataset: str = Field("", description="timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
     train_split: str = Field("train", description="Part of the data to train on.")
     val_split: Annotated[str | Fraction, BeforeValidator(_parts)] = Field(
@@ -79,8 +81,8 @@ class Recipe(BaseModel):
     img_size: Count | None = Field(None, description="Side of the images (default: the network's own).")
     crop_pct: Positive | None = Field(None, description="Centre crop for validation (default: the network's own).")
 
-    batch_size: Count = Field(64, description="Images a process and step.")
-    grad_accum_steps: Count = Field(1, description="Batches a step.")
+    batch_size: Count = Field(64, description="Images per process and step.")
+    grad_accum_steps: Count = Field(1, description="Batches per step.")
     epochs: Count = Field(10, description="Passes over the training images.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of every random choice.")
 
@@ -111,18 +113,18 @@ class Recipe(BaseModel):
     decay_rate: Positive = Field(0.1, description="Factor of a step schedule.")
 
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = Field(
-        "linear", description="Course of the strength t; there-and-back goes to 1 and returns to strength_end."
+        "linear", description="Course of the strength t; there-and-back returns from 1 to strength_end (give it)."
     )
     strength_ramp: Fraction = Field(0.5, description="Fraction of the training in which t moves.")
     strength_start: Fraction = Field(0.0, description="t at the start; layers that stand higher keep theirs.")
     strength_end: Fraction = Field(1.0, description="t at the end.")
-    noise: NotNegative | None = Field(0.0, description="Noise factor xi at the end; null leaves the layers' own.")
-    noise_kind: NoiseKind | None = Field(None, description="Kind of noise; null leaves the layers' own.")
+    noise: NotNegative | None = Field(None, description="Noise factor xi at the end (default: what convert set).")
+    noise_kind: NoiseKind | None = Field(None, description="Kind of noise (default: what convert set).")
     noise_start: Fraction = Field(0.5, description="Fraction of the training at which noise begins.")
     noise_ramp: Fraction = Field(0.1, description="Fraction of the training in which it grows.")
     bn_momentum: Fraction | None = Field(None, description="Weight of the newest batch in running statistics.")
     precise_bn: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="Training images to estimate running statistics anew on before each validation."
+        None, description="Before each validation, estimate running statistics anew on so many training images."
     )
     freeze: Literal["none", "all-but-norm"] = Field(
         "none", description="What is not trained; all-but-norm trains the converted layers and the classifier alone."

@@ -32,6 +32,7 @@ from retrofit.layers.base import strength_code
 from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import record_of
+from retrofit.surgery import strength_layers
 from tests.finetune.conftest import DRAW, SMALL, Listener, Train, small_network
 from tests.half_resnet import HALF
 
@@ -139,6 +140,16 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
         assert_same(weights(tmp_path / "whole", name), weights(tmp_path / "broken", name))
     assert again.best == whole.best
     assert [row["train_loss"] for row in again.rows] == [row["train_loss"] for row in whole.rows]
+
+
+def test_the_noise_of_the_conversion_stays_unless_the_recipe_names_another(train: Train, tmp_path: Path) -> None:
+    for folder, settings, expected in (("kept", {}, 0.25), ("set", {"noise": 0.0}, 0.0)):
+        network = small_network()
+        for layer in strength_layers(network.model):
+            layer.noise = 0.25
+        train(folder, network, epochs=1, **settings)
+        layers = strength_layers(retrofit.load(tmp_path / folder / "last.safetensors"))
+        assert {layer.noise for layer in layers} == {expected}
 
 
 def test_there_and_back_ends_at_strength_0_with_constants_of_its_own_and_is_no_source(
