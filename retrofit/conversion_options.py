@@ -110,7 +110,7 @@ class ConversionOptions:
         bool,
         _MIGRATED,
         "Keep each channel at the mean and scale that the next layer was trained for, with ProxyNorm or ws "
-        "(default: yes; no for training from scratch, as the paper).",
+        "(default: yes; say no if you train from scratch, as the paper does).",
     )
     ws: bool | None = known_as(
         bool,
@@ -121,7 +121,7 @@ class ConversionOptions:
     calibrate: Iterable[Any] | None = known_as(
         "batches",
         (*_MIGRATED, "evonorm-s0", "frn-tlu"),
-        "Images to measure on: groups auto chooses by them, and `convert` says for how many the predicted class stays.",
+        "Images to measure on: groups auto uses them, and convert counts those whose predicted class is unchanged.",
     )
 
     def check(self, to: str) -> None:

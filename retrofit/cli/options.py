@@ -202,7 +202,7 @@ model = click.argument("model", metavar="MODEL", shell_complete=complete_model)
 network = click.option(
     "--network",
     metavar="py:MODULE:CALLABLE",
-    help="Function that builds your own network, for its artifact.",
+    help="Function that builds your own network, if MODEL was converted from it.",
 )
 
 architecture = _stacked(
@@ -239,9 +239,9 @@ weights = _stacked(
 )
 
 data = _stacked(
-    click.option("--data-dir", metavar="DIR", help="Folder or .tar with a folder per class."),
+    click.option("--data-dir", metavar="DIR", help="Folder or .tar with a folder per class, or with parts."),
     click.option("--dataset", default="", metavar="NAME", help='timm\'s dataset name, or "digits", which is built in.'),
-    click.option("--split", default="validation", metavar="NAME", help="Part of the data (default: validation)."),
+    click.option("--split", default="validation", metavar="NAME", help="Part, such as test (default: validation)."),
     path("--class-map", "Class names in the order of the outputs."),
 )
 
@@ -283,7 +283,7 @@ attack = _stacked(
 
 inputs = path(
     "--inputs",
-    "Example inputs of a network that takes no single image: a .safetensors file, its tensors named by argument.",
+    "Example inputs, for a network whose input is not one image: a .safetensors file, its tensors named by argument.",
     callback=_inputs,
 )
 

@@ -62,8 +62,8 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), str_strip_whitespace=True)
 
     model: str | None = Field(None, description="Artifact or network to train.")
-    pretrained: bool = Field(False, description="Fetch the library's weights, for a network that is no artifact.")
-    checkpoint: str | None = Field(None, description="Weights of a network that is no artifact.")
+    pretrained: bool = Field(False, description="Fetch the library's weights, if MODEL is a name.")
+    checkpoint: str | None = Field(None, description="Weights, if MODEL is a name.")
     match: Literal["name", "order"] | None = Field(
         None, description="Pair its tensors by name or by order (default: name)."
     )
@@ -88,7 +88,7 @@ class Recipe(BaseModel):
 
     opt: str = Field("adamw", description="timm's optimizer.")
     lr: Positive = Field(
-        3e-4, description="Learning rate; take 1e-4 in batches of 1 or 2, 1e-3 for batch statistics, as bnn's."
+        3e-4, description="Learning rate; take 1e-4 in batches of 1 or 2, 1e-3 for layers with batch statistics (bnn)."
     )
     weight_decay: NotNegative = Field(
         0.05, description="Weight decay of all but biases and norms; ProxyNorm's parameters have it."
@@ -136,7 +136,7 @@ class Recipe(BaseModel):
     task_loss_weight: NotNegative = Field(1.0, description="Weight of the labels' loss; 0 for images without labels.")
     kd_temperature: Positive = Field(1.0, description="Softens teacher and student.")
 
-    no_aug: bool = Field(False, description="No augmentation at all.")
+    no_aug: bool = Field(False, description="Leave out all augmentation.")
     scale: Pair = Field((0.08, 1.0), description="Area of random crops.")
     ratio: Pair = Field((0.75, 4 / 3), description="Aspect ratio of random crops.")
     train_interpolation: str = Field("random", description="Interpolation of random crops.")
