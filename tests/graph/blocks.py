@@ -171,38 +171,8 @@ class Iterating(nn.Module):
         return torch.stack([sample * 2 for sample in self.act(self.bn(self.block(x)))])
 
 
-class SwishFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x.sigmoid()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * (x.sigmoid() * (1 + x * (1 - x.sigmoid())))
-
-
-class Swish(nn.Module):
-    """An activation of one's own, which fx cannot enter."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return SwishFunction.apply(x)
-
-
-class HardSwish(nn.Module):
-    """An activation of one's own that holds another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.relu = nn.ReLU6(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.relu(x + 3) / 6
-
-
 class Custom(Block):
-    """One activation of one's own at two places."""
+    """One activation at two places; timm's SwishMe is a class that fx cannot enter."""
 
     def __init__(self, act: nn.Module) -> None:
         super().__init__()

@@ -86,14 +86,10 @@ def test_direct_sites_are_those_of_a_real_run(name: str) -> None:
         (lambda: timm.create_model("efficientnet_b0"), {"fused": 33, "none": 16}, 32),
         (lambda: timm.create_model("res2net50d"), {"module": 3, "call": 64, "none": 20}, 16),
         (lambda: tv.inception_v3(init_weights=False), {"call": 96}, 0),
-        (blocks.Rates, {"call": 4}, 0),
-        (blocks.SamePad, {"module": 1}, 0),
         (blocks.Refuses, {"call": 1}, 1),
         (blocks.Branching, {"call": 3}, 1),
         (blocks.TrainOnly, {"call": 2}, 1),
-        (lambda: blocks.Custom(blocks.Swish()), {"call": 2}, 0),
         (lambda: blocks.Custom(nn.Softmax2d()), {"none": 2}, 0),
-        (blocks.Sequences, {"call": 3}, 0),
     ],
 )
 def test_counts(make: Callable[[], nn.Module], counts: dict[str, int], left: int) -> None:
@@ -103,19 +99,16 @@ def test_counts(make: Callable[[], nn.Module], counts: dict[str, int], left: int
     assert set(found.uncovered) <= {"bn2"}  # of blocks that call one norm
 
 
-def followers(model: nn.Module) -> list[Activation]:
+def followers(model: nn.Module) -> list[Any]:
     """The activations of a model whose norms are all followed by one."""
-    activations = [site.activation for site in find_sites(model, is_bn).sites]
-    return [activation for activation in activations if activation is not None]
+    return [site.activation for site in find_sites(model, is_bn).sites]
 
 
 def test_a_shared_activation_is_told_apart_by_call() -> None:
     with torch.device("meta"):
         found = find_sites(tv.resnet50(), is_bn)
-    by_norm = {site.norm: site for site in found.sites}
+    by_norm: dict[str, Any] = {site.norm: site for site in found.sites}
     stem, act = by_norm["bn1"].activation, by_norm["layer2.1.bn2"].activation
-    assert stem is not None
-    assert act is not None
     assert (stem.kind, stem.name, stem.owner) == ("module", "relu", "")
     assert (act.kind, act.name, act.owner, act.selector) == ("call", "layer2.1.relu#1", "layer2.1", None)
     last = by_norm["layer2.1.bn3"]
@@ -130,9 +123,9 @@ def test_fused_and_absent_activations() -> None:
         GroupNormAct(4, 2), BatchNormAct2d(4, act_layer=nn.Softmax2d, inplace=None), nn.LayerNorm(4), nn.ReLU(),
     )  # fmt: skip
     found = find_sites(model, lambda module: isinstance(module, BatchNormAct2d))
-    first, second, third = found.sites
+    sites: list[Any] = found.sites
+    first, second, third = sites
     assert first.activation == Activation("fused", "1.act", nn.SiLU())
-    assert second.activation is not None
     assert (second.activation.kind, second.activation.name) == ("module", "3")
     assert third.reason == "its own activation, Softmax2d, is not known to be elementwise"
     assert {left.name: left.reason for left in found.unmatched} == {
@@ -154,10 +147,8 @@ def test_calls_of_functions_come_as_modules(make: Callable[[], nn.Module], types
 
 
 def test_two_consumers_are_no_site() -> None:
-    one, two = find_sites(blocks.TwoConsumers(), is_bn).sites
-    assert one.activation is None
-    assert one.reason == "output used twice: relu(), add()"
-    assert two.reason == "residual addition"
+    found = [(site.activation, site.reason) for site in find_sites(blocks.TwoConsumers(), is_bn).sites]
+    assert found == [(None, "output used twice: relu(), add()"), (None, "residual addition")]
 
 
 def test_a_norm_at_two_places() -> None:
@@ -195,8 +186,7 @@ def test_what_no_trace_can_follow() -> None:
 
 @pytest.mark.parametrize("make", [blocks.Loop, blocks.Indexed, blocks.HelperTwice])
 def test_one_call_after_several_norms_asks_which_it_was(make: Callable[[], nn.Module]) -> None:
-    selectors = [activation.selector for activation in followers(make())]
-    assert [selector[1] for selector in selectors if selector is not None] == ["bn1", "bn2"]
+    assert [activation.selector[1] for activation in followers(make())] == ["bn1", "bn2"]
 
 
 def test_a_conversion_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +216,7 @@ def test_uncalled_and_root_norms() -> None:
 
 def test_squeeze_excite_and_gates() -> None:
     found = {site.norm: site for site in find_sites(blocks.Gate(), is_bn).sites}
-    assert found["bn_se"].in_squeeze_excite
-    assert not found["bn"].in_squeeze_excite
-    assert not found["bn_gate"].in_squeeze_excite
+    assert [name for name, site in found.items() if site.in_squeeze_excite] == ["bn_se"]
     assert found["bn_gate"].reason == "feeds a gate: Sigmoid gate"
     left = {left.name: left.reason for left in find_sites(tv.mobilenet_v3_small(), is_bn).unmatched}
     assert left["features.1.block.1.activation"] == "inside a squeeze-excite"
