@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 
 def trained(model: nn.Module, low: float = 0.5) -> nn.Module:
-    """Give norms of running statistics values that training could have left there, gamma from `low`."""
+    """Give norms values that training could have left there, gamma from `low`; return the network in evaluation."""
     ranges = {"running_mean": (-0.5, 0.5), "running_var": (0.5, 2.0), "weight": (low, 1.5), "bias": (-0.3, 0.3)}
     for module in model.modules():
-        for name in ranges if getattr(module, "running_var", None) is not None else ():
-            if getattr(module, name) is not None:
+        for name in ranges if "Norm" in type(module).__name__ else ():
+            if getattr(module, name, None) is not None:
                 getattr(module, name).data.uniform_(*ranges[name])
     return model.eval()
 
@@ -37,15 +37,3 @@ class Shared(nn.Module):
         z = F.relu6(me.bn2(y * 2 - 1))
         z = me.relu(me.bn4(z * 2 - 1))
         return me.relu(me.bn3(y) + z)
-
-
-class TwoConsumers(nn.Module):
-    """The norm's output is used beside its activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn, self.act = nn.BatchNorm2d(8), nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn(x)
-        return self.act(y) + y

@@ -6,22 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from timm.layers import (
-    BatchNormAct2d,
-    GroupNorm,
-    GroupNorm1,
-    GroupNorm1Act,
-    GroupNormAct,
-    LayerNorm,
-    LayerNorm2d,
-    LayerNorm2dFp32,
-    LayerNormAct,
-    LayerNormAct2d,
-    LayerNormFp32,
-    SyncBatchNormAct,
-)
-from timm.layers.norm import LayerNormExp2d
-from timm.layers.norm_act import FrozenBatchNormAct2d, LayerNormAct2dFp32, LayerNormActFp32
+from timm.layers import norm as plain
+from timm.layers import norm_act as fused
 from timm.models.metaformer import GroupNorm1NoBias, LayerNorm2dNoBias, LayerNormNoBias
 from torch import nn
 from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
@@ -30,6 +16,7 @@ from torchvision.ops import FrozenBatchNorm2d
 import retrofit
 from retrofit.surgery.families import KNOWN
 from tests.layers.cases import assert_same_gradient
+from tests.surgery.networks import trained
 
 MAPS, ROWS, VOLUMES, SEQUENCE = (3, 8, 5, 4), (3, 5, 8), (2, 8, 3, 4, 2), (3, 8, 5)
 
@@ -39,7 +26,7 @@ def norm_act(cls: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
 
 def sync_norm_act() -> nn.Module:
-    module = SyncBatchNormAct(8)
+    module = fused.SyncBatchNormAct(8)
     module.act, module.drop = nn.SiLU(), nn.Dropout2d(0.3)
     return module
 
@@ -53,32 +40,32 @@ SOURCES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "BatchNorm2d no bias": (lambda: nn.BatchNorm2d(8, bias=False), MAPS, "BatchNormalNorm2d"),
     "BatchNorm3d": (lambda: nn.BatchNorm3d(8), VOLUMES, "BatchNormalNorm3d"),
     "SyncBatchNorm": (lambda: nn.SyncBatchNorm(8), MAPS, "SyncBatchNormalNorm"),
-    "BatchNormAct2d": (lambda: norm_act(BatchNormAct2d, 8), MAPS, "BatchNormalNormAct2d"),
-    "BatchNormAct2d no act": (lambda: BatchNormAct2d(8, apply_act=False), MAPS, "BatchNormalNormAct2d"),
+    "BatchNormAct2d": (lambda: norm_act(fused.BatchNormAct2d, 8), MAPS, "BatchNormalNormAct2d"),
+    "BatchNormAct2d no act": (lambda: fused.BatchNormAct2d(8, apply_act=False), MAPS, "BatchNormalNormAct2d"),
     "SyncBatchNormAct": (sync_norm_act, MAPS, "SyncBatchNormalNormAct"),
     "LayerNorm": (lambda: nn.LayerNorm(8, eps=1e-3), ROWS, "LayerNormalNorm"),
     "LayerNorm two dims": (lambda: nn.LayerNorm((5, 8)), ROWS, "LayerNormalNorm"),
     "LayerNorm plain": (lambda: nn.LayerNorm(8, elementwise_affine=False), ROWS, "LayerNormalNorm"),
     "LayerNorm no bias": (lambda: nn.LayerNorm(8, bias=False), ROWS, "LayerNormalNorm"),
-    "timm LayerNorm": (lambda: LayerNorm(8), ROWS, "LayerNormalNorm"),
-    "LayerNormFp32": (lambda: LayerNormFp32(8), ROWS, "LayerNormalNorm"),
+    "timm LayerNorm": (lambda: plain.LayerNorm(8), ROWS, "LayerNormalNorm"),
+    "LayerNormFp32": (lambda: plain.LayerNormFp32(8), ROWS, "LayerNormalNorm"),
     "LayerNormNoBias": (lambda: LayerNormNoBias(8), ROWS, "LayerNormalNorm"),
-    "LayerNorm2d": (lambda: LayerNorm2d(8), MAPS, "LayerNormalNorm2d"),
-    "LayerNorm2dFp32": (lambda: LayerNorm2dFp32(8), MAPS, "LayerNormalNorm2d"),
-    "LayerNormExp2d": (lambda: LayerNormExp2d(8), MAPS, "LayerNormalNorm2d"),
+    "LayerNorm2d": (lambda: plain.LayerNorm2d(8), MAPS, "LayerNormalNorm2d"),
+    "LayerNorm2dFp32": (lambda: plain.LayerNorm2dFp32(8), MAPS, "LayerNormalNorm2d"),
+    "LayerNormExp2d": (lambda: plain.LayerNormExp2d(8), MAPS, "LayerNormalNorm2d"),
     "LayerNorm2dNoBias": (lambda: LayerNorm2dNoBias(8), MAPS, "LayerNormalNorm2d"),
     "torchvision LayerNorm2d": (lambda: TorchvisionLayerNorm2d(8), MAPS, "LayerNormalNorm2d"),
-    "LayerNormAct": (lambda: LayerNormAct(8, act_layer=nn.GELU, drop_layer=nn.Dropout), ROWS, "LayerNormalNormAct"),
-    "LayerNormActFp32": (lambda: LayerNormActFp32(8, act_layer=nn.GELU), ROWS, "LayerNormalNormAct"),
-    "LayerNormAct2d": (lambda: norm_act(LayerNormAct2d, 8), MAPS, "LayerNormalNormAct2d"),
-    "LayerNormAct2dFp32": (lambda: norm_act(LayerNormAct2dFp32, 8), MAPS, "LayerNormalNormAct2d"),
+    "LayerNormAct": (lambda: fused.LayerNormAct(8, drop_layer=nn.Dropout), ROWS, "LayerNormalNormAct"),
+    "LayerNormActFp32": (lambda: fused.LayerNormActFp32(8, act_layer=nn.GELU), ROWS, "LayerNormalNormAct"),
+    "LayerNormAct2d": (lambda: norm_act(fused.LayerNormAct2d, 8), MAPS, "LayerNormalNormAct2d"),
+    "LayerNormAct2dFp32": (lambda: norm_act(fused.LayerNormAct2dFp32, 8), MAPS, "LayerNormalNormAct2d"),
     "GroupNorm": (lambda: nn.GroupNorm(4, 8, eps=1e-3), MAPS, "GroupNormalNorm"),
     "GroupNorm plain": (lambda: nn.GroupNorm(4, 8, affine=False), MAPS, "GroupNormalNorm"),
-    "timm GroupNorm": (lambda: GroupNorm(8, num_groups=2), MAPS, "GroupNormalNorm"),
-    "GroupNorm1": (lambda: GroupNorm1(8), MAPS, "GroupNormalNorm"),
+    "timm GroupNorm": (lambda: plain.GroupNorm(8, num_groups=2), MAPS, "GroupNormalNorm"),
+    "GroupNorm1": (lambda: plain.GroupNorm1(8), MAPS, "GroupNormalNorm"),
     "GroupNorm1NoBias": (lambda: GroupNorm1NoBias(8), MAPS, "GroupNormalNorm"),
-    "GroupNormAct": (lambda: norm_act(GroupNormAct, 8, 4), MAPS, "GroupNormalNormAct"),
-    "GroupNorm1Act": (lambda: norm_act(GroupNorm1Act, 8), MAPS, "GroupNormalNormAct"),
+    "GroupNormAct": (lambda: norm_act(fused.GroupNormAct, 8, 4), MAPS, "GroupNormalNormAct"),
+    "GroupNorm1Act": (lambda: norm_act(fused.GroupNorm1Act, 8), MAPS, "GroupNormalNormAct"),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(8, affine=True), SEQUENCE, "InstanceNormalNorm1d"),
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(8), MAPS, "InstanceNormalNorm2d"),
     "InstanceNorm2d tracked": (lambda: nn.InstanceNorm2d(8, track_running_stats=True), MAPS, "InstanceNormalNorm2d"),
@@ -86,7 +73,7 @@ SOURCES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 }
 FROZEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "torchvision frozen": (lambda: FrozenBatchNorm2d(8, eps=1e-3), MAPS, ""),
-    "timm frozen Act": (lambda: norm_act(FrozenBatchNormAct2d, 8), MAPS, ""),
+    "timm frozen Act": (lambda: norm_act(fused.FrozenBatchNormAct2d, 8), MAPS, ""),
 }
 
 
@@ -98,9 +85,9 @@ def cases() -> dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...], st
     every = {f"{name} to normal": ("normal", *source) for name, source in SOURCES.items()}
     batch = {name: source for name, source in SOURCES.items() if "BatchNorm" in name and "untracked" not in name}
     for name, (build, shape, normal) in {**batch, **FROZEN}.items():
-        fused = "Act" if "Act" in name else ""
-        every[f"{name} to frozen"] = "frozen", build, shape, f"FrozenBatchNorm{fused}"
-        every[f"{name} to ln"] = "ln", build, shape, f"MigratedGroupNorm{fused}"
+        act = "Act" if "Act" in name else ""
+        every[f"{name} to frozen"] = "frozen", build, shape, f"FrozenBatchNorm{act}"
+        every[f"{name} to ln"] = "ln", build, shape, f"MigratedGroupNorm{act}"
         if "BatchNorm" in name and not name.startswith("Sync"):
             every[f"{name} to dbn"] = "dbn", build, shape, "Decorrelated" + normal.replace("Normal", "")
     for to, cls in (("gn", "MigratedGroupNorm"), ("dbnn", "DecorrelatedBatchNormalNorm2d")):
@@ -118,16 +105,6 @@ CONSTANT = ("frozen", "gn", "ln")
 """Targets whose layers are the source in evaluation, in training too."""
 ADDED = {"strength", "gain", "eps", "group_eps", "num_batches_tracked", "running_lambda"}
 ADDED |= {"running_covariance", "running_whitening"}
-
-
-def trained(build: Callable[[], nn.Module]) -> nn.Module:
-    """A source layer whose parameters and statistics are not those of a fresh one."""
-    module = build()
-    with torch.no_grad():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor.is_floating_point():
-                tensor.copy_(torch.rand_like(tensor) + (0.5 if "var" in name or "weight" in name else -0.5))
-    return module
 
 
 def reference(module: nn.Module) -> nn.Module:
@@ -153,7 +130,7 @@ def test_every_known_class_is_tried() -> None:
 def test_same_function_in_eval_and_training_and_full_strength_trains(
     to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
 ) -> None:
-    source = trained(build)
+    source = trained(build())
     expected = reference(source)
     model, report = retrofit.convert(nn.Sequential(source), to)
     assert type(model[0]).__name__ == target
@@ -184,7 +161,7 @@ def test_same_function_in_eval_and_training_and_full_strength_trains(
 def test_tensors_are_moved_and_settings_carried(
     to: str, build: Callable[[], nn.Module], shape: tuple[int, ...], target: str
 ) -> None:
-    source = trained(build).eval().to(torch.bfloat16)
+    source = trained(build()).to(torch.bfloat16)
     for parameter in source.parameters():
         parameter.requires_grad_(False)
     tensors = (*source.named_parameters(), *source.named_buffers())
@@ -192,7 +169,7 @@ def test_tensors_are_moved_and_settings_carried(
     calls: list[str] = []
     source.register_forward_hook(lambda *_: calls.append("hook"))
     source.mark = "kept"  # type: ignore[assignment]
-    model = retrofit.convert(nn.Sequential(source), to, check=False)[0]
+    model, _ = retrofit.convert(nn.Sequential(source), to, check=False)
     new = model[0]
     now = dict((*new.named_parameters(), *new.named_buffers()))
     assert {name: now[name].data_ptr() for name in places} == places
@@ -217,23 +194,22 @@ def test_tensors_are_moved_and_settings_carried(
 @pytest.mark.parametrize("name", FEW)
 def test_aliases_root_deepcopy_state_dict_and_meta(name: str) -> None:
     to, build, shape, target = cases()[name]
-    shared = trained(build)
+    shared = trained(build())
     model = nn.ModuleDict({"first": shared, "second": nn.Sequential(shared)})
     model, report = retrofit.convert(model, to)
     assert model["first"] is model["second"][0]
     assert [row.name for row in report.plan.layers] == ["first", "second.0"]
 
-    root, _ = retrofit.convert(trained(build), to)
+    root, _ = retrofit.convert(trained(build()), to)
     assert type(root).__name__ == target
-    clone = copy.deepcopy(root)
-    fresh = retrofit.convert(build(), to)[0]
+    fresh, _ = retrofit.convert(build(), to)
     fresh.load_state_dict(root.state_dict())
     x = torch.randn(shape)
-    for other in (clone, fresh):
+    for other in (copy.deepcopy(root), fresh):
         assert torch.equal(other.eval()(x), root.eval()(x))
 
     with torch.device("meta"):
-        meta = build()
-    meta = retrofit.convert(nn.Sequential(meta), to)[0]
+        meta = nn.Sequential(build())
+    retrofit.convert(meta, to)
     if build().state_dict():  # a layer without tensors does not say where it lives
         assert all(t.is_meta for t in (*meta.parameters(), *meta.buffers()))

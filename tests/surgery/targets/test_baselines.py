@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from timm.layers import BatchNormAct2d, EvoNorm2dS0, FilterResponseNormTlu2d
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from tests.surgery.networks import Shared, TwoConsumers, trained
+from tests.graph.blocks import TwoConsumers
+from tests.surgery.networks import Shared, trained
 
 RIVALS = {"evonorm-s0": EvoNorm2dS0, "frn-tlu": FilterResponseNormTlu2d}
 BOTH = pytest.mark.parametrize("to", RIVALS)
@@ -19,12 +22,10 @@ BOTH = pytest.mark.parametrize("to", RIVALS)
 @BOTH
 def test_norm_and_activation_become_one(to: str) -> None:
     model, report = retrofit.convert(trained(Shared(), low=-1), to)
-    norms = [model.bn1, model.bn2, model.bn4, model.bn3]
-    assert [type(norm) for norm in norms] == [RIVALS[to]] * 4
-    assert [norm.apply_act for norm in norms] == [True, True, True, False]
-    name = RIVALS[to].__name__
-    fates = {row.name: row.fate for row in report.plan.edits}
-    assert fates == {**dict.fromkeys(("relu#0", "relu6#0", "relu#1"), f"part of {name}"), "relu#2": "(left)"}
+    norms = [(type(norm), norm.apply_act) for norm in (model.bn1, model.bn2, model.bn4, model.bn3)]
+    assert norms == [*[(RIVALS[to], True)] * 3, (RIVALS[to], False)]
+    fates = dict.fromkeys(("relu#0", "relu6#0", "relu#1"), f"part of {RIVALS[to].__name__}")
+    assert {row.name: row.fate for row in report.plan.edits} == {**fates, "relu#2": "(left)"}
     x = torch.randn(2, 3, 6, 6)
     y = model.bn1(model.conv(x))
     torch.testing.assert_close(model(x), F.relu(model.bn3(y) + model.bn4(model.bn2(y * 2 - 1) * 2 - 1)))
@@ -42,11 +43,15 @@ def test_a_network_that_was_not_trained_gets_timms_own_values(to: str) -> None:
         assert [name for name, _ in layer.named_buffers()] == (["setting_groups"] if to == "evonorm-s0" else [])
 
 
+def with_moments(norm: Any, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Scale and shift values until their moments over some dimensions are a norm's running ones."""
+    mean, var = (s.double().view(1, -1, 1, 1) for s in (norm.running_mean, norm.running_var))
+    return (x - x.mean(dims, True)) / x.std(dims, correction=0, keepdim=True) * var.sqrt() + mean
+
+
 def test_frn_is_the_source_on_maps_whose_mean_square_is_the_running_one() -> None:
     source = trained(nn.Sequential(nn.Identity(), nn.BatchNorm2d(8), nn.ReLU()), low=-1)
-    mean, var = (s.double().view(1, -1, 1, 1) for s in (source[1].running_mean, source[1].running_var))
-    x = torch.randn(3, 8, 64, 64, dtype=torch.float64)
-    x = (x - x.mean((2, 3), True)) / x.std((2, 3), correction=0, keepdim=True) * var.sqrt() + mean
+    x = with_moments(source[1], torch.randn(3, 8, 64, 64, dtype=torch.float64), (2, 3))
     expected = source.double()(x)
     model, _ = retrofit.convert(source, "frn-tlu")
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
@@ -62,10 +67,8 @@ def test_evonorm_without_activation_is_the_source_exactly() -> None:
 
 def test_evonorm_keeps_swish_where_nothing_is_shifted_and_its_mean_elsewhere() -> None:
     source = trained(nn.Sequential(nn.Identity(), nn.BatchNorm2d(8), nn.SiLU()), low=-1)
-    x = torch.randn(4, 8, 64, 64, dtype=torch.float64)
-    mean, var = (s.double().view(1, -1, 1, 1) for s in (source[1].running_mean, source[1].running_var))
-    source[1].bias.data[:4] = (source[1].weight * mean.flatten() / source[1].running_var.sqrt())[:4]
-    x = (x - x.mean((0, 2, 3), True)) / x.std((0, 2, 3), correction=0, keepdim=True) * var.sqrt() + mean
+    source[1].bias.data[:4] = (source[1].weight * source[1].running_mean / source[1].running_var.sqrt())[:4]
+    x = with_moments(source[1], torch.randn(4, 8, 64, 64, dtype=torch.float64), (0, 2, 3))
     expected = source.double()(x)
     model, _ = retrofit.convert(source, "evonorm-s0", groups=1)
     found = model(x)
@@ -135,6 +138,5 @@ def test_groups_are_evonorms_alone() -> None:
 
 @BOTH
 def test_taking_in_nothing_is_refused(to: str) -> None:
-    """Activations that no trace shows stay beside a layer that has one of its own."""
     with pytest.raises(RetrofitError, match=r"would convert no activation|nothing to convert"):
         retrofit.plan(TwoConsumers(), to)

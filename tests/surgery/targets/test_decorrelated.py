@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import timm
 import torch
 from torch import nn
 
 import retrofit
-from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
-from retrofit.surgery import Plan, apply, plan
+from retrofit.surgery import plan
 from tests.surgery.networks import trained
 
 
@@ -26,15 +23,6 @@ def test_the_whitening_starts_as_the_scaling_of_batch_norm() -> None:
         whitened = model.eval()(x)
         retrofit.set_strength(model, 0.0)
         assert (model(x) - whitened).abs().max() > 0.01 * whitened.abs().max()
-
-
-def test_options_are_stored_and_replayed() -> None:
-    made = plan(timm.create_model("test_resnet"), "dbnn", group_size=8, noise=0.1, alpha=0.5)
-    net, _ = apply(Plan.from_dict(made.to_dict()), timm.create_model("test_resnet"))
-    layers: list[Any] = [layer for layer in net.modules() if isinstance(layer, DecorrelatedNorm)]
-    assert len(layers) == made.counts["converted"]
-    for layer in layers:
-        assert (layer.group_size, layer.noise, layer.alpha) == (8, 0.1, 0.5)
 
 
 def test_group_sizes_and_their_reasons() -> None:

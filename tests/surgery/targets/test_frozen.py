@@ -9,45 +9,36 @@ import timm
 import torch
 from timm.layers import freeze_batch_norm_2d
 from timm.layers.norm_act import FrozenBatchNormAct2d
-from torch import Tensor, nn
+from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
 import retrofit
 from retrofit import RetrofitError
-from retrofit.layers import FrozenBatchNorm
 from retrofit.surgery import plan, strength_of
 from tests.surgery.networks import trained
 
 
-class Net(nn.Module):
-    """A backbone with frozen norms of torchvision's and timm's, and an activation of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.act = nn.Conv2d(3, 8, 3), FrozenBatchNorm2d(8, eps=1e-3), nn.ReLU()
-        self.conv2, self.bn2 = nn.Conv2d(8, 16, 3), FrozenBatchNormAct2d(16, act_layer=nn.SiLU)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.bn2(self.conv2(self.act(self.bn1(self.conv1(x))))).mean((2, 3)))
+def net() -> nn.Module:
+    """A network with frozen norms of torchvision's and timm's."""
+    norms = FrozenBatchNorm2d(8, eps=1e-3), FrozenBatchNormAct2d(16, act_layer=nn.SiLU)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 16, 3), norms[1])
 
 
 @pytest.mark.parametrize("to", ["ln-pn", "frozen"])
 def test_frozen_layers_are_a_source(to: str) -> None:
-    model = trained(Net())
+    model = trained(net())
     x = torch.randn(2, 3, 24, 24)
-    with torch.no_grad():
-        expected = model(x)
+    expected = model(x)
     model, report = retrofit.convert(model, to)
     assert report.plan.counts == {"converted": 2, "kept": 0, "unsupported": 0}
     assert any("2 frozen layers were constants and are parameters now" in note for note in report.notes)
     assert sum(row.status == "converted" for row in report.plan.edits) == (2 if "pn" in to else 0)
-    assert {"bn1.weight", "bn1.bias", "bn2.weight", "bn2.bias"} <= dict(model.named_parameters()).keys()
+    assert {"1.weight", "1.bias", "4.weight", "4.bias"} <= dict(model.named_parameters()).keys()
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     if to != "frozen":
-        assert retrofit.set_strength(model, 1.0) == (4 if "pn" in to else 2)
+        assert retrofit.set_strength(model, 1.0) == 4
     expected = model(x).detach()
-    other, _ = retrofit.convert(Net(), to)
+    other, _ = retrofit.convert(net(), to)
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other.eval()(x), expected, rtol=1e-5, atol=1e-5)
 
@@ -58,8 +49,7 @@ def test_a_frozen_network_of_the_library_through_everything(tmp_path: Path) -> N
         plan(model, "bnn")
     source = trained(timm.create_model("test_resnet"))
     x = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        expected = source(x)
+    expected = source(x)
     model, _ = retrofit.convert(source, "frozen")
     retrofit.save(model, tmp_path / "a.safetensors")
     loaded = retrofit.load(tmp_path / "a.safetensors")
@@ -69,7 +59,6 @@ def test_a_frozen_network_of_the_library_through_everything(tmp_path: Path) -> N
         retrofit.set_strength(loaded, 1.0)
     with pytest.raises(RetrofitError, match="already converted"):
         retrofit.convert(loaded, "frozen")
-    norms = sum(isinstance(module, FrozenBatchNorm) for module in loaded.modules())
     again, report = retrofit.convert(loaded, "ln")  # what is frozen holds all that ln migrates
-    assert report.plan.counts["converted"] == norms
+    assert report.plan.counts["converted"] == 15
     torch.testing.assert_close(again.eval()(x), expected, rtol=1e-4, atol=1e-5)
