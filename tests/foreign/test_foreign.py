@@ -1,8 +1,8 @@
 """Networks of libraries that retrofit does not know, from conversion to ONNX: each is right, or refused as listed.
 
 Run with `--group foreign`. Each network is converted, its strength is raised, it is saved, loaded into a fresh build,
-folded, made plain and exported; what comes out is compared with the converted network in PyTorch here, apart from the
-comparisons that retrofit makes.
+made plain, folded and exported; what comes out is compared with the converted network in PyTorch here, apart from the
+comparisons that retrofit makes. Folding is tried by itself where `export`, which writes the folded network, is refused.
 """
 
 from __future__ import annotations
@@ -112,7 +112,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("case", "step"),
-    [pytest.param(name, step, id=f"{name}-{step}") for name in NETWORKS if name not in REFUSED for step in STEPS],
+    [
+        pytest.param(name, step, id=f"{name}-{step}")
+        for name in NETWORKS
+        for step in STEPS
+        if name not in REFUSED and (step != "fold" or (name, "export") in REFUSED_STEPS)
+    ],
     indirect=["case"],
 )
 def test_cell(case: Case, step: str) -> None:
