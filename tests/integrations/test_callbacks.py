@@ -5,37 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-import transformers
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
+from torch.utils.data import DataLoader
 
 import retrofit
+from tests.integrations.trainers import Module, WithLoss, by_lightning, by_transformers
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 EPOCHS, BATCH, ACCUMULATE = 4, 32, 2
-
-
-class Digits(torch.utils.data.Dataset[Any]):
-    """Scikit-learn's digits, the first 512."""
-
-    def __init__(self) -> None:
-        digits = load_digits()
-        self.images = torch.tensor(digits.images[:512], dtype=torch.float32).unsqueeze(1) / 8 - 1
-        self.labels = torch.tensor(digits.target[:512])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"x": self.images[i], "labels": self.labels[i]}
-
-
 STEPS = EPOCHS * 512 // BATCH // ACCUMULATE
+DIGITS = load_digits()
+IMAGES = torch.tensor(DIGITS.images[:512], dtype=torch.float32).unsqueeze(1) / 8 - 1
+LABELS = torch.tensor(DIGITS.target[:512])
+DATA: Any = [{"x": image, "labels": label} for image, label in zip(IMAGES, LABELS, strict=True)]
 
 
 def network(to: str) -> nn.Module:
@@ -48,75 +35,43 @@ def network(to: str) -> nn.Module:
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128, 10))
     with torch.no_grad():
         for _ in range(20):
-            model(Digits().images)
+            model(IMAGES)
     return retrofit.convert(model, to)[0]
 
 
+@torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    data = Digits()
-    with torch.no_grad():
-        return float((model.eval()(data.images).argmax(1) == data.labels).float().mean())
+    return float((model.eval()(IMAGES).argmax(1) == LABELS).float().mean())
 
 
 def expected(step: int) -> float:
-    return min(1.0, step / STEPS / 0.5)
-
-
-class Module(lightning.LightningModule):
-    """A module like any, which knows nothing of strengths but records them."""
-
-    def __init__(self, to: str, stop: int | None = None) -> None:
-        super().__init__()
-        self.net = network(to)
-        self.stop = stop
-        self.seen: list[tuple[int, float]] = []
-
-    def training_step(self, batch: dict[str, Tensor], i: int) -> Tensor:
-        if self.global_step == self.stop:
-            raise KeyError("killed")
-        self.seen.append((self.global_step, retrofit.strength_of(self.net)))
-        return cross_entropy(self.net(batch["x"]), batch["labels"])
-
-    def validation_step(self, batch: dict[str, Tensor], i: int) -> None:
-        self.seen.append((self.global_step, retrofit.strength_of(self.net.eval())))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+    return pytest.approx(min(1.0, step / STEPS / 0.5))
 
 
 def fit(module: Module, folder: Path, *callbacks: Any, resume: Path | None = None, last: bool = False) -> Any:
     """Train with the strength's callback before the others, or after them."""
     strength = retrofit.callbacks.LightningStrength(ramp=0.5)
-    checkpoint = lightning.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1)
-    trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
-        accumulate_grad_batches=ACCUMULATE,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*([] if last else [strength]), *callbacks, *([strength] if last else []), checkpoint],
-    )
-    loader = torch.utils.data.DataLoader(Digits(), BATCH, shuffle=True)
-    trainer.fit(module, loader, torch.utils.data.DataLoader(Digits(), 256), ckpt_path=resume)
-    return trainer
+    several = [*callbacks, strength] if last else [strength, *callbacks]
+    several.append(ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1))
+    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": several, "resume": resume}
+    return by_lightning(module, DataLoader(DATA, BATCH, shuffle=True), DataLoader(DATA, 256), **options)
 
 
 @pytest.mark.parametrize("to", ["bnn", "ln-pn"])
 def test_lightning_goes_on_where_it_was_killed(to: str, tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="killed"):
-        fit(Module(to, stop=12), tmp_path)
+        fit(Module(network(to), stop=12), tmp_path)
     (saved,) = tmp_path.glob("*step=10.ckpt")
     state = torch.load(saved, weights_only=False)["state_dict"]
     other = network(to)
     other.load_state_dict({key.removeprefix("net."): value for key, value in state.items()})
-    assert retrofit.strength_of(other) == pytest.approx(expected(10))  # of the step it was made at
+    assert retrofit.strength_of(other) == expected(10)  # of the step it was made at
 
-    module = Module(to)
+    module = Module(network(to))
     trainer = fit(module, tmp_path, resume=saved)
     assert trainer.global_step == STEPS
     assert module.seen[0][0] >= 10
-    assert module.seen == [(step, pytest.approx(expected(step))) for step, _ in module.seen]
+    assert module.seen == [(step, expected(step)) for step, _ in module.seen]
     assert retrofit.strength_of(module.net) == trainer.logged_metrics["strength"] == 1.0
     assert accuracy(module.net) > 0.9
 
@@ -124,60 +79,29 @@ def test_lightning_goes_on_where_it_was_killed(to: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("buffers", [True, False])
 def test_lightnings_weight_averaging(last: bool, buffers: bool, tmp_path: Path) -> None:
-    module = Module("bnn")
-    averaging = lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.95, use_buffers=buffers)
-    fit(module, tmp_path, averaging, last=last)
-    assert module.seen == [(step, pytest.approx(expected(step))) for step, _ in module.seen]
+    module = Module(network("bnn"))
+    fit(module, tmp_path, EMAWeightAveraging(decay=0.95, use_buffers=buffers), last=last)
+    assert module.seen == [(step, expected(step)) for step, _ in module.seen]
     assert retrofit.strength_of(module.net.eval()) == 1.0
     assert accuracy(module.net) > 0.8
 
 
-class WithLoss(nn.Module):
-    """What transformers' trainer takes."""
-
-    def __init__(self, to: str, stop: int | None = None) -> None:
-        super().__init__()
-        self.net = network(to)
-        self.stop = stop
-        self.seen: list[float] = []
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        if len(self.seen) == self.stop:
-            raise KeyError("killed")
-        self.seen.append(retrofit.strength_of(self.net))
-        logits = self.net(x)
-        return {"loss": cross_entropy(logits, labels), "logits": logits}
-
-
 def train(model: WithLoss, folder: Path, resume: bool = False) -> Any:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=EPOCHS,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=ACCUMULATE,
-        learning_rate=0.01,
-        save_steps=5,
-        logging_steps=5,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    callbacks = [retrofit.callbacks.TransformersStrength(ramp=0.5)]
-    trainer = transformers.Trainer(model, arguments, train_dataset=Digits(), callbacks=callbacks)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    options = {"num_train_epochs": EPOCHS, "per_device_train_batch_size": BATCH, "learning_rate": 0.01}
+    options |= {"gradient_accumulation_steps": ACCUMULATE, "save_steps": 5, "logging_steps": 5, "resume": resume}
+    return by_transformers(model, folder, DATA, [retrofit.callbacks.TransformersStrength(ramp=0.5)], **options)
 
 
 @pytest.mark.parametrize("to", ["bnn", "ln-pn"])
 def test_transformers_goes_on_where_it_was_killed(to: str, tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="killed"):
-        train(WithLoss(to, stop=12 * ACCUMULATE), tmp_path)
-    model = WithLoss(to)
+        train(WithLoss(network(to), stop=12 * ACCUMULATE), tmp_path)
+    model = WithLoss(network(to))
     trainer = train(model, tmp_path, resume=True)
     assert trainer.state.global_step == STEPS
-    assert model.seen == [pytest.approx(expected(10 + i // ACCUMULATE)) for i in range(len(model.seen))]
+    assert model.seen == [expected(10 + i // ACCUMULATE) for i in range(len(model.seen))]
     assert len(model.seen) == (STEPS - 10) * ACCUMULATE
     assert retrofit.strength_of(model.net) == 1.0
     logged = {row["step"]: row["strength"] for row in trainer.state.log_history if "strength" in row}
-    assert logged[15] == pytest.approx(expected(15))
+    assert logged[15] == expected(15)
     assert accuracy(model.net) > 0.9
