@@ -10,7 +10,6 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torch.nn import functional
 
 import retrofit
 from retrofit.errors import RetrofitError
@@ -67,6 +66,5 @@ def test_the_target_works(name: str, target: str, tmp_path: Path) -> None:
 def test_it_keeps_a_source_that_has_no_affine(target: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False)).eval()
     x = torch.randn(2, 3, 8, 8)
-    converted, _ = retrofit.convert(model, target, check=False)
-    expected = functional.batch_norm(model[0](x), torch.zeros(4), torch.ones(4))
-    torch.testing.assert_close(converted(x), expected)
+    expected = model(x)
+    torch.testing.assert_close(retrofit.convert(model, target, check=False)[0](x), expected)

@@ -53,9 +53,9 @@ def imported(file: Path, typing: bool = True) -> Iterator[str]:
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
+        names: list[str] = []
         if node in checked and not typing:
             continue
-        names: list[str] = []
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *filter(None, [node.module])])
@@ -64,12 +64,9 @@ def imported(file: Path, typing: bool = True) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
-        for name in names:
-            parts = name.split(".")
+        for parts in (name.split(".") for name in names):
             prefixes = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
-            yield from (
-                [next((prefix for prefix in prefixes if prefix in MODULES), "")] if parts[0] == "retrofit" else []
-            )
+            yield from [prefix for prefix in prefixes if prefix in MODULES][:1]
 
 
 def room_of(file: Path) -> str:
@@ -81,7 +78,7 @@ def test_imports_run_downwards(room: str) -> None:
     files = [file for file in FILES if room_of(file) == room]
     assert files
     for file in files:
-        for name in filter(None, imported(file)):
+        for name in imported(file):
             other = name.split(".")[1]
             assert other == room or FLOOR[other] < FLOOR[room], f"{file.relative_to(PACKAGE)} imports {name}"
 
@@ -89,7 +86,7 @@ def test_imports_run_downwards(room: str) -> None:
 def test_no_circle_between_files() -> None:
     """A package counts as its files: importing `retrofit.surgery` runs its `__init__`, which is left out here."""
     uses = {
-        name: {one for one in filter(None, imported(file, typing=False)) if MODULES[one].stem != "__init__"}
+        name: {one for one in imported(file, typing=False) if MODULES[one].stem != "__init__"}
         for name, file in MODULES.items()
     }
     done: set[str] = set()
