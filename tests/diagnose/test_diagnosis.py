@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import timm
@@ -49,8 +50,7 @@ def batches(count: int = 2) -> list[Batch]:
 def network(to: str) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=5, **HALF)
-    model, _ = retrofit.convert(model, to, check=False)
-    retrofit.set_strength(model, 1.0)
+    model, _ = retrofit.convert(model, to, check=False, strength=1.0)
     for pixels, _ in batches():
         model.train()(pixels)
     return model
@@ -59,44 +59,41 @@ def network(to: str) -> nn.Module:
 def test_a_network_is_left_as_it_was() -> None:
     model = network("gn-pn")
     before = copy.deepcopy(model.state_dict())
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     model.layer1.eval()
-    modes = [m.training for m in model.modules()]
+
+    def modes_and_hooks() -> list[tuple[bool, int]]:
+        return [(m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in model.modules()]
+
+    expected = modes_and_hooks()
     diagnose(model, batches(), SMALL)
-    assert [m.training for m in model.modules()] == modes
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]), key
+    assert modes_and_hooks() == expected
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+STAGES: set[str] = set()
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[nn.Module, Diagnosis, set[str]]:
-    """A network, what is found about it, and the stages that were reported."""
-    model, stages = network("bnn"), set[str]()
-    return model, diagnose(model, batches(), SMALL, lambda done, total, what: stages.add(what)), stages
+def one() -> Diagnosis:
+    """What is found about a network; the stages are noted that were reported."""
+    return diagnose(network("bnn"), batches(), SMALL, lambda done, total, what: STAGES.add(what))
 
 
-@pytest.fixture
-def one(measured: tuple[nn.Module, Diagnosis, set[str]]) -> Diagnosis:
-    return measured[1]
-
-
-def test_what_is_found(measured: tuple[nn.Module, Diagnosis, set[str]]) -> None:
-    model, found, stages = measured
-    assert found.images == 8
-    assert [layer.name for layer in found.layers] == [probe.name for probe in probes(model)]
-    for layer in found.layers:
-        assert layer.r2 is not None
+def test_what_is_found(one: Diagnosis) -> None:
+    assert one.images == 8
+    assert [layer.name for layer in one.layers] == [probe.name for probe in probes(network("bnn"))]
+    for layer in one.layers:
         assert layer.r2_before is not None
+        assert layer.r2 is not None
         assert 0 < layer.r2 <= 1
         assert layer.lmbda is not None
         assert len(layer.lmbda) == 7
-    followed = [layer.name for layer in found.layers if layer.linearity is not None]
+    followed = [layer.name for layer in one.layers if layer.linearity is not None]
     assert "bn1" in followed  # by the stem's ReLU
     assert not any(name.endswith("downsample.2") for name in followed)  # which ends in an addition
-    assert found.input_noise[0].agreement == 100
-    assert stages == {"layers", "statistics", "noise", "input noise"}
-    json.dumps(found.to_dict())
+    assert one.input_noise[0].agreement == 100
+    assert sorted(STAGES) == ["input noise", "layers", "noise", "statistics"]
+    json.dumps(one.to_dict())
 
 
 def test_noise_on_the_images_is_judged_against_clean_answers() -> None:
@@ -127,8 +124,7 @@ def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
 def test_noise_is_followed_from_where_it_is_added(one: Diagnosis) -> None:
     assert len(one.noise) == 2
     for followed in one.noise:
-        assert followed.layers[0] == followed.source
-        assert followed.errors[0] == pytest.approx(0.1, rel=0.05)
+        assert (followed.layers[0], followed.errors[0]) == (followed.source, pytest.approx(0.1, rel=0.05))
 
 
 def test_answers_under_attack() -> None:
@@ -160,20 +156,16 @@ def test_a_network_on_another_device_is_measured_there(one: Diagnosis) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "message"),
+    ("layers", "given", "message"),
     [
-        (nn.Sequential(nn.Conv2d(3, 2, 1)), batches(), "no normalization layer"),
-        (nn.Sequential(nn.BatchNorm2d(3)), [], "no images"),
-        (
-            nn.Sequential(nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Threshold(math.inf, math.nan)),
-            batches(),
-            "not finite; check its weights",
-        ),
+        ([nn.Conv2d(3, 2, 1)], batches(), "no normalization layer"),
+        ([nn.BatchNorm2d(3)], [], "no images"),
+        ([nn.BatchNorm2d(3), nn.Flatten(), nn.Threshold(math.inf, math.nan)], batches(), "not finite; check its weigh"),
     ],
 )
-def test_nothing_to_measure(model: nn.Module, given: list[Batch], message: str) -> None:
+def test_nothing_to_measure(layers: list[nn.Module], given: list[Batch], message: str) -> None:
     with pytest.raises(RetrofitError, match=message):
-        diagnose(model, given)
+        diagnose(nn.Sequential(*layers), given)
 
 
 LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -291,13 +283,10 @@ def test_a_report_replaces_only_a_report(one: Diagnosis, tmp_path: Path, monkeyp
     ids=["any", "full disk"],
 )
 def test_a_failed_report_leaves_nothing(
-    problem: OSError, raised: type[Exception], said: str, one: Diagnosis, tmp_path: Path, monkeypatch: Any
+    problem: OSError, raised: type[Exception], said: str, one: Diagnosis, tmp_path: Path
 ) -> None:
-    def fail(*_: Any) -> str:
-        raise problem
-
-    monkeypatch.setattr("retrofit.diagnose.report_folder.html_page", fail)
-    with pytest.raises(raised, match=said):
+    fails = mock.patch("retrofit.diagnose.report_folder.html_page", side_effect=problem)
+    with fails, pytest.raises(raised, match=said):
         write_report({"a": one}, {}, tmp_path / "report")
     assert not list(tmp_path.iterdir())
 

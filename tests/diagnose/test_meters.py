@@ -21,11 +21,10 @@ def test_the_shares_are_those_of_the_definition_batch_by_batch() -> None:
     y = y.double()
     mean, std = y.mean(2), y.std(2, correction=0)
     total = y.square().mean()
-    assert power.p1 == pytest.approx(float(mean.mean(0).square().mean() / total), rel=1e-5)
-    assert power.p2 == pytest.approx(float(mean.var(0, correction=0).mean() / total), rel=1e-5)
-    assert power.p3 == pytest.approx(float(std.mean(0).square().mean() / total), rel=1e-5)
-    assert power.p4 == pytest.approx(float(std.var(0, correction=0).mean() / total), rel=1e-5)
-    assert power.p1 + power.p2 + power.p3 + power.p4 == pytest.approx(1, abs=1e-6)
+    parts = [part for of in (mean, std) for part in (of.mean(0).square().mean(), of.var(0, correction=0).mean())]
+    shares = [power.p1, power.p2, power.p3, power.p4]
+    assert shares == pytest.approx([float(part / total) for part in parts], rel=1e-5)
+    assert sum(shares) == pytest.approx(1, abs=1e-6)
 
 
 def test_one_channel_with_all_the_power() -> None:
