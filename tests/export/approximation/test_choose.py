@@ -28,7 +28,7 @@ from retrofit.inputs import Call
 from tests.export.networks import norm
 
 
-def network(low: float, high: float, act: nn.Module) -> nn.Module:
+def network(low: float, high: float, act: nn.Module) -> nn.Sequential:
     layer = norm(8, running_lambda=torch.linspace(low, high, 8), running_mean=torch.zeros(8))
     return nn.Sequential(nn.Conv2d(4, 8, 3), layer, act, nn.Conv2d(8, 5, 3, padding=1)).eval()
 
@@ -91,78 +91,59 @@ def test_lowest_degree_within_tolerance(act: nn.Module, runtime: str, images: li
         assert degrees[0] < degrees[-1]  # 9: exact
 
 
-class Shared(nn.Module):
-    """One activation, called twice."""
-
-    def __init__(self, low: float, high: float) -> None:
-        super().__init__()
-        self.conv, self.norm, self.act, self.last = network(low, high, nn.ReLU(inplace=True))  # type: ignore[misc]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.last(self.act(self.norm(self.conv(x)))))
-
-
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_what_is_judged_is_what_is_folded(runtime: str, images: list[Tensor]) -> None:
     images = [5 * x for x in images]  # far enough for parabolas to dip below zero
-    folded = Folded(Shared(1.5, 3.5).eval(), images, runtime, degree=2)
+    model = network(1.5, 3.5, nn.ReLU(inplace=True))
+    model.append(model[2])  # one activation, called twice
+    folded = Folded(model, images, runtime, degree=2)
     assert folded.degrees == [2]
     found = [answers(folded.model, Call((x,))) for x in images]
     torch.testing.assert_close(found, folded.judged, atol=1e-5, rtol=1e-5)
 
 
-class Branches(nn.Module):
+class Branches(nn.ModuleList):
     """Two equal branches, the second of which counts for little."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.loud = network(0.2, 1.8, nn.ReLU())
-        self.quiet = copy.deepcopy(self.loud)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.loud(x) + 0.05 * self.quiet(x)
+        return self[0](x) + 0.05 * self[1](x)
 
 
 def test_a_layer_gets_what_its_errors_cost_the_network(images: list[Tensor]) -> None:
-    folded = Folded(Branches().eval(), images, tolerance=0.003)
-    assert next(iter(folded.layers)).startswith("loud")
+    branch = network(0.2, 1.8, nn.ReLU())
+    folded = Folded(Branches([branch, copy.deepcopy(branch)]).eval(), images, tolerance=0.003)
+    assert next(iter(folded.layers)).startswith("0")
     loud, quiet = folded.degrees
     assert loud > quiet
 
 
-class TwoOutputs(nn.Module):
-    """A large output of an almost linear branch, and a small one of a bent one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = network(0.999, 1.001, nn.ReLU()), network(-0.5, 2.5, nn.ReLU())
+class TwoOutputs(nn.ModuleList):
+    """A large output and a small one."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"large": 1000 * self.large(x), "small": self.small(x)}
+        return {"large": 1000 * self[0](x), "small": self[1](x)}
 
 
 def test_each_output_is_met_by_its_own_scale_on_images_that_were_not_fitted(images: list[Tensor]) -> None:
-    model, x = TwoOutputs().eval(), torch.cat(images)
+    # The large output is almost linear, the small one bent
+    model = TwoOutputs([network(0.999, 1.001, nn.ReLU()), network(-0.5, 2.5, nn.ReLU())]).eval()
+    x = torch.cat(images)
     folded = retrofit.fold(model, "poly", input_size=(4, 9, 9), calibrate=images, tolerance=0.02)
     with torch.no_grad():
         found, expected = folded(x[1::2])["small"], model(x[1::2])["small"]
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
-class Masked(nn.Module):
+class Masked(nn.Sequential):
     """Scores, and some that are ruled out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = network(0.2, 1.8, nn.ReLU())
-
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.scores(x)
+        scores = super().forward(x)
         return torch.cat([scores, torch.full_like(scores, -math.inf)], 1)
 
 
 def test_outputs_of_infinity_say_nothing_of_errors(images: list[Tensor]) -> None:
-    model, x = Masked().eval(), torch.cat(images)
+    model, x = Masked(*network(0.2, 1.8, nn.ReLU())).eval(), torch.cat(images)
     options: Any = {"input_size": (4, 9, 9), "calibrate": images}
     folded = retrofit.fold(model, "poly", tolerance=0.02, **options)
     with torch.no_grad():
@@ -196,10 +177,9 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
 
 
 def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
-    report = retrofit.export_onnx(
-        network(0.2, 1.8, nn.ReLU()), tmp_path / "lines.onnx", "poly", (4, 9, 9), runtime="openvino", degree=3,
-        tolerance=0.5, calibrate=images,
-    )  # fmt: skip
+    options: Any = {"runtime": "openvino", "degree": 3, "tolerance": 0.5, "calibrate": images}
+    model, path = network(0.2, 1.8, nn.ReLU()), tmp_path / "lines.onnx"
+    report = retrofit.export_onnx(model, path, "poly", (4, 9, 9), **options)
     assert report.nodes["PRelu"] == 2
     assert set(report.nodes) == {"Conv", "PRelu", "Add", "Relu"}
 
