@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 import retrofit
 from retrofit.finetune import run_report
-from retrofit.finetune.loop import finetune
+from retrofit.finetune.loop import finetune, resume_network
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_callback import Result, RunCallback, Step
 from retrofit.networks.models import Network, open_model
@@ -77,13 +77,19 @@ def small_network(to: str | None = "bnn", name: str = "test_resnet", size: int =
     return network
 
 
+def assert_same(one: object, other: object) -> None:
+    """Compare tensors, or mappings of them, bit by bit."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.fixture
 def train(pictures: Path, tmp_path: Path) -> Train:
     """Run `finetune` on the pictures: train(folder name, network, **settings)."""
 
     def run(name: str, network: Network | None = None, *, resume: bool = False, **settings: Any) -> Result:
         options = {key: settings.pop(key) for key in ("callback", "stop") if key in settings}
-        recipe = Recipe(**{"data_dir": str(pictures), **SMALL, **settings})
-        return finetune(network or small_network(), recipe, tmp_path / name, resume=resume, **options)
+        recipe, folder = Recipe(**{"data_dir": str(pictures), **SMALL, **settings}), tmp_path / name
+        network = network or (resume_network(folder) if resume else small_network())
+        return finetune(network, recipe, folder, resume=resume, **options)
 
     return run

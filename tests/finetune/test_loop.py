@@ -24,7 +24,6 @@ from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import Accuracy
 from retrofit.finetune import loop, run, run_report, validation
 from retrofit.finetune.data import open_data
-from retrofit.finetune.loop import resume_network
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_callback import RunCallback, Step
 from retrofit.finetune.run_state import load_state
@@ -33,7 +32,7 @@ from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import record_of
 from retrofit.surgery import strength_layers
-from tests.finetune.conftest import DRAW, SMALL, Listener, Train, small_network
+from tests.finetune.conftest import DRAW, SMALL, Listener, Train, assert_same, small_network
 from tests.half_resnet import HALF
 
 
@@ -41,28 +40,16 @@ def weights(folder: Path, name: str = "last") -> dict[str, Tensor]:
     return retrofit.load(folder / f"{name}.safetensors").state_dict()
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
-
-
-class Reader(Listener):
-    """Reads what lies in the folder when an epoch is told of."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-        self.read: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
-
-    def epoch(self, row: dict[str, Any]) -> None:
-        *_, line = (self.folder / "metrics.jsonl").read_text().splitlines()
-        self.read.append((row, json.loads(line), (self.folder / "best.safetensors").exists()))
-
-
 def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read = tmp_path / "run", []
+
+    class Reader(Listener):
+        def epoch(self, row: dict[str, Any]) -> None:
+            *_, line = (folder / "metrics.jsonl").read_text().splitlines()
+            read.append((row, json.loads(line), (folder / "best.safetensors").exists()))
+
     monkeypatch.setattr(run_report, "draw", DRAW)
-    listener, folder = Reader(tmp_path / "run"), tmp_path / "run"
+    listener = Reader()
     result = train("run", epochs=6, callback=listener, lr=3e-3)
     assert result.finished
     assert result.best is not None
@@ -76,7 +63,7 @@ def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.
     assert weights(folder, "best").keys() == model.state_dict().keys()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows == result.rows
-    assert listener.read == [(row, row, True) for row in rows]  # an epoch is told of once its files are there
+    assert read == [(row, row, True) for row in rows]  # an epoch is told of once its files are there
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5, 6]
     with (folder / "metrics.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -110,32 +97,16 @@ def test_a_picture_that_fails_is_a_warning(train: Train, monkeypatch: pytest.Mon
     assert "warning: a picture cannot be drawn (no ink left); the run is complete without it" in listener.notes
 
 
-EVERYTHING: dict[str, Any] = {
-    "noise": 0.3,
-    "noise_start": 0.2,
-    "noise_ramp": 0.3,
-    "mixup": 0.4,
-    "model_ema": True,
-    "model_ema_decay": 0.9,
-    "aa": "rand-m5",
-    "reprob": 0.5,
-    "grad_accum_steps": 2,
-    "clip_grad": 1.0,
-    "warmup_epochs": 1,
-    "precise_bn": 5,
-    "checkpoint_every": 2,
-    "epochs": 3,
-    "batch_size": 2,
-}
-
-
 def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
-    whole = train("whole", **EVERYTHING)
+    everything: dict[str, Any] = {"noise": 0.3, "noise_start": 0.2, "noise_ramp": 0.3, "mixup": 0.4, "aa": "rand-m5"}
+    everything |= {"model_ema": True, "model_ema_decay": 0.9, "reprob": 0.5, "grad_accum_steps": 2, "clip_grad": 1.0}
+    everything |= {"warmup_epochs": 1, "precise_bn": 5, "checkpoint_every": 2, "epochs": 3, "batch_size": 2}
+    whole = train("whole", **everything)
     with pytest.raises(RuntimeError, match="the power went"):
-        train("broken", callback=Listener(5), **EVERYTHING)
+        train("broken", callback=Listener(5), **everything)
     assert load_state(tmp_path / "broken")["position"]["step"] == 4
     torch.rand(7)  # what happens in between does not matter, nor how many processes decode
-    again = train("broken", resume_network(tmp_path / "broken"), resume=True, **{**EVERYTHING, "workers": 1})
+    again = train("broken", resume=True, **{**everything, "workers": 1})
     for name in ("last", "best"):
         assert_same(weights(tmp_path / "whole", name), weights(tmp_path / "broken", name))
     assert again.best == whole.best
@@ -152,9 +123,7 @@ def test_the_noise_of_the_conversion_stays_unless_the_recipe_names_another(train
         assert {layer.noise for layer in layers} == {expected}
 
 
-def test_there_and_back_ends_at_strength_0_with_constants_of_its_own_and_is_no_source(
-    train: Train, tmp_path: Path
-) -> None:
+def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(train: Train, tmp_path: Path) -> None:
     before = small_network("ln-pn").model.state_dict()["bn1.running_mean"]
     settings = {"strength_sched": "there-and-back", "strength_end": 0.0, "epochs": 3}
     listener = Listener()
@@ -181,7 +150,7 @@ def test_stopped_anywhere_it_goes_on_from_there(train: Train, tmp_path: Path, st
     result = train("run", stop=lambda: next(asked), **settings)
     assert (result.finished, result.step) == (False, stood)
     assert (tmp_path / "run" / "last.safetensors").exists()
-    result = train("run", resume_network(tmp_path / "run"), resume=True, stop=lambda: at_once, **settings)
+    result = train("run", resume=True, stop=lambda: at_once, **settings)
     assert result.step == (stood + 1 if at_once else 8)
     assert len(result.rows) == result.step // 4
     assert (tmp_path / "run" / "best.safetensors").exists() == result.finished
@@ -192,7 +161,7 @@ def test_a_run_goes_on_with_the_same_data_and_settings_alone(train: Train, tmp_p
     train("run", stop=lambda: True, val_split=0.0)
 
     def resume(**settings: Any) -> None:
-        train("run", resume_network(tmp_path / "run"), resume=True, **{"val_split": 0.0, "workers": 1, **settings})
+        train("run", resume=True, **{"val_split": 0.0, "workers": 1, **settings})
 
     began = r"differ from those that the run in .* began with; resume it with"
     with pytest.raises(RetrofitError, match=f"^seed, lr, model_ema {began}"):
@@ -215,15 +184,18 @@ def test_a_damaged_state_falls_back_to_the_one_before(train: Train, tmp_path: Pa
     train("run")
     whole, state = weights(tmp_path / "run"), tmp_path / "run" / "state"
     (state / "last.pt").write_bytes(b"half of it")
-    train("run", resume_network(tmp_path / "run"), resume=True)
+    train("run", resume=True)
     assert_same(whole, weights(tmp_path / "run"))
     torch.save({**torch.load(state / "last.pt", weights_only=True), "schema": 1}, state / "last.pt")
     with pytest.raises(RetrofitError, match=r"last.pt was written by another version of retrofit; resume it with that"):
-        train("run", resume_network(tmp_path / "run"), resume=True)
+        train("run", resume=True)
     for path in state.glob("*.pt"):
         path.write_bytes(b"half of it")
     with pytest.raises(RetrofitError, match="no state to resume"):
-        train("run", resume_network(tmp_path / "run"), resume=True)
+        train("run", resume=True)
+
+
+GRADIENT = "the gradient of layer2.0.conv1.weight"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +203,7 @@ def test_a_damaged_state_falls_back_to_the_one_before(train: Train, tmp_path: Pa
     [
         ("layer2.0.conv1.weight", 6, r"the loss .* step 7 of 8: layer2\.0\.bn\d .* went first; .*; lower `lr`", 4),
         ("fc.bias", 4, r"fc\.bias is not finite at step 4 of 8: fc \(Linear\) went first", 0),  # and is never saved
+        (GRADIENT, 5, f"^{GRADIENT} is not finite at step 6 of 8: .* not `lr`; .* step 4; start .* `device`$", 4),
     ],
 )
 def test_what_is_not_finite_is_named_and_the_last_good_state_kept(
@@ -240,23 +213,15 @@ def test_what_is_not_finite_is_named_and_the_last_good_state_kept(
 
     class Poison(RunCallback):
         def step(self, step: Step) -> None:
-            if step.step == after:
-                network.model.get_parameter(name).data[0] = math.nan
+            weight = network.model.get_parameter(name.removeprefix("the gradient of "))
+            if step.step == after and name == GRADIENT:
+                weight.register_hook(lambda gradient: gradient * math.inf)
+            elif step.step == after:
+                weight.data[0] = math.nan
 
     with pytest.raises(RetrofitError, match=message):
         train("run", network, callback=Poison())
     assert load_state(tmp_path / "run")["position"]["step"] == good
-
-
-def test_a_gradient_that_is_not_finite_is_blamed_itself(train: Train) -> None:
-    network, factors = small_network(), iter([1.0] * 5 + [math.inf] + [1.0] * 2)
-    network.model.layer2[0].conv1.weight.register_hook(lambda gradient: gradient * next(factors))
-    message = (
-        r"the gradient of layer2\.0\.conv1\.weight is not finite at step 6 of 8: the loss and all layers are finite, "
-        r"so the cause is not `lr`; .* step 4; start again on another `device`$"
-    )
-    with pytest.raises(RetrofitError, match=message):
-        train("run", network)
 
 
 def test_unreadable_images_are_counted_and_listed(train: Train, pictures: Path) -> None:
@@ -299,26 +264,13 @@ def test_a_trained_network_that_was_converted_teaches_and_its_run_can_be_resumed
     network = open_model(str(tmp_path / "plain" / "last.safetensors"))
     network.model, _ = retrofit.convert(network.model, "bnn")
     assert not train("taught", network, stop=lambda: True, **settings).finished
-    assert train("taught", resume_network(tmp_path / "taught"), resume=True, **settings).finished
+    assert train("taught", resume=True, **settings).finished
 
 
 def test_mixed_precision_and_channels_last(train: Train) -> None:
     # At 16 pixels a strided convolution meets a map of 1 x 1, where oneDNN leaves bfloat16's weight gradient unwritten
     # on a CPU with AVX-512 (torch 2.15: torch.nn.Conv2d(16, 16, 3, stride=2, padding=1) on (4, 16, 1, 1)).
     assert train("run", small_network(size=32), epochs=1, amp=True, channels_last=True).finished
-
-
-def test_an_average_of_the_weights_keeps_what_is_constant(train: Train, tmp_path: Path) -> None:
-    settings = {"epochs": 1, "batch_size": 6, "model_ema": True, "model_ema_decay": 0.9, "strength_ramp": 1.0}
-    train("run", small_network("gn-pn"), **settings)
-    start, last, average = (weights(tmp_path / "run", file) for file in ("state/start", "last", "best"))
-    assert any(not torch.equal(average[key], last[key]) for key in last)
-    buffers = {key for key, _ in retrofit.load(tmp_path / "run" / "best.safetensors").named_buffers()}
-    constant = {key for key in buffers if torch.equal(start[key], last[key])}
-    strengths = {key for key in last if key.endswith(".strength") or key == "strength"}
-    assert strengths
-    for key in constant | strengths:
-        assert torch.equal(average[key], last[key]), key
 
 
 def test_statistics_are_those_of_the_training_images(train: Train, tmp_path: Path) -> None:
@@ -336,12 +288,10 @@ def test_statistics_are_those_of_the_training_images(train: Train, tmp_path: Pat
             torch.testing.assert_close(value, model.get_buffer(key), rtol=1e-4, atol=1e-4)
 
 
-def test_a_new_head_is_trained_and_layers_that_are_not_converted_are_frozen_with_their_statistics(
-    train: Train, tmp_path: Path
-) -> None:
+def test_a_new_head_is_trained_and_unconverted_layers_are_frozen_whole(train: Train, tmp_path: Path) -> None:
     network, listener = open_model("test_resnet", img_size=16, model_kwargs=HALF), Listener()
     network.model, _ = retrofit.convert(network.model, "bnn", skip=["layer2"], check=False)
-    settings = {"freeze": "all-but-norm", "model_ema": True, "model_ema_decay": 0.5}
+    settings = {"freeze": "all-but-norm", "model_ema": True, "model_ema_decay": 0.5, "strength_ramp": 1.0}
     train("run", network, epochs=1, callback=listener, **settings)
     assert "new classifier: 3 outputs in place of 1000, zero" in listener.notes
     start = weights(tmp_path / "run" / "state", "start")
@@ -351,6 +301,8 @@ def test_a_new_head_is_trained_and_layers_that_are_not_converted_are_frozen_with
         changed = {key for key in start if not torch.equal(start[key], found[key])}
         assert {"bn1.running_mean", "bn1.running_var", "bn1.weight", "fc.weight"} <= changed
         assert not {key for key in changed if key.startswith("layer2")}
+        assert torch.equal(found["bn1.strength"], strength_code(1.0))  # of the average too
+    assert not torch.equal(found["fc.weight"], weights(tmp_path / "run")["fc.weight"])
 
 
 def work(rank: int, folder: str) -> None:

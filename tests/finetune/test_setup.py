@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor, nn
 
 import retrofit
@@ -21,7 +21,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.setup import adjust_layers
 from retrofit.networks.models import open_model
 from retrofit.record import record_of, set_record
-from tests.finetune.conftest import small_network
+from tests.finetune.conftest import assert_same, small_network
 
 
 class TwoHeads(nn.Module):
@@ -40,10 +40,10 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     network = small_network(None)
     record, network.model = record_of(network.model), TwoHeads()
     set_record(network.model, **vars(record))
-    before = {name: tensor.clone() for name, tensor in network.model.state_dict().items()}
+    before = copy.deepcopy(network.model.state_dict())
     with pytest.raises(RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"):
         check_images(network, (3, 16, 16))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.model.state_dict().items())
+    assert_same(network.model.state_dict(), before)
     assert all(module.training for module in network.model.modules())
     network.model = network.model.body
     set_record(network.model, **vars(record))
@@ -85,17 +85,11 @@ SORTED = ["ant", "bee", "cat"]
     ids=str,
 )
 def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guessed_is_said(
-    labels: list[str],
-    settings: dict[str, Any],
-    said: str,
-    expected: list[str] | None,
-    pictures: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    labels: list[str], settings: Any, said: str, expected: Any, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "map.txt").write_text("ant\nbee\ncat\n")
-    (tmp_path / "four.txt").write_text("cat\nbee\ndog\nant\n")
+    monkeypatch.chdir(pictures.parent)
+    Path("map.txt").write_text("ant\nbee\ncat\n")
+    Path("four.txt").write_text("cat\nbee\ndog\nant\n")
     network = open_model("test_resnet", num_classes=len(labels), img_size=16)
     set_record(network.model, labels=labels)
     recipe = Recipe(data_dir=str(pictures), **settings)
