@@ -110,9 +110,7 @@ def test_a_part_of_a_part_has_a_transform_of_its_own(pictures: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [None, ["cat", "bee", "ant"], ["x", "y", "z"]], ids=str)
-def test_classes_that_the_part_to_validate_on_lacks_move_no_others(
-    labels: list[str] | None, pictures: Path, tmp_path: Path
-) -> None:
+def test_classes_that_validation_lacks_move_no_others(labels: list[str] | None, pictures: Path, tmp_path: Path) -> None:
     root = parts(tmp_path / "root", pictures, "train", "val")
     shutil.rmtree(root / "val" / "ant")
     images = data(root, labels)
@@ -129,24 +127,6 @@ def test_other_classes_to_validate_on_are_refused(pictures: Path, tmp_path: Path
     shutil.rmtree(root / "train" / "ant")
     with pytest.raises(RetrofitError, match=r"classes of 'val\w*' are not those of 'train' \(ant\)"):
         data(root)
-
-
-@pytest.mark.parametrize(
-    ("names", "settings", "message"),
-    [
-        (("Train", "val"), {}, r"no part 'train', but Train, val; give `train_split`"),
-        (("Train", "val"), {"val_split": 0.25}, "no part 'train', but Train, val;"),
-        (("", "exam"), {"val_split": "exam"}, "no part 'train', but exam;"),
-        (("train", "val"), {"train_split": "trian"}, "no part 'trian', but train, val;"),
-        (("",), {"train_split": "trian"}, "no part 'trian'; give `train_split`"),
-    ],
-)
-def test_images_to_validate_on_are_not_trained_on(
-    names: tuple[str, ...], settings: dict[str, Any], message: str, pictures: Path, tmp_path: Path
-) -> None:
-    """Without the part to train on, timm would read all of the folder."""
-    with pytest.raises(UsageError, match=message):
-        data(parts(tmp_path / "root", pictures, *names), **settings)
 
 
 def test_a_torchvision_dataset(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,23 +161,29 @@ def test_digits_are_always_divided_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "pattern"),
+    ("names", "settings", "error", "message"),
     [
-        ({"data_dir": None, "dataset": "digits", "train_split": "exam"}, UsageError, "no part 'exam'.*`train_split`"),
-        ({"val_split": "testing"}, UsageError, "no part 'testing'.*`val_split`"),
-        ({"val_split": 0.001}, RetrofitError, "leaves none"),
-        ({"aa": "nonsense"}, UsageError, "cannot build the augmentation"),
-        ({"world": 30}, RetrofitError, "too few for 30 processes"),
+        (("Train", "val"), {}, UsageError, r"no part 'train', but Train, val; give `train_split`"),
+        (("Train", "val"), {"val_split": 0.25}, UsageError, "no part 'train', but Train, val;"),
+        (("", "exam"), {"val_split": "exam"}, UsageError, "no part 'train', but exam;"),
+        (("train", "val"), {"train_split": "trian"}, UsageError, "no part 'trian', but train, val;"),
+        (("",), {"train_split": "trian"}, UsageError, "no part 'trian'; give `train_split`"),
+        ((), {"data_dir": None, "dataset": "digits", "train_split": "exam"}, UsageError, "'exam'.*`train_split`"),
+        (("",), {"val_split": "testing"}, UsageError, "no part 'testing'.*`val_split`"),
+        (("",), {"val_split": 0.001}, RetrofitError, "leaves none"),
+        (("",), {"aa": "nonsense"}, UsageError, "cannot build the augmentation"),
+        (("",), {"world": 30}, RetrofitError, "too few for 30 processes"),
     ],
 )
-def test_refusals(pictures: Path, settings: dict[str, Any], error: type[Exception], pattern: str) -> None:
-    with pytest.raises(error, match=pattern):
-        batches(pictures, **settings)
-
-
-def test_a_stream_and_a_flat_folder_are_refused(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_refusals(
+    names: tuple[str, ...], settings: dict[str, Any], error: Any, message: str, pictures: Path, tmp_path: Path
 ) -> None:
+    """Without the part to train on, timm would read all of the folder."""
+    with pytest.raises(error, match=message):
+        batches(parts(tmp_path / "root", pictures, *names), **{"val_split": "validation", **settings})
+
+
+def test_a_stream_and_a_flat_folder_are_refused(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(())

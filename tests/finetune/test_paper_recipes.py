@@ -24,23 +24,14 @@ from retrofit.surgery import apply, plan
 
 @dataclass(frozen=True)
 class Said:
-    """What holds of a recipe's network and optimizer.
+    """What holds of a recipe's network and optimizer."""
 
-    Attributes:
-        converted: Norms that are converted, of how many.
-        proxied: Activations that are proxied, of how many.
-        standardized: Standardised convolutions, and how many of them have a scale.
-        last_map: Sides of what the classifier pools; or, of a ViT, its tokens and features.
-        decay: "all" parameters; "weights", of convolutions, linear layers and ProxyNorm.
-        eps: The optimizer's, None where it has none.
-    """
-
-    converted: tuple[int, int]
-    last_map: tuple[int, int]
-    decay: str
-    eps: float | None
-    proxied: tuple[int, int] = (0, 0)
-    standardized: tuple[int, int] = (0, 0)
+    converted: tuple[int, int]  # norms, and how many there are
+    last_map: tuple[int, int]  # sides of what the classifier pools; or, of a ViT, its tokens and features
+    decay: str  # of "all" parameters; of "weights" of convolutions, linear layers and ProxyNorm
+    eps: float | None  # the optimizer's, None where it has none
+    proxied: tuple[int, int] = (0, 0)  # activations, and how many there are
+    standardized: tuple[int, int] = (0, 0)  # convolutions, and how many of them have a scale
 
 
 SAID = {
@@ -85,19 +76,14 @@ def network(arguments: list[str]) -> tuple[nn.Module, dict[str, object], tuple[i
         return timm.create_model(given["model"], **kwargs), given, (3, side, side)
 
 
-def last_map(model: nn.Module, size: tuple[int, int, int]) -> tuple[int, int]:
-    """The last two dimensions of the features before the classifier."""
-    with torch.no_grad():
-        rows, columns = model.eval().forward_features(torch.empty(1, *size, device="meta")).shape[-2:]
-    return rows, columns
-
-
 @pytest.mark.parametrize(("name", "number"), [(name, i) for name, said in SAID.items() for i in range(len(said))])
 def test_the_network_and_its_optimizer_are_what_the_paper_says(name: str, number: int) -> None:
     said, found = SAID[name][number], commands(name)
     assert len(found) == len(SAID[name])
     model, given, size = network(found[number])
-    assert last_map(model, size) == said.last_map
+    with torch.no_grad():
+        features = model.eval().forward_features(torch.empty(1, *size, device="meta"))
+    assert features.shape[-2:] == said.last_map
     options = {key: given[key] for key in OPTIONS if given.get(key) is not None}
     made = plan(model, str(given["to"]), **options)
     counts = made.counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +32,8 @@ def test_a_dataset_s_name_may_stand_in_the_place_of_a_folder(tmp_path: Path, mon
     assert (named.dataset, named.data_dir) == ("hfds/cifar10", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "torch" / "cifar10").mkdir(parents=True)
-    assert (
-        load_recipe(None, {"data_dir": "torch/cifar10"}).data_dir == "torch/cifar10"
-    )  # a folder of that name is meant
+    meant = load_recipe(None, {"data_dir": "torch/cifar10"})  # the folder of that name
+    assert meant.data_dir == "torch/cifar10"
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,9 @@ def test_a_dataset_s_name_may_stand_in_the_place_of_a_folder(tmp_path: Path, mon
         ({"data_dir": "photos"}, {"data_dir": "hfds/cifar10"}, (None, "hfds/cifar10")),
     ],
 )
-def test_images_come_from_one_place(
-    tmp_path: Path, own: dict[str, str], given: dict[str, str], expected: tuple[str | None, str]
-) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("".join(f"{name}: {value}\n" for name, value in own.items()))
-    recipe = load_recipe(path, given)
+def test_images_come_from_one_place(tmp_path: Path, own: Any, given: Any, expected: tuple[str | None, str]) -> None:
+    (tmp_path / "own.yaml").write_text("".join(f"{name}: {value}\n" for name, value in own.items()))
+    recipe = load_recipe(tmp_path / "own.yaml", given)
     assert (recipe.data_dir, recipe.dataset) == expected
 
 
@@ -101,13 +98,6 @@ def test_no_schedule_has_no_warm_up_and_a_constant_one_has() -> None:
     assert load_recipe(None, {"sched": "none", "warmup_epochs": 0}).warmup == 0
 
 
-def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no recipe 'digit'; did you mean digits"):
-        load_recipe("digit", {})
-    with pytest.raises(RetrofitError, match=r"cannot read the recipe .*, which is not there; check the path"):
-        load_recipe(tmp_path / "absent.yaml", {})
-
-
 def references(first: str, more: str) -> str:
     """Thirty lines that each refer to the one before, twice: written out they would be gigabytes."""
     return f"a0: &a0 {first}\n" + "".join(f"a{i}: &a{i} {more.format(f'a{i - 1}')}\n" for i in range(1, 31))
@@ -149,11 +139,16 @@ def test_a_hostile_recipe_is_one_short_line(tmp_path: Path, text: str, pattern: 
     assert len(str(caught.value)) <= 650
 
 
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+def test_what_is_not_there_or_no_file_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"opt: \xff")
-    for name, words in (("pipe.yaml", "not a regular file"), ("latin.yaml", "codec can't decode"), ("", "not a reg")):
-        with pytest.raises(RetrofitError, match=words):
-            load_recipe(tmp_path / name, {})
-    with pytest.raises(UsageError, match="no recipe 'nnn"):
-        load_recipe("n" * 5000, {})
+    for path, error, words in (
+        ("digit", UsageError, "no recipe 'digit'; did you mean digits"),
+        ("n" * 5000, UsageError, "no recipe 'nnn"),
+        (tmp_path / "absent.yaml", RetrofitError, r"cannot read the recipe .*, which is not there; check the path"),
+        (tmp_path / "pipe.yaml", RetrofitError, "not a regular file"),
+        (tmp_path / "latin.yaml", RetrofitError, "codec can't decode"),
+        (tmp_path, RetrofitError, "not a reg"),
+    ):
+        with pytest.raises(error, match=words):
+            load_recipe(path, {})
