@@ -18,9 +18,7 @@ from retrofit import surgery
 from retrofit.cli.network import file_stem
 from tests.cli.conftest import Run, answer, complaint, done
 
-SETTLED = {
-    *("schema", "model", "library", "to", "weights", "layers", "counts", "params", "check", "strength", "output"),
-}
+SETTLED = "schema model library to weights layers counts params check strength output"
 BNN = ("test_resnet", "--to", "bnn")
 
 
@@ -40,7 +38,7 @@ def test_what_people_read(run: Run) -> None:
 def test_what_programs_read(run: Run, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     values = answer(run("convert", *BNN, "--skip", "^bn1$", "-o", "a.safetensors", "--json"))
     assert capfd.readouterr().out == ""  # nor has anything been written past Python
-    assert set(values) >= SETTLED
+    assert set(values) >= set(SETTLED.split())
     assert (values["schema"], values["model"], values["library"], values["to"]) == (1, "test_resnet", "timm", "bnn")
     assert values["weights"] == {"kind": "random", "from": None}
     assert set(values["layers"][0]) == {"name", "source", "target", "status", "reason"}
@@ -91,8 +89,6 @@ def test_a_target_without_strength_says_how_much_the_output_changes(run: Run, pi
     difference = f"{values['check']['max_abs_diff']:.3g}"
     assert f"frn-tlu does not start as its source: largest difference {difference}" in result.stderr
     assert re.search(r"\nuntrained, \d+\.\d% of the predictions are the source's", result.stderr)
-    refused = run("convert", "test_resnet", "--to", "frn-tlu", "--strength", "0", "--force")
-    assert (refused.exit_code, "--strength means nothing to" in complaint(refused)) == (2, True)
 
 
 def test_the_report_does_not_grow_with_the_model(run: Run) -> None:
