@@ -1,18 +1,25 @@
-"""The command line as a whole: help, exit codes, one-line errors, and what it must not import."""
+"""The command line as a whole: help, completion, exit codes, one-line errors, signals, and what it must not import."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 import retrofit
-from retrofit.cli import COMMANDS, main
+from retrofit.cli import COMMANDS, main, options
+from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.surgery import FAMILIES, TARGETS
 from tests.cli.conftest import Run, complaint, done
+from tests.conftest import heed_signals
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
@@ -29,6 +36,31 @@ def test_the_help_of_a_long_command_is_in_groups(run: Run, name: str) -> None:
     assert re.search(
         r"\nThe network:\n  --num-classes N  .*\n\nOutput:\n.*--json .*\n  -h, --help .*\n$", text, re.DOTALL
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["conv"], ["convert"]),
+        (["convert", "resnet18", "--to", "gn"], ["gnn", "gn", "gn-pn"]),
+        (["convert", "resnet18", "--to", "bnn", "--from", "f"], ["frozen-bn"]),
+        (["finetune", "net.safetensors", "--recipe", "imagenet-gn-pn"],
+         ["imagenet-gn-pn-efficientnet", "imagenet-gn-pn-resnet50", "file"]),
+        (["evaluate", "test_resn"], ["test_resnet", "file"]),
+        (["evaluate", "tv:resnet1"], ["tv:resnet18", "tv:resnet101", "tv:resnet152", "file"]),
+        (["export", "r"], ["file"]),
+        (["bench", "a.safetensors", "--against", "runs/di"], ["file"]),
+    ],
+)  # fmt: skip
+def test_words_that_the_tab_key_completes(words: list[str], expected: list[str]) -> None:
+    *args, typed = words
+    found = ShellComplete(main, {}, "retrofit", "_RETROFIT_COMPLETE").get_completions(args, typed)
+    assert sorted(item.value if item.type == "plain" else item.type for item in found) == sorted(expected)
+
+
+def test_every_target_and_family_is_known() -> None:
+    assert list(CONVERTERS) == list(TARGETS)
+    assert set(options.FAMILIES) == set(FAMILIES)
 
 
 def test_help_and_the_shells_completion_import_nothing_heavy() -> None:
@@ -126,3 +158,31 @@ def test_bare_call_shows_help_and_no_error(run: Run) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("Usage: ")
     assert "error:" not in result.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
+    words = [sys.executable, "-m", "retrofit", "convert", "resnet152", "--to", "bnn"]
+    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("weights: RANDOM")  # the check of the source comes next
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_is_no_error_of_ours(tmp_path: Path, environment: dict[str, str]) -> None:
+    words = [sys.executable, "-m", "retrofit", "inspect", "test_resnet", "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said

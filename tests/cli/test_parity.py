@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import pytest
 import torch
 from torch import nn
 
@@ -14,7 +15,7 @@ import retrofit
 from retrofit.evaluation.accuracy import evaluate
 from retrofit.images.dataset import open_images, sample_batches
 from retrofit.networks.models import Network, open_model
-from tests.cli.conftest import Run, answer, done
+from tests.cli.conftest import Run, answer, complaint, done
 from tests.half_resnet import FLAGS
 
 
@@ -86,3 +87,19 @@ def test_evaluate(run: Run, pictures: Path) -> None:
     result = answer(run("evaluate", "a.safetensors", "--data-dir", pictures, "-b", "5", "-j", "0", "--json"))
     found = evaluate(network.model, open_images(pictures), network.preprocess, batch_size=5, workers=0)
     assert result == plain({"schema": 1, **network.facts, "data": str(pictures), **found.to_dict()})
+
+
+@pytest.mark.slow
+def test_diagnose_writes_what_it_says(run: Run, pictures: Path) -> None:
+    done(run("convert", "test_resnet", "--to", "bnn", "--num-classes", "3"))
+    words = ["test_resnet", "--num-classes", "3", "--against", "test_resnet-bnn.safetensors", "--data-dir", pictures]
+    words += ["--images", "4", "-b", "2", "--channels", "2"]
+    result = run("diagnose", *words, "--json")
+    found = answer(result)
+    assert list(found["networks"]) == ["test_resnet", "test_resnet-bnn"]
+    assert found["networks"]["test_resnet"]["images"] == 4
+    assert found["networks"]["test_resnet"]["input_noise"][0]["top1"] is not None  # as many classes as outputs
+    assert "wrote test_resnet-diagnosis/index.html" in result.stderr
+    saved = json.loads(Path("test_resnet-diagnosis/results.json").read_text())
+    assert saved["networks"] == found["networks"]
+    assert "--force" in complaint(run("diagnose", *words))
