@@ -125,7 +125,7 @@ def open_model(
             f"{text} is an exported file, which evaluate and bench alone take; give the artifact it was made of"
         )
     if text.endswith(_CHECKPOINTS) and ":" not in text:
-        raise UsageError(f"{text} is not a network's name or an artifact; give a name, and `checkpoint={text!r}`")
+        raise UsageError(f"{text} is no network's name and no artifact; give the name, and this file as its checkpoint")
     if pretrained and checkpoint is not None:
         raise UsageError("`pretrained` and `checkpoint` are two sources of weights; pass one of them")
     chosen = {"match": match, "checkpoint_key": checkpoint_key, "checkpoint_partial": checkpoint_partial}

@@ -55,7 +55,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"evaluate absent.onnx {DATA}", 1, "there is no file absent.onnx"),
         (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
         ("evaluate test_resnet --data-dir parted", 2, r"but test, train; give --split .* --split \. for all"),
-        (f"evaluate weights.pth {DATA}", 2, "network's name or an artifact; give a name, and --checkpoint weights.pth"),
+        ("inspect weights.pth", 2, "no artifact; give the name, and this file as its checkpoint"),
         (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
         (f"export {NET} -o mine.onnx", 1, "mine.onnx exists; pass --force"),
         (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network
