@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,11 +19,12 @@ from torchvision.models.feature_extraction import create_feature_extractor
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact, own
-from retrofit.networks.library import build, parse
+from retrofit.networks.library import build
 from retrofit.networks.manifest import read_manifest
 from retrofit.networks.models import open_model
 from retrofit.record import ModelSource, record_of
 from tests.networks import mynet
+from tests.networks.conftest import assert_same_answers, refused, same_tensors
 
 NAME = "py:tests.networks.mynet:build"
 
@@ -33,16 +35,25 @@ def _nothing_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "typed", {})
 
 
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Expect the same modules, tensors in the same places, values and record afterwards."""
+    before, pointers = copy.deepcopy(model), [tensor.data_ptr() for tensor in model.parameters()]
+    yield
+    assert [type(module) for module in model.modules()] == [type(module) for module in before.modules()]
+    assert [tensor.data_ptr() for tensor in model.parameters()] == pointers
+    assert same_tensors(model.state_dict(), before.state_dict())
+    assert record_of(model) == record_of(before)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A converted network of one's own, saved from Python."""
-    model, _ = retrofit.convert(mynet.build(), "gn-pn")
-    retrofit.save(model, tmp_path / "a.safetensors")
+    retrofit.save(retrofit.convert(mynet.build(), "gn-pn")[0], tmp_path / "a.safetensors")
     return tmp_path / "a.safetensors"
 
 
 def test_the_whole_way(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model, _ = retrofit.convert(mynet.build(), "gn-pn")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     images, masks = torch.rand(4, 3, 64, 64), torch.randint(2, (4, 64, 64))
@@ -55,8 +66,7 @@ def test_the_whole_way(tmp_path: Path) -> None:
     fresh = mynet.build()
     again = retrofit.load(tmp_path / "a.safetensors", into=fresh)
     assert again is fresh
-    with torch.no_grad():
-        assert torch.equal(again.eval()(images), model.eval()(images))
+    assert_same_answers(again, model, images)
 
 
 def test_loading_without_the_network_is_refused_and_imports_nothing(
@@ -71,43 +81,57 @@ def test_loading_without_the_network_is_refused_and_imports_nothing(
         build(ModelSource("own", "os:getcwd"))
 
 
-def test_what_was_set_by_hand_must_be_set_on_the_network_to_load_into(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        model = mynet.build()
-        model.down1.norm1.eps = 0.3
-        return model
-
-    model, _ = retrofit.convert(make(), "bnn")
-    model.down2.norm1.noise = 0.5
-    retrofit.save(model, tmp_path / "a.safetensors")
-    with pytest.raises(RetrofitError, match=r"does not come back .* the output of .* differs by"):
-        retrofit.load(tmp_path / "a.safetensors", into=mynet.build())
-    again = retrofit.load(tmp_path / "a.safetensors", into=make())
-    assert again.down2.norm1.noise == 0.5
-    images = torch.rand(2, 3, 64, 64)
-    with torch.no_grad():
-        assert torch.equal(again.eval()(images), model.eval()(images))
+def _unusual_unet() -> nn.Module:
+    model = mynet.build()
+    model.down1.norm1.eps = 0.3
+    return model
 
 
-OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "more classes": (lambda: mynet.build(5), r"head.bias \[2\] for \[5\]"),
-    "another network": (mynet.small, "made for another model"),
-    "already converted": (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "converted already"),
-}
+def _unusual_resnet() -> nn.Module:
+    model = build(ModelSource("timm", "test_resnet"))
+    model.act1 = nn.Tanh()
+    return model
 
 
-@pytest.mark.parametrize("case", list(OTHERS))
-def test_another_network_is_refused_and_stays_as_it_was(saved: Path, case: str) -> None:
-    make, message = OTHERS[case]
+def _extractor(node: str = "layer2") -> nn.Module:
+    """Its activations are shared, and its graphs are attributes."""
+    return create_feature_extractor(torchvision.models.resnet18(), [node]).train()
+
+
+@pytest.mark.parametrize(
+    ("make", "to", "other", "message"),
+    [
+        (_unusual_unet, "bnn", mynet.build, r"does not come back .* the output of .* differs by"),
+        (_unusual_resnet, "bnn", lambda: build(ModelSource("timm", "test_resnet")), "does not come back"),
+        (_extractor, "ln-pn", lambda: _extractor("layer1"), "made for another model|do not fit|does not come back"),
+    ],
+)
+def test_it_comes_back_in_the_network_that_it_was_and_no_other(
+    tmp_path: Path, make: Callable[[], nn.Module], to: str, other: Callable[[], nn.Module], message: str
+) -> None:
+    model, report = retrofit.convert(make(), to, input_size=(3, 64, 64))
+    assert to != "ln-pn" or "5 of 9 activations" in report.plan.activations
+    retrofit.set_strength(model, 1.0)
+    retrofit.save(model, tmp_path / "a.safetensors", source="own" if make is _unusual_resnet else None)
+    with refused(message):
+        retrofit.load(tmp_path / "a.safetensors", into=other())
+    assert_same_answers(retrofit.load(tmp_path / "a.safetensors", into=make()), model, torch.rand(2, 3, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mynet.build(5), r"head.bias \[2\] for \[5\]"),
+        (mynet.small, "made for another model"),
+        (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "converted already"),
+    ],
+)
+def test_another_network_is_refused_and_stays_as_it_was(
+    saved: Path, make: Callable[[], nn.Module], message: str
+) -> None:
     into = make()
-    before = {name: tensor.clone() for name, tensor in into.state_dict().items()}
-    kinds = [type(module) for module in into.modules()]
-    with pytest.raises(RetrofitError, match=message) as caught:
+    with left_as_it_was(into), refused(message):
         retrofit.load(saved, into=into)
-    assert "\n" not in str(caught.value)
-    assert [type(module) for module in into.modules()] == kinds
-    assert into.state_dict().keys() == before.keys()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in into.state_dict().items())
 
 
 def test_a_network_without_memory_is_refused(saved: Path) -> None:
@@ -116,51 +140,6 @@ def test_a_network_without_memory_is_refused(saved: Path) -> None:
     with pytest.raises(RetrofitError, match="the network to load into is on the meta device"):
         retrofit.load(saved, into=into)
     assert type(into.down1.norm1) is nn.BatchNorm2d
-
-
-def test_a_librarys_network_may_be_saved_as_ones_own(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        model = build(ModelSource("timm", "test_resnet"))
-        model.act1 = nn.Tanh()
-        return model
-
-    model, _ = retrofit.convert(make(), "bnn")
-    with pytest.raises(RetrofitError, match=r"save it with `save\(source='own'\)`"):
-        retrofit.save(model, tmp_path / "a.safetensors")
-    retrofit.save(model, tmp_path / "a.safetensors", source="own")
-    again = retrofit.load(tmp_path / "a.safetensors", into=make())
-    images = torch.rand(2, 3, 64, 64)
-    with torch.no_grad():
-        assert torch.equal(again.eval()(images), model.eval()(images))
-
-
-def test_a_feature_extractor(tmp_path: Path) -> None:
-    """Its activations are shared, and its graphs are attributes."""
-
-    def make(node: str = "layer2") -> nn.Module:
-        return create_feature_extractor(torchvision.models.resnet18(), [node])
-
-    model, report = retrofit.convert(make().train(), "ln-pn", input_size=(3, 32, 32))
-    assert "5 of 9 activations" in report.plan.activations
-    retrofit.set_strength(model, 1.0)
-    retrofit.save(model, tmp_path / "a.safetensors")
-    images = torch.rand(2, 3, 32, 32)
-    again = retrofit.load(tmp_path / "a.safetensors", into=make()).eval()
-    with torch.no_grad():
-        assert torch.equal(again(images)["layer2"], model.eval()(images)["layer2"])
-    with pytest.raises(RetrofitError, match=r"made for another model|do not fit|does not come back"):
-        retrofit.load(tmp_path / "a.safetensors", into=make("layer1"))
-
-
-def test_a_network_without_images(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
-
-    model, _ = retrofit.convert(make(), "bnn", check=False)
-    retrofit.save(model, tmp_path / "a.safetensors")
-    with pytest.warns(UserWarning, match="not checked: it takes no random images"):
-        again = retrofit.load(tmp_path / "a.safetensors", into=make())
-    assert torch.equal(again.eval()(torch.ones(2, 5)), model.eval()(torch.ones(2, 5)))
 
 
 # --- py:MODULE:CALLABLE
@@ -185,8 +164,7 @@ def test_the_working_folder_is_searched(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_its_artifact_is_proved_by_building_it_again(tmp_path: Path) -> None:
-    network = open_model(NAME)
-    model, _ = retrofit.convert(network.model, "bnn")
+    model, _ = retrofit.convert(open_model(NAME).model, "bnn")
     retrofit.save(model, tmp_path / "a.safetensors")
     assert read_manifest(tmp_path / "a.safetensors")["model"]["name"] == "tests.networks.mynet:build"
     model.pool = nn.AvgPool2d(2)
@@ -221,22 +199,8 @@ def test_network_says_what_builds_an_artifacts_network(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_build_nothing(text: str, message: str) -> None:
-    with pytest.raises(RetrofitError, match=message) as caught:
+    with refused(message):
         open_model(text)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        (NAME, {"pretrained": True}, "drop `pretrained`"),
-        (NAME, {"model_kwargs": {"width": 4}}, "`model_kwargs` means nothing to .*write a function"),
-        ("test_resnet", {"network": NAME}, "is none, drop it"),
-    ],
-)
-def test_wrong_usage(text: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        open_model(text, **options)
 
 
 class Activated(nn.Module):
@@ -254,12 +218,12 @@ class Activated(nn.Module):
 
 def test_parameters_that_the_state_dict_names_otherwise(tmp_path: Path) -> None:
     model = retrofit.convert(Activated(), "gn-pn")[0].half()
+    model.conv.double()
     names = {name for name, _ in model.named_parameters()}
     assert not names <= model.state_dict().keys()
     retrofit.save(model, tmp_path / "a.safetensors")
     again = retrofit.load(tmp_path / "a.safetensors", into=Activated())
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
-    assert {p.dtype for p in again.parameters()} == {torch.float16}
+    assert same_tensors(again.state_dict(), model.state_dict())  # their dtypes too
 
 
 def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,19 +231,6 @@ def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(saved: Path, mon
         raise KeyboardInterrupt
 
     into = mynet.build().half()
-    before, pointers = copy.deepcopy(into), [tensor.data_ptr() for tensor in into.parameters()]
     monkeypatch.setattr(artifact, "_difference", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with left_as_it_was(into), pytest.raises(KeyboardInterrupt):
         retrofit.load(saved, into=into)
-    assert [type(module) for module in into.modules()] == [type(module) for module in before.modules()]
-    assert [tensor.data_ptr() for tensor in into.parameters()] == pointers
-    ours, theirs = into.state_dict(), before.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
-    assert record_of(into) == record_of(before)
-
-
-def test_a_librarys_artifact_needs_no_network(tmp_path: Path) -> None:
-    retrofit.save(build(parse("test_resnet")), tmp_path / "a.safetensors")
-    with pytest.raises(UsageError, match=r"holds test_resnet, which its library builds; drop `network`"):
-        open_model(str(tmp_path / "a.safetensors"), network=NAME)
