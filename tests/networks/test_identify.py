@@ -3,42 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import timm
 import torch
-import torchvision
 from torch import nn
+from torchvision.models import WeightsEnum, get_model
 
-from retrofit.errors import RetrofitError
 from retrofit.networks.identify import identify, skeleton
-from retrofit.networks.library import build
+from retrofit.networks.library import build, parse
 from retrofit.record import ModelSource
+from tests.networks.conftest import refused, shapes
 
 
-@pytest.mark.parametrize(
-    ("make", "source"),
-    [
-        (
-            lambda: timm.create_model("test_resnet", features_only=True, out_indices=(1, 2)),
-            ModelSource("timm", "test_resnet.r160_in1k", {"features_only": True, "out_indices": [1, 2]}),
-        ),
-        (
-            lambda: timm.create_model("test_vit", img_size=64, act_layer="relu"),
-            ModelSource("timm", "test_vit.r160_in1k", {"img_size": 64, "act_layer": "relu"}),
-        ),
-        (
-            lambda: torchvision.models.mobilenet_v3_small(num_classes=5),
-            ModelSource("torchvision", "mobilenet_v3_small", {"num_classes": 5}),
-        ),
-    ],
-)
-def test_recognises_what_the_user_built(make: Callable[[], nn.Module], source: ModelSource) -> None:
+def _with_a_trained_backbone() -> nn.Module:
+    with pytest.MonkeyPatch.context() as patched:  # as if the backbone's weights had been fetched
+        patched.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
+        patched.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
+        return get_model("fasterrcnn_mobilenet_v3_large_320_fpn", num_classes=3)
+
+
+Make = Callable[[], nn.Module]
+BARE = {"weights": None, "weights_backbone": None}
+RCNN = "fasterrcnn_mobilenet_v3_large_320_fpn"
+SSD, DEEPLAB = "ssdlite320_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"
+BUILT: list[tuple[Make, str, dict[str, Any]]] = [
+    (
+        lambda: timm.create_model("test_resnet", features_only=True, out_indices=(1, 2)),
+        "test_resnet.r160_in1k",
+        {"features_only": True, "out_indices": [1, 2]},
+    ),
+    (
+        lambda: timm.create_model("test_vit", img_size=64, act_layer="relu"),
+        "test_vit.r160_in1k",
+        {"img_size": 64, "act_layer": "relu"},
+    ),
+    (lambda: get_model("mobilenet_v3_small", num_classes=5), "tv:mobilenet_v3_small", {"num_classes": 5}),
+    (lambda: get_model(DEEPLAB, aux_loss=True, **BARE), f"tv:{DEEPLAB}", {"aux_loss": True}),
+    (lambda: get_model(RCNN, num_classes=5, **BARE), f"tv:{RCNN}", {"num_classes": 5}),
+    (_with_a_trained_backbone, f"tv:{RCNN}", {"trained_backbone": True, "num_classes": 3}),
+    (lambda: get_model(SSD, **BARE), f"tv:{SSD}", {}),  # its builder is in another file
+]
+
+
+@pytest.mark.parametrize(("make", "name", "kwargs"), BUILT)
+def test_recognises_what_the_user_built(
+    make: Make, name: str, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make()
-    assert identify(model)[0] == source
-    assert {k: v.shape for k, v in build(source).state_dict().items()} == {
-        k: v.shape for k, v in model.state_dict().items()
-    }
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: pytest.fail("nothing may be fetched"))
+    source = identify(model)[0]
+    assert source == replace(parse(name), kwargs=kwargs)
+    assert shapes(build(source)) == shapes(model)
 
 
 @pytest.mark.parametrize("make", [timm.create_model, lambda name: build(ModelSource("timm", name))])
@@ -53,18 +71,13 @@ def test_a_hint_settles_it() -> None:
     del model.pretrained_cfg
     assert identify(model) == (ModelSource("own", "timm.models.resnet:ResNet"), model)
     assert identify(model, ModelSource("timm", "resnet18"))[0] == ModelSource("timm", "resnet18")
-    with pytest.raises(
-        RetrofitError,
-        match=r"of the tensors of resnet34 here are \d+ missing \(.*say which it is with `save",
-    ):
+    with refused(r"of the tensors of resnet34 here are \d+ missing \(.*say which it is with `save"):
         identify(model, ModelSource("timm", "resnet34"))
-    with pytest.raises(RetrofitError, match="build it from names and numbers"):
+    with refused("build it from names and numbers"):
         identify(timm.create_model("test_vit", act_layer=nn.ReLU))
 
 
 def test_a_network_that_does_not_build_on_the_meta_device_is_built_for_real() -> None:
-    source = ModelSource("torchvision", "regnet_y_400mf")
     before = torch.get_rng_state()
-    built = skeleton(source)
-    assert not next(built.parameters()).is_meta
+    assert not next(skeleton(ModelSource("torchvision", "regnet_y_400mf")).parameters()).is_meta
     assert torch.equal(torch.get_rng_state(), before)
