@@ -15,24 +15,28 @@ from retrofit.images.dataset import open_images
 from retrofit.record import Preprocess
 from tests.pictures import write_folder
 
-MEAN, STD = (0.2, 0.5, 0.6), (0.1, 0.3, 0.25)
+MEANS, STDS = (0.2, 0.5, 0.6), (0.1, 0.3, 0.25)
+MEAN, STD = torch.tensor(MEANS).view(3, 1, 1), torch.tensor(STDS).view(3, 1, 1)
 
 
 class Linear(nn.Module):
     """Two classes by the sign of w . x, x the image from 0 to 1."""
 
-    def __init__(self, weight: Tensor, threshold: float) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight, self.threshold = weight, threshold
+        self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        image = x * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
-        margin = (image.double() * self.weight).sum((1, 2, 3)) - self.threshold
+        margin = (pixels(x).double() * self.weight).sum((1, 2, 3))
         return torch.stack([-margin, margin], 1)
 
 
 def normalized(image: Tensor) -> Tensor:
-    return (image - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    return (image - MEAN) / STD
+
+
+def pixels(normalized: Tensor) -> Tensor:
+    return normalized * STD + MEAN
 
 
 @pytest.mark.parametrize("kind", ["fgsm", "pgd"])
@@ -41,18 +45,15 @@ def test_a_linear_classifier_loses_what_the_weights_allow(kind: Kind) -> None:
     weight = torch.randn(3, 4, 4, generator=generator, dtype=torch.float64)
     image = torch.rand(5, 3, 4, 4, generator=generator) * 0.8 + 0.1
     labels = torch.tensor([1, 0, 1, 1, 0])
-    attack = Attack(kind, 0.05, MEAN, STD)
-    changed = attack(Linear(weight, 0.0), normalized(image), labels)
-    moved = changed * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1) - image
+    changed = Attack(kind, 0.05, MEANS, STDS)(Linear(weight), normalized(image), labels)
     sign = torch.where(labels == 1, -1.0, 1.0).view(-1, 1, 1, 1) * weight.sign()
-    torch.testing.assert_close(moved.double(), 0.05 * sign, rtol=0, atol=1e-6)
+    torch.testing.assert_close((pixels(changed) - image).double(), 0.05 * sign, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["fgsm", "pgd"])
 def test_pixels_stay_pixels(kind: Kind) -> None:
-    weight = torch.ones(3, 2, 2, dtype=torch.float64)
-    image = torch.full((1, 3, 2, 2), 0.98)
-    changed = Attack(kind, 0.1, MEAN, STD)(Linear(weight, 0.0), normalized(image), torch.tensor([0]))
+    weight, image = torch.ones(3, 2, 2, dtype=torch.float64), torch.full((1, 3, 2, 2), 0.98)
+    changed = Attack(kind, 0.1, MEANS, STDS)(Linear(weight), normalized(image), torch.tensor([0]))
     torch.testing.assert_close(changed, normalized(torch.ones(1, 3, 2, 2)))
 
 
@@ -72,14 +73,13 @@ def test_pgd_follows_a_bend_that_fgsm_does_not() -> None:
 
 def test_the_accuracy_stands_beside_the_clean_one(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "pictures", wrong=0, each=4)
-    preprocess = Preprocess((3, 16, 16), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), "nearest", 1.0)
+    preprocess = Preprocess((3, 16, 16), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0)
 
     class Colours(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return 20 * x.mean((2, 3))
 
-    model = Colours()
-    data = open_images(folder)
+    model, data = Colours(), open_images(folder)
     clean = evaluate(model, data, preprocess, workers=0)
     assert (clean.attacked1, clean.attacked_top1) == (None, None)
     tops = []
@@ -95,4 +95,4 @@ def test_the_accuracy_stands_beside_the_clean_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "eps", "problem"), [(None, 0.1, "name one with"), ("pgd", 0.0, "above 0")])
 def test_what_is_no_attack(kind: Kind | None, eps: float, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        attack_on(Preprocess((3, 16, 16), MEAN, STD, "nearest", 1.0), kind, eps)
+        attack_on(Preprocess((3, 16, 16), MEANS, STDS, "nearest", 1.0), kind, eps)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from retrofit.errors import RetrofitError
 from retrofit.images.dataset import open_images
 from retrofit.images.image_files import ImageFiles
+from tests.networks.conftest import refused
 from tests.pictures import write_folder, write_tar
 
 
@@ -31,6 +32,12 @@ def read(place: Path, **options: Any) -> list[tuple[str, Any, int]]:
     images = open_images(place, **options).images
     images.transform = np.asarray
     return [(images._reader.filename(n), *images[n]) for n in range(len(images))]
+
+
+def assert_same_images(place: Path, other: Path) -> None:
+    for (name, pixels, target), (same, own, too) in zip(read(place), read(other), strict=True):
+        assert (name, target) == (same, too)
+        assert np.array_equal(pixels, own)
 
 
 def pack(path: Path, *members: tuple[str, bytes]) -> Path:
@@ -134,15 +141,12 @@ def test_pixels_of_an_unknown_range_are_refused(tmp_path: Path, dtype: Any) -> N
 
 def test_a_tar_is_read_as_its_folder_by_any_process(folder: Path, tmp_path: Path) -> None:
     tar = write_tar(folder, tmp_path / "p.tar")
-    alone = read(tar)
-    for (name, pixels, target), (same, own, too) in zip(alone, read(folder), strict=True):
-        assert (name, target) == (same, too)
-        assert np.array_equal(pixels, own)
+    assert_same_images(tar, folder)
     images = open_images(tar).images
     images.transform = np.array
     images[0]  # what one process has read must not matter to those that start from it
     helped = DataLoader(images, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    for (_, pixels, target), (own, too) in zip(alone, helped, strict=True):
+    for (_, pixels, target), (own, too) in zip(read(tar), helped, strict=True):
         assert np.array_equal(pixels, own)
         assert target == too
 
@@ -155,10 +159,7 @@ def test_a_tar_of_tars_has_a_class_each_and_links_have_what_they_link_to(folder:
             tar.add(tmp_path / f"{name}.tar", f"./{name}.tar")
         os.link(folder / "cat" / "0.png", folder / "cat" / "1b.png")
         tar.add(folder / "cat", "cat")
-    packed = read(tmp_path / "all.tar")
-    for (name, pixels, target), (same, own, too) in zip(packed, read(folder), strict=True):
-        assert (name, target) == (same, too)
-        assert np.array_equal(pixels, own)
+    assert_same_images(tmp_path / "all.tar", folder)
 
 
 def file_of(name: str, content: bytes) -> Callable[[Path], Path]:
@@ -190,6 +191,5 @@ def damaged_tar(place: Path) -> Path:
     ],
 )
 def test_data_without_images(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
-    with pytest.raises(RetrofitError, match=message) as caught:
+    with refused(message):
         open_images(make(tmp_path))
-    assert "\n" not in str(caught.value)

@@ -53,17 +53,10 @@ def look(model: nn.Module) -> None:
         model(X)
 
 
-LOOKS: dict[str, Callable[[nn.Module], object]] = {
-    "evaluating": look,
-    "find_sites": find_sites,
-    "update_bn": lambda model: retrofit.update_bn([X], model),
-}
-
-
-@pytest.mark.parametrize("name", LOOKS)
-def test_a_graph_for_each_mode(name: str) -> None:
+@pytest.mark.parametrize("looks", [look, find_sites, lambda model: retrofit.update_bn([X], model)])
+def test_a_graph_for_each_mode(looks: Callable[[nn.Module], object]) -> None:
     model = create_feature_extractor(Drops(), ["dropout"]).train()
-    LOOKS[name](model)
+    looks(model)
     assert all(module.training for module in model.modules())
     one, other = (model(X)["dropout"] for _ in range(2))
     assert not torch.equal(one, other)
@@ -91,20 +84,16 @@ def test_weights_that_pruning_computed_are_not_copied() -> None:
     assert torch.equal(other[0].weight, model[0].weight)
 
 
-def test_those_that_were_registered_before_one_that_cannot_be_are_gone_too() -> None:
-    layer, none = nn.Identity(), None
-    with pytest.raises(AttributeError):
-        hooked(one.register_forward_hook(lambda *_: None) for one in (layer, none)).__enter__()  # type: ignore[union-attr]
-    assert not layer._forward_hooks
-
-
-def test_hooks_are_called_within_and_gone_after_a_failure() -> None:
+def test_hooks_are_gone_after_a_failure_within_and_of_the_registration() -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("amid")
 
-    layer = nn.Identity()
+    layer, none = nn.Identity(), None
     with pytest.raises(RuntimeError, match="amid"), hooked([layer.register_forward_hook(fail)]):
         layer(1)
+    assert not layer._forward_hooks
+    with pytest.raises(AttributeError):
+        hooked(one.register_forward_hook(lambda *_: None) for one in (layer, none)).__enter__()  # type: ignore[union-attr]
     assert not layer._forward_hooks
 
 
