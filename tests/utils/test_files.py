@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ import pytest
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import acquire, atomic_folder, atomic_write, ensure_writable, release
 from tests.conftest import heed_signals
+from tests.networks.conftest import refused
+
+ROOT = Path(__file__).parents[2]
 
 
 def _write(path: Path, text: str, error: BaseException, force: bool = False) -> None:
@@ -81,9 +85,8 @@ def test_impossible_places(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(RetrofitError, match=message) as caught, atomic_write(tmp_path / name, force=True):
+    with refused(message), atomic_write(tmp_path / name, force=True):
         pytest.fail("the body must not run")
-    assert "\n" not in str(caught.value)
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -93,10 +96,7 @@ def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ensure_writable(tmp_path / "a.bin")
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [(errno.ENOSPC, "no space left"), (errno.EROFS, "cannot write")],
-)
+@pytest.mark.parametrize(("number", "message"), [(errno.ENOSPC, "no space left"), (errno.EROFS, "cannot write")])
 def test_the_disk_refuses(tmp_path: Path, number: int, message: str) -> None:
     with pytest.raises(RetrofitError, match=message):
         _write(tmp_path / "a.bin", "half", OSError(number, os.strerror(number)))
@@ -119,10 +119,8 @@ def _child(body: str, folder: Path) -> subprocess.Popen[str]:
             print("half-way", flush=True)
             time.sleep(60)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    root = str(Path(__file__).parents[2])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
-    return subprocess.Popen(command, cwd=root, **pipes)
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, **pipes)
 
 
 def test_a_process_that_is_told_to_end_half_way_leaves_nothing(tmp_path: Path) -> None:
@@ -173,11 +171,10 @@ def test_a_lock_has_one_owner(tmp_path: Path) -> None:
     assert acquire(lock)
     assert not acquire(lock)
     asks = f"import pathlib; from retrofit.utils.files import acquire; print(acquire(pathlib.Path({str(lock)!r})))"
-    ask = [sys.executable, "-c", asks]
-    root = Path(__file__).parents[2]
-    assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=root).stdout == "False\n"
+    ask = partial(subprocess.check_output, [sys.executable, "-c", asks], text=True, cwd=ROOT)
+    assert ask() == "False\n"
     release(lock)
-    assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=root).stdout == "True\n"
+    assert ask() == "True\n"
     assert lock.exists()  # that process has ended without a release
     assert acquire(lock)
     release(lock)
@@ -185,8 +182,7 @@ def test_a_lock_has_one_owner(tmp_path: Path) -> None:
 
 
 def test_a_real_limit_on_file_size(tmp_path: Path) -> None:
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))"
-    with _child(limit, tmp_path) as child:
+    with _child("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))", tmp_path) as child:
         _, said = child.communicate(timeout=60)
     assert "no space left for" in said
     assert os.listdir(tmp_path) == []
@@ -194,10 +190,8 @@ def test_a_real_limit_on_file_size(tmp_path: Path) -> None:
 
 def test_a_writer_that_makes_its_own_file_does_not_make_it_private(tmp_path: Path) -> None:
     """safetensors replaces the file it is given with one that only the owner can read."""
-    plain = tmp_path / "plain"
-    plain.touch()
-    target = tmp_path / "target"
-    with atomic_write(target) as temporary:
+    (tmp_path / "plain").touch()
+    with atomic_write(tmp_path / "target") as temporary:
         temporary.unlink()
         temporary.touch(mode=0o600)
-    assert target.stat().st_mode == plain.stat().st_mode
+    assert (tmp_path / "target").stat().st_mode == (tmp_path / "plain").stat().st_mode
