@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.checkpoint import Loaded, load_into, read_checkpoint
+from tests.networks.conftest import refused, same_tensors
 
 
 def small_net(width: int = 4, classes: int = 3, channels: int = 3) -> nn.Sequential:
@@ -30,10 +32,6 @@ def small_net(width: int = 4, classes: int = 3, channels: int = 3) -> nn.Sequent
 def small_state(**options: int) -> dict[str, Tensor]:
     torch.manual_seed(1)
     return dict(small_net(**options).state_dict())
-
-
-def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -54,26 +52,14 @@ def test_reads_every_kind_of_file(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda s: {"state_dict": s, "epoch": 3, "args": argparse.Namespace(lr=0.1)},
-        lambda s: {"model": "resnet18", "state_dict": s},
-        lambda s: {"state_dict": {k: v + 1 for k, v in s.items()}, "state_dict_ema": s},
-        lambda s: {"epoch": 3, "net": s},
-        lambda s: {**s, "epoch": 3},
-    ],
-)
-def test_opens_what_training_scripts_wrap_around(tmp_path: Path, wrap: Callable[[dict[str, Tensor]], Any]) -> None:
-    torch.save(wrap(small_state()), tmp_path / "a.pth")
-    net = small_net()
-    assert load_into(net, read_checkpoint(tmp_path / "a.pth").tensors) == Loaded()
-    assert same_tensors(dict(net.state_dict()), small_state())
-
-
-@pytest.mark.parametrize(
     ("wrap", "key", "nest", "others"),
     [
         (lambda s, o: s, None, "", ()),
+        (lambda s, o: {**s, "epoch": 3}, None, "", ()),
+        (lambda s, o: {"epoch": 3, "net": s}, None, "net", ()),
+        (lambda s, o: {"model": "resnet18", "state_dict": s}, None, "state_dict", ()),
+        (lambda s, o: {"state_dict": s, "args": argparse.Namespace(lr=0.1)}, None, "state_dict", ()),
+        (lambda s, o: {"state_dict": o, "state_dict_ema": s}, None, "state_dict_ema", ("state_dict",)),
         (lambda s, o: {"model": o, "model_ema": s}, None, "model_ema", ("model",)),
         (lambda s, o: {"model": s, "model_ema": o}, "model", "model", ("model_ema",)),
         (lambda s, o: {"a": o, "b": s, "optimizer": {"state": {0: o}}}, "b", "b", ("a",)),
@@ -82,7 +68,7 @@ def test_opens_what_training_scripts_wrap_around(tmp_path: Path, wrap: Callable[
         (lambda s, o: {"state_dict": under("net.", s), "model": o}, "state_dict.net", "state_dict.net", ("model",)),
     ],
 )
-def test_which_of_several_weights(tmp_path: Path, wrap: Any, key: str, nest: str, others: tuple[str, ...]) -> None:
+def test_what_of_a_file_is_taken(tmp_path: Path, wrap: Any, key: str, nest: str, others: tuple[str, ...]) -> None:
     wrong = {name: value + 1 for name, value in small_state().items()}
     torch.save(wrap(small_state(), wrong), tmp_path / "a.pth")
     checkpoint = read_checkpoint(tmp_path / "a.pth", key)
@@ -145,9 +131,8 @@ def test_says_why_a_file_cannot_be_read(
     tmp_path: Path, name: str, write: Callable[[Path], object], message: str
 ) -> None:
     write(tmp_path / name)
-    with pytest.raises(RetrofitError, match=message) as caught:
+    with refused(message):
         read_checkpoint(tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 def test_executes_nothing(tmp_path: Path) -> None:
@@ -187,11 +172,8 @@ def test_the_batch_counter_may_be_absent_or_extra() -> None:
 def test_says_what_does_not_fit(change: Callable[[dict[str, Tensor]], object], expected: list[str]) -> None:
     state = small_state()
     change(state)
-    with pytest.raises(RetrofitError) as caught:
+    with refused(".*".join(map(re.escape, expected))):
         load_into(small_net(), state)
-    for words in expected:
-        assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_timms_own_converter_is_asked() -> None:
@@ -205,9 +187,8 @@ def test_timms_own_converter_is_asked() -> None:
 def test_torchs_hooks_for_old_names_are_asked() -> None:
     sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 8}
     model = torchvision.models.VisionTransformer(image_size=32, patch_size=16, **sizes)
-    new = {".mlp.0.": ".mlp.linear_1.", ".mlp.3.": ".mlp.linear_2."}
     old = model.state_dict()
-    for ours, theirs in new.items():
+    for ours, theirs in {".mlp.0.": ".mlp.linear_1.", ".mlp.3.": ".mlp.linear_2."}.items():
         old = {name.replace(ours, theirs): value for name, value in old.items()}
     assert old.keys() != model.state_dict().keys()
     assert load_into(model, old) == Loaded()
@@ -218,8 +199,7 @@ def test_warns_of_weights_that_are_not_finite(match: Any) -> None:
     state = small_state()
     state["3.weight"][0, 0], state["1.running_var"][1] = float("nan"), float("-inf")
     (said,) = load_into(small_net(), state, match).warnings
-    assert "2 tensors" in said
-    assert "1.running_var, 3.weight" in said
+    assert re.search("2 tensors.*1.running_var, 3.weight", said)
 
 
 def test_wrong_usage() -> None:
@@ -232,20 +212,17 @@ def test_wrong_usage() -> None:
 # --- names with something before them, and parts
 
 
-@pytest.mark.parametrize("prefix", ["", "model.", "encoder.module."])
-def test_one_prefix_of_all_names_is_taken_off(prefix: str) -> None:
-    model, state = small_net(), small_state()
-    assert load_into(model, under(prefix, state)) == Loaded()
-    assert same_tensors(dict(model.state_dict()), state)
-
-
-def test_an_average_of_torch_is_loaded() -> None:
+def _average(state: dict[str, Tensor]) -> dict[str, Tensor]:
     source = small_net()
-    source.load_state_dict(small_state())
-    average = torch.optim.swa_utils.AveragedModel(source, use_buffers=True)
+    source.load_state_dict(state)
+    return dict(torch.optim.swa_utils.AveragedModel(source, use_buffers=True).state_dict())
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda s: under("model.", s), lambda s: under("encoder.module.", s), _average])
+def test_one_prefix_of_all_names_is_taken_off(wrap: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     model = small_net()
-    assert load_into(model, average.state_dict()) == Loaded()
-    assert same_tensors(dict(model.state_dict()), small_state())
+    assert load_into(model, wrap(small_state())) == Loaded()
+    assert same_tensors(model.state_dict(), small_state())
 
 
 @pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "module.module."])
@@ -263,7 +240,7 @@ def test_what_a_wrapper_put_before_foreign_names_is_taken_off(monkeypatch: pytes
     monkeypatch.setattr(sys.modules[nn.Sequential.__module__], "checkpoint_filter_fn", translate, raising=False)
     model, state = small_net(), small_state()
     assert load_into(model, under("module.layer", state)) == Loaded()
-    assert same_tensors(dict(model.state_dict()), state)
+    assert same_tensors(model.state_dict(), state)
 
 
 def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
@@ -274,7 +251,7 @@ def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
     loaded = load_into(model, state, partial=True)
     assert (loaded.left_out, loaded.left_random) == (["criterion.weight"], [])
     assert loaded.warnings == ["PARTIAL: 1 tensors of the checkpoint are left out (criterion.weight)"]
-    assert same_tensors(dict(model.state_dict()), small_state())
+    assert same_tensors(model.state_dict(), small_state())
 
 
 def test_two_prefixes_that_fit_alike_are_a_question() -> None:
@@ -285,16 +262,13 @@ def test_two_prefixes_that_fit_alike_are_a_question() -> None:
 
 
 def test_a_backbone_without_classifier() -> None:
-    model, fresh = small_net(), small_net()
-    fresh.load_state_dict(model.state_dict())
-    backbone = {name: value for name, value in small_state().items() if not name.startswith("3.")}
-    with pytest.raises(RetrofitError, match=r"2 missing \(3.weight, 3.bias\); pass `checkpoint_partial=True`"):
-        load_into(fresh, backbone)
-    loaded = load_into(fresh, backbone, partial=True)
+    model = small_net()
+    wanted = {name: value.clone() for name, value in model.state_dict().items() if name.startswith("3.")}
+    backbone = {name: value for name, value in small_state().items() if name not in wanted}
+    loaded = load_into(model, backbone, partial=True)
     assert (loaded.left_random, loaded.left_out) == (["3.weight", "3.bias"], [])
     assert loaded.warnings == ["PARTIAL: 2 of the network's 8 tensors are left RANDOM (3.weight, 3.bias)"]
-    for name, value in fresh.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name] if name.startswith("3.") else small_state()[name]), name
+    assert same_tensors(model.state_dict(), backbone | wanted)
 
 
 def test_a_part_leaves_other_shapes_on_both_sides_and_is_more_than_nothing() -> None:

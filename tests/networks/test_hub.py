@@ -17,6 +17,7 @@ from torch import nn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.networks.models import open_model
+from tests.networks.conftest import assert_same_answers
 
 X = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 
@@ -29,18 +30,13 @@ def converted(to: str, strength: float = 1.0) -> nn.Module:
     return model
 
 
-def answers(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(X)
-
-
 def test_a_converted_network_comes_back_and_timm_refuses_it(tmp_path: Path) -> None:
     model = converted("frozen")
     folder = retrofit.save_for_hub(model, tmp_path / "model")
-    torch.testing.assert_close(answers(retrofit.load(f"local-dir:{folder}")), answers(model))
+    assert_same_answers(retrofit.load(f"local-dir:{folder}"), model, X)
     network = open_model(f"local-dir:{folder}")
     assert network.facts["target"] == "frozen"
-    torch.testing.assert_close(answers(network.model), answers(model))
+    assert_same_answers(network.model, model, X)
     with pytest.raises(RuntimeError, match=r"frozen of test_resnet.*: open it with retrofit.load"):
         timm.create_model(f"local-dir:{folder}", pretrained=True)
 
@@ -49,26 +45,18 @@ def test_a_plain_network_at_its_source_opens_with_timm(tmp_path: Path) -> None:
     model = retrofit.plain(converted("bnn", 0.0))
     folder = retrofit.save_for_hub(model, tmp_path)
     theirs = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    torch.testing.assert_close(answers(theirs), answers(model))
-    torch.testing.assert_close(answers(retrofit.load(f"local-dir:{folder}")), answers(model))
+    assert_same_answers(theirs, model, X)
+    assert_same_answers(retrofit.load(f"local-dir:{folder}"), model, X)
     assert timm.data.resolve_data_config({}, model=theirs)["input_size"] == (3, 160, 160)
 
 
 def test_the_card_says_what_the_manifest_knows(tmp_path: Path) -> None:
-    folder = retrofit.save_for_hub(
-        converted("ln-pn", 0.5),
-        tmp_path,
-        license="apache-2.0",
-        details={"Accuracy": "12.5% top-1"},
-        weights={"kind": "pretrained", "from": "timm/test_resnet.r160_in1k"},
-    )
-    card = (folder / "README.md").read_text()
-    _, head, body = card.split("---", 2)
-    assert yaml.safe_load(head) == {
-        "library_name": "retrofit",
-        "tags": ["retrofit", "ln-pn", "timm"],
-        "license": "apache-2.0",
-    }
+    weights, details = {"kind": "pretrained", "from": "timm/test_resnet.r160_in1k"}, {"Accuracy": "12.5% top-1"}
+    options = {"license": "apache-2.0", "details": details, "weights": weights}
+    folder = retrofit.save_for_hub(converted("ln-pn", 0.5), tmp_path, **options)
+    _, head, body = (folder / "README.md").read_text().split("---", 2)
+    said = {"library_name": "retrofit", "tags": ["retrofit", "ln-pn", "timm"], "license": "apache-2.0"}
+    assert yaml.safe_load(head) == said
     for fact in ("test_resnet", "Strength: 0.5", "12.5% top-1", "pretrained: timm/test_resnet", "US patent 12430552"):
         assert fact in body
 
@@ -77,11 +65,11 @@ def test_nothing_is_overwritten_unasked_and_nothing_half_written(tmp_path: Path)
     model = timm.create_model("test_resnet")
     retrofit.save_for_hub(model, tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
-    with pytest.raises(retrofit.RetrofitError, match=r"holds model.safetensors, config.json, README.md already"):
+    with pytest.raises(RetrofitError, match=r"holds model.safetensors, config.json, README.md already"):
         retrofit.save_for_hub(model, tmp_path)
     model.reset_classifier(3)
     maxpool, model.maxpool = model.maxpool, nn.Tanh()
-    with pytest.raises(retrofit.RetrofitError):
+    with pytest.raises(RetrofitError):
         retrofit.save_for_hub(model, tmp_path, force=True)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     model.maxpool = maxpool
@@ -130,23 +118,23 @@ def test_pushed_and_loaded_again(hub: Hub) -> None:
     assert "none is given" in card
     assert "US patent" not in card
     assert "license:" not in card
-    torch.testing.assert_close(answers(retrofit.load("hf-hub:me/net@v2")), answers(model))
+    assert_same_answers(retrofit.load("hf-hub:me/net@v2"), model, X)
     assert ("me/net", "model.safetensors", "v2") in hub.asked
     assert open_model("hf-hub:me/net").facts["target"] == "bnn"
 
 
-def test_an_artifact_that_is_not_there_whole(hub: Hub) -> None:
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"library_name": "retrofit"}, "hf-hub:me/net cannot be fetched"),  # its tensors are not there
+        ({"architecture": "resnet18"}, "hf-hub:me/net does not exist"),  # left to timm
+    ],
+)
+def test_what_is_not_there_whole_or_not_ours(hub: Hub, config: dict[str, str], message: str) -> None:
     hub.folder.mkdir()
-    (hub.folder / "config.json").write_text(json.dumps({"library_name": "retrofit"}))
-    with pytest.raises(retrofit.RetrofitError, match="hf-hub:me/gone cannot be fetched"):
-        retrofit.load("hf-hub:me/gone")
-
-
-def test_what_is_not_ours_is_left_to_timm(hub: Hub, tmp_path: Path) -> None:
-    hub.folder.mkdir()
-    (hub.folder / "config.json").write_text(json.dumps({"architecture": "resnet18"}))
-    with pytest.raises(retrofit.RetrofitError, match="hf-hub:timm/resnet18 does not exist"):
-        retrofit.load("hf-hub:timm/resnet18")
+    (hub.folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RetrofitError, match=message):
+        retrofit.load("hf-hub:me/net")
 
 
 def test_a_file_in_the_folders_place(tmp_path: Path) -> None:
