@@ -37,7 +37,7 @@ def built(name: str, to: str | None = None, **kwargs: Any) -> nn.Module:
 
 @pytest.fixture(scope="session")
 def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, _ = retrofit.convert(built("test_resnet", num_classes=3), "bnn", only="bn1", noise=0.1, check=False)
+    model, _ = retrofit.convert(built("test_resnet", num_classes=3), "bnn", only="conv1", noise=0.1, check=False)
     model, _ = retrofit.convert(model, "gn-pn", check=False)
     retrofit.set_strength(model, 0.5)
     retrofit.save(model, path := tmp_path_factory.mktemp("saved") / "a.safetensors")
@@ -46,7 +46,7 @@ def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(_saved: Path, tmp_path: Path) -> Path:
-    """The artifact of a network converted twice, its `bn1` to `bnn` and then the others to `gn-pn`; half-way."""
+    """The artifact of a network converted twice, its `conv1` to `bnn` and then the others to `gn-pn`; half-way."""
     return Path(shutil.copy(_saved, tmp_path))
 
 

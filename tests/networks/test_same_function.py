@@ -127,16 +127,17 @@ def test_another_function_of_the_same_name_is_refused(saved: Path, monkeypatch: 
         retrofit.load(saved)
 
 
-def test_what_ran_when_it_was_saved_must_run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ran_when_it_was_saved_must_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retrofit.save(built("test_resnet", "bnn"), tmp_path / "a.safetensors")
     monkeypatch.setattr(timm.models.resnet.BasicBlock, "forward", lambda self, x: self.no_such_attribute(x))
     with refused(r"does not come back .* it takes no random images of 3x64x64"):
-        retrofit.load(saved)
+        retrofit.load(tmp_path / "a.safetensors")
 
 
 def test_one_changed_byte_is_found(saved: Path) -> None:
     data = bytearray(saved.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
-    start, end = json.loads(data[8 : 8 + length])["bn1.running_lambda"]["data_offsets"]
+    start, end = json.loads(data[8 : 8 + length])["conv1.1.running_lambda"]["data_offsets"]
     data[8 + length + (start + end) // 2] ^= 1
     saved.write_bytes(data)
     with refused(r"were changed after it was saved"):
