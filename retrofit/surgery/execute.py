@@ -44,6 +44,13 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
         if sites is None and plan.takes_activations:
             sites = sites_of(model, converter.sources)
         places = {(site.norm, site.place): site for site in sites.sites} if sites is not None else {}
+        for edit in plan.edits:
+            site = places.get((edit.norm, edit.place))
+            lost = site is None or site.activation is None
+            if lost and edit.kind == "activation" and edit.status == "converted":
+                raise RetrofitError(
+                    f"the plan was made for another model: here {edit.name} does not follow {edit.norm}; make a new one"
+                )
         built: dict[nn.Module, nn.Module] = {}
         names: dict[nn.Module, str] = {}
         for row in plan.converted:

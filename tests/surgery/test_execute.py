@@ -14,6 +14,7 @@ import retrofit
 from retrofit import RetrofitError, UsageError
 from retrofit.record import record_of
 from retrofit.surgery import Plan, apply, plan, set_strength, strength_of
+from tests.graph import blocks
 from tests.surgery.networks import mixed
 
 
@@ -146,6 +147,12 @@ def test_plan_survives_json_and_replays(to: str, options: dict[str, Any]) -> Non
 def test_a_plan_for_another_model_is_refused() -> None:
     with pytest.raises(RetrofitError, match="another model"):
         apply(plan(timm.create_model("test_resnet")), timm.create_model("test_efficientnet"))
+    for made_for, other, name in (
+        (blocks.NormTwice(), blocks.TwoConsumers(), "relu"),
+        (blocks.Shared(), blocks.TwoConsumers(), "relu"),
+    ):
+        with pytest.raises(RetrofitError, match=f"another model: here {name}.* does not follow bn1"):
+            apply(plan(made_for, "gn-pn"), other)
 
 
 def test_conversions_follow_one_another() -> None:
