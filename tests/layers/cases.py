@@ -7,13 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
 from retrofit import layers, set_strength
 
 EPS = 1e-5
 """Of every layer here."""
+MARKS: dict[str, Any] = {"eager": (), "cpp": pytest.mark.compiler, "triton": pytest.mark.gpu}
+
+
+def on(*kernels: str, ids: list[str] | None = None) -> pytest.MarkDecorator:
+    """Run a test on each of these kernels."""
+    cases = [pytest.param(name, marks=MARKS[name]) for name in kernels]
+    return pytest.mark.parametrize("kernels", cases, ids=ids, indirect=True)
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Case:
     dim: tuple[int, ...]
     affine: str = "affine"
     running: bool = False
-    groups: int = 1
+    groups: int = 0
 
     def input(self, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor:
         """A skewed, shifted input, so that lambda is far from 1 and the mean from 0."""
@@ -35,50 +44,36 @@ class Case:
         return (0.7 * x.exp() + 2).to(dtype=dtype, **kwargs)
 
 
-def _layer_norm_2d(channels: int, **kwargs: Any) -> nn.Module:
-    from timm.layers import LayerNorm2d
-
-    kwargs["affine"] = kwargs.pop("elementwise_affine", True)
-    return LayerNorm2d(channels, eps=kwargs.pop("eps", 1e-5), **kwargs)
+def _layer_norm_2d(channels: int, elementwise_affine: bool = True) -> nn.Module:
+    return LayerNorm2d(channels, eps=EPS, affine=elementwise_affine)
 
 
-def _bind(cls: Callable[..., nn.Module], *args: Any, **defaults: Any) -> Callable[..., nn.Module]:
-    return lambda **kwargs: cls(*args, **{**defaults, **kwargs})
+def _case(ours: str, torchs: Callable[..., nn.Module], args: tuple[Any, ...], *rest: Any, **others: Any) -> Case:
+    return Case(partial(getattr(layers, ours), *args), partial(torchs, *args), *rest, **others)
 
 
 ELEMENTWISE = {"affine": "elementwise_affine"}
 RUNNING = {"running": True}
 MAPS = (4, 6, 5, 3)
-TRACKED = {"track_running_stats": True}
+VOLUMES = (2, 6, 3, 4, 2)
 CASES = {
-    "batch1d": Case(_bind(layers.BatchNormalNorm1d, 6), _bind(nn.BatchNorm1d, 6), (16, 6), (0,), **RUNNING),
-    "batch1d seq": Case(_bind(layers.BatchNormalNorm1d, 6), _bind(nn.BatchNorm1d, 6), (4, 6, 9), (0, 2), **RUNNING),
-    "batch2d": Case(_bind(layers.BatchNormalNorm2d, 6), _bind(nn.BatchNorm2d, 6), MAPS, (0, 2, 3), **RUNNING),
-    "batch3d": Case(
-        _bind(layers.BatchNormalNorm3d, 6), _bind(nn.BatchNorm3d, 6), (2, 6, 3, 4, 2), (0, 2, 3, 4), **RUNNING
-    ),
-    "sync": Case(_bind(layers.SyncBatchNormalNorm, 6), _bind(nn.BatchNorm2d, 6), MAPS, (0, 2, 3), **RUNNING),
-    "layer": Case(_bind(layers.LayerNormalNorm, 24), _bind(nn.LayerNorm, 24), (3, 5, 24), (2,), **ELEMENTWISE),
-    "layer two dims": Case(
-        _bind(layers.LayerNormalNorm, (4, 6)), _bind(nn.LayerNorm, (4, 6)), (3, 4, 6), (1, 2), **ELEMENTWISE
-    ),
-    "layer channels first": Case(
-        _bind(layers.LayerNormalNorm2d, 24), _bind(_layer_norm_2d, 24), (3, 24, 4, 2), (1,), **ELEMENTWISE
-    ),
-    "group": Case(_bind(layers.GroupNormalNorm, 2, 6), _bind(nn.GroupNorm, 2, 6), MAPS, (2, 3, 4), groups=2),
-    "group one": Case(_bind(layers.GroupNormalNorm, 1, 6), _bind(nn.GroupNorm, 1, 6), (4, 6, 7), (2, 3), groups=1),
-    "group flat": Case(_bind(layers.GroupNormalNorm, 2, 32), _bind(nn.GroupNorm, 2, 32), (4, 32), (2,), groups=2),
-    "instance1d": Case(_bind(layers.InstanceNormalNorm1d, 6), _bind(nn.InstanceNorm1d, 6), (4, 6, 9), (2,)),
-    "instance2d": Case(_bind(layers.InstanceNormalNorm2d, 6), _bind(nn.InstanceNorm2d, 6), MAPS, (2, 3)),
-    "instance3d": Case(_bind(layers.InstanceNormalNorm3d, 6), _bind(nn.InstanceNorm3d, 6), (2, 6, 3, 4, 2), (2, 3, 4)),
-    "instance tracked": Case(
-        _bind(layers.InstanceNormalNorm2d, 6, **TRACKED),
-        _bind(nn.InstanceNorm2d, 6, **TRACKED),
-        MAPS,
-        (2, 3),
-        **RUNNING,
-    ),
+    "batch1d": _case("BatchNormalNorm1d", nn.BatchNorm1d, (6,), (16, 6), (0,), **RUNNING),
+    "batch1d seq": _case("BatchNormalNorm1d", nn.BatchNorm1d, (6,), (4, 6, 9), (0, 2), **RUNNING),
+    "batch2d": _case("BatchNormalNorm2d", nn.BatchNorm2d, (6,), MAPS, (0, 2, 3), **RUNNING),
+    "batch3d": _case("BatchNormalNorm3d", nn.BatchNorm3d, (6,), VOLUMES, (0, 2, 3, 4), **RUNNING),
+    "sync": _case("SyncBatchNormalNorm", nn.BatchNorm2d, (6,), MAPS, (0, 2, 3), **RUNNING),
+    "layer": _case("LayerNormalNorm", nn.LayerNorm, (24,), (3, 5, 24), (2,), **ELEMENTWISE),
+    "layer two dims": _case("LayerNormalNorm", nn.LayerNorm, ((4, 6),), (3, 4, 6), (1, 2), **ELEMENTWISE),
+    "layer channels first": _case("LayerNormalNorm2d", _layer_norm_2d, (24,), (3, 24, 4, 2), (1,), **ELEMENTWISE),
+    "group": _case("GroupNormalNorm", nn.GroupNorm, (2, 6), MAPS, (2, 3, 4), groups=2),
+    "group one": _case("GroupNormalNorm", nn.GroupNorm, (1, 6), (4, 6, 7), (2, 3), groups=1),
+    "group flat": _case("GroupNormalNorm", nn.GroupNorm, (2, 32), (4, 32), (2,), groups=2),
+    "instance1d": _case("InstanceNormalNorm1d", nn.InstanceNorm1d, (6,), (4, 6, 9), (2,)),
+    "instance2d": _case("InstanceNormalNorm2d", nn.InstanceNorm2d, (6,), MAPS, (2, 3)),
+    "instance3d": _case("InstanceNormalNorm3d", nn.InstanceNorm3d, (6,), VOLUMES, (2, 3, 4)),
 }
+TRACKED = (partial(make, 6, track_running_stats=True) for make in (layers.InstanceNormalNorm2d, nn.InstanceNorm2d))
+CASES["instance tracked"] = Case(*TRACKED, MAPS, (2, 3), **RUNNING)
 
 
 def _migrated(groups: int, channels: int, **where: Any) -> nn.Module:
@@ -88,20 +83,20 @@ def _migrated(groups: int, channels: int, **where: Any) -> nn.Module:
     return layer
 
 
-def _proxied(channels: int, **where: Any) -> nn.Module:
-    norm = _migrated(2, channels, **where)
-    return nn.Sequential(norm, layers.ProxyNorm(nn.SiLU(), channels, norm=norm, restore=True, **where))
+def _proxied(activation: Callable[..., nn.Module], **where: Any) -> nn.Module:
+    norm, own = _migrated(2, 6, **where), where if activation is nn.PReLU else {}
+    return nn.Sequential(norm, layers.ProxyNorm(activation(**own), 6, norm=norm, restore=True, **where))
 
 
 _KINDS = ("batch1d", "batch2d", "layer", "layer channels first", "group", "instance2d", "instance tracked")
 LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
-    **{
-        name: (partial(CASES[name].ours, noise=0.0, **{CASES[name].affine: True}), CASES[name].shape) for name in _KINDS
-    },
+    **{key: (partial(CASES[key].ours, noise=0.0, **{CASES[key].affine: True}), CASES[key].shape) for key in _KINDS},
     "batch cumulative": (partial(layers.BatchNormalNorm2d, 6, momentum=None, noise=0.0), MAPS),
     "migrated": (partial(_migrated, 2, 6), MAPS),
     "migrated flat": (partial(_migrated, 1, 6), (4, 6)),
-    "proxy": (partial(_proxied, 6), MAPS),
+    "proxy": (partial(_proxied, nn.SiLU), MAPS),
+    "proxy prelu": (partial(_proxied, nn.PReLU), MAPS),
+    "proxy in place": (partial(_proxied, partial(nn.ReLU, inplace=True)), MAPS),
     "standardized weights": (partial(layers.WeightStandardizedConv2d, 6, 4, 3), MAPS),
     "decorrelated": (partial(layers.DecorrelatedBatchNorm2d, 6, group_size=3), MAPS),
     "decorrelated normal": (partial(layers.DecorrelatedBatchNormalNorm2d, 6, group_size=3, noise=0.0), MAPS),
@@ -137,7 +132,7 @@ def randomise(module: nn.Module) -> nn.Module:
 
 def as_sets(case: Case, x: Tensor) -> Tensor:
     """View `x` so that `case.dim` spans the normalized set (groups of channels get a dimension of their own)."""
-    return x.unflatten(1, (case.groups, -1)) if case.ours().__class__.__name__.startswith("Group") else x
+    return x.unflatten(1, (case.groups, -1)) if case.groups else x
 
 
 def affine_of(case: Case, layer: nn.Module) -> tuple[Tensor, Tensor]:

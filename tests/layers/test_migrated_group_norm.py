@@ -126,19 +126,10 @@ def test_what_reads_the_layers_tensors_reads_the_sources_eps() -> None:
     torch.testing.assert_close(read, norm(x))
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: MigratedGroupNorm(0, 6), "num_groups"),
-        (lambda: MigratedGroupNorm(4, 6), "divisible"),
-        (lambda: MigratedGroupNorm(2, 6, strength=-0.1), "strength"),
-        (lambda: MigratedGroupNorm(2, 6)(torch.zeros(2, 5)), r"\(N, 6, \*\)"),
-        (lambda: MigratedGroupNorm(2, 6)(torch.zeros(6)), r"\(N, 6, \*\)"),
-    ],
-)
-def test_errors(call: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        call()
+@pytest.mark.parametrize("shape", [(2, 5), (6,)])
+def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\(N, 6, \*\)"):
+        layer()(torch.zeros(shape))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from timm.models import metaformer
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from retrofit.layers.proxy_norm import ProxyNorm
 from tests.oracles.proxy import sample_moments
@@ -26,7 +25,9 @@ ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "gelu": nn.GELU,
     "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
     "hardswish": nn.Hardswish,
-    "leaky_relu": nn.LeakyReLU,
+    "hardtanh": lambda: nn.Hardtanh(-0.5, 2.0),
+    "leaky_relu": lambda: nn.LeakyReLU(0.2),
+    "silu_function": lambda: F.silu,
     "elu": nn.ELU,
     "mish": nn.Mish,
     "prelu": nn.PReLU,
@@ -130,18 +131,6 @@ def test_a_norm_without_affine_or_shift() -> None:
     torch.testing.assert_close(mean.detach(), torch.full_like(mean, 2 * standard[0]))
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": False}, {"restore": True, "strength": 0.7}, {"channel_dim": -1}])
-def test_gradients(options: dict[str, object]) -> None:
-    norm = affine()
-    layer = proxy(nn.SiLU(), norm, samples=32, **options)
-    x = torch.randn(2, 5, 3, dtype=torch.float64)
-    x = (x.mT if options.get("channel_dim") == -1 else x).requires_grad_()
-    leaves = [x, norm.weight, norm.bias, layer.proxy_bias, layer.proxy_scale]
-
-    # gradcheck moves the leaves in place, where the layer finds them
-    assert torch.autograd.gradcheck(lambda x, *_: layer(x), leaves)
-
-
 @pytest.mark.parametrize(("scale", "strength"), [(True, 0.3), (False, 0.3), (True, 1.0)])
 @pytest.mark.parametrize("name", ["relu_in_place", "prelu", "function"])
 def test_restoring_starts_at_the_identity(name: str, scale: bool, strength: float) -> None:
@@ -198,8 +187,7 @@ PARAMETRIC: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of"),
-    [(torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.float64, torch.float32)],
+    ("dtype", "of"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.float64, torch.float32)]
 )
 @pytest.mark.parametrize("name", PARAMETRIC)
 def test_activations_with_parameters_in_any_type(name: str, dtype: torch.dtype, of: torch.dtype) -> None:
@@ -212,38 +200,36 @@ def test_activations_with_parameters_in_any_type(name: str, dtype: torch.dtype, 
     layer.norm.to(dtype)
     tolerance = 1e-3 if dtype == torch.float16 else 1e-2 if dtype == torch.bfloat16 else 1e-5
     found_moments = layer.moments(of)
-    for found, value in zip(found_moments, wanted, strict=True):
-        assert found.dtype == of
-        torch.testing.assert_close(found.double(), value, atol=tolerance, rtol=tolerance)
+    assert {found.dtype for found in found_moments} == {of}
+    torch.testing.assert_close(found_moments, wanted, atol=tolerance, rtol=tolerance, check_dtype=False)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(layer.moments(of), found_moments, atol=0, rtol=0)
-    own = list(layer.activation.parameters())
-    grads = torch.autograd.grad(sum(m.sum() for m in layer.moments(of)), own)
-    double = torch.autograd.grad(sum(m.sum() for m in wanted), list(expected.activation.parameters()))
-    for grad, value in zip(grads, double, strict=True):
-        assert grad.dtype == dtype
-        torch.testing.assert_close(grad.double(), value, atol=10 * tolerance, rtol=10 * tolerance)
-    x = torch.randn(3, 5, 2, 2, dtype=dtype)
-    assert layer(x).dtype == dtype
-    torch.testing.assert_close(
-        layer(x).double(), expected(x.double()), atol=20 * tolerance, rtol=10 * tolerance, check_dtype=False
+    grads, double = (
+        torch.autograd.grad(sum(m.sum() for m in moments), list(of_layer.activation.parameters()))
+        for moments, of_layer in ((layer.moments(of), layer), (wanted, expected))
     )
+    assert {grad.dtype for grad in grads} == {dtype}
+    torch.testing.assert_close(grads, double, atol=10 * tolerance, rtol=10 * tolerance, check_dtype=False)
+    x = torch.randn(3, 5, 2, 2, dtype=dtype)
+    out, wide = layer(x), expected(x.double())
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, wide, atol=20 * tolerance, rtol=10 * tolerance, check_dtype=False)
 
 
 class Net(nn.Module):
     """A norm and its activation under two names, as most networks hold them."""
 
-    def __init__(self, activation: nn.Module | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.bn1 = affine(torch.float32)
-        self.act1 = ProxyNorm(nn.SiLU() if activation is None else activation, 5, norm=self.bn1)
+        self.act1 = ProxyNorm(nn.PReLU(5), 5, norm=self.bn1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act1(self.bn1(x))
 
 
 def test_the_norm_is_borrowed_not_owned() -> None:
-    net = Net(nn.PReLU(5)).eval()
+    net = Net().eval()
     names = [name for name, _ in net.named_parameters()]
     assert len(names) == len(set(names)) == 5
     assert not any(name.startswith("act1.norm") for name in net.state_dict())
@@ -259,14 +245,14 @@ def test_the_norm_is_borrowed_not_owned() -> None:
 
 
 def test_the_activation_keeps_its_names_in_the_state_dict() -> None:
-    net = Net(nn.PReLU(5))
+    net = Net()
     with torch.no_grad():
         net.act1.activation.weight.uniform_()
     state = net.state_dict()
     assert set(state) - set(net.bn1.state_dict(prefix="bn1.")) == {
         *("act1.weight", "act1.proxy_bias", "act1.proxy_scale", "act1.strength", "act1.setting_scale")
     }
-    for other in (Net(nn.PReLU(5)), copy.deepcopy(Net(nn.PReLU(5)))):
+    for other in (Net(), copy.deepcopy(Net())):
         other.load_state_dict(state)
         assert torch.equal(other.act1.activation.weight, net.act1.activation.weight)
     source = nn.Sequential()
@@ -276,46 +262,13 @@ def test_the_activation_keeps_its_names_in_the_state_dict() -> None:
 
 
 def test_functional_call_refuses_names_that_would_do_nothing() -> None:
-    net, x = Net(nn.PReLU(5)), torch.randn(4, 5)
+    net, x = Net(), torch.randn(4, 5)
     state = {name: tensor + 1 for name, tensor in net.state_dict().items() if tensor.is_floating_point()}
     with pytest.raises(AttributeError, match=r"name it activation\.weight, as named_parameters\(\) does"):
         torch.func.functional_call(net, state, (x,))
     parameters = {name: tensor + 1 for name, tensor in net.named_parameters()}
     assert not torch.allclose(torch.func.functional_call(net, parameters, (x,)), net(x))
     assert not hasattr(net.act1, "weight")
-
-
-@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.PReLU(5)])
-def test_compiles_to_one_graph_that_strength_does_not_break(activation: nn.Module) -> None:
-    net, x = Net(activation), torch.randn(4, 5)
-    net.bn1.eval()
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    compiled = torch.compile(net, fullgraph=True, backend=counter)
-    for strength in (1.0, 0.5, 0.0):
-        net.act1.set_strength(strength)
-        net.zero_grad()
-        expected, got = net(x), compiled(x)
-        torch.testing.assert_close(got, expected)
-        grads = [torch.autograd.grad(y.sin().sum(), net.bn1.weight) for y in (expected, got)]
-        torch.testing.assert_close(*grads)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"strength": 1.5}, "strength"),
-        ({"eps": -1.0}, "eps"),
-        ({"samples": 0}, "samples"),
-        ({"channel_dim": 2}, "channel_dim"),
-        ({"norm": nn.BatchNorm1d(4)}, r"norm.weight is \(4,\)"),
-        ({"norm": nn.LayerNorm((5, 2))}, "norm.weight"),
-    ],
-)
-def test_arguments_out_of_range(options: dict[str, object], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        ProxyNorm(F.relu, 5, **options)
 
 
 def test_misuse() -> None:

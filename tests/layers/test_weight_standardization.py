@@ -10,17 +10,8 @@ import torch
 from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 
-from retrofit.layers.weight_standardization import (
-    WeightStandardizedConv1d,
-    WeightStandardizedConv2d,
-    WeightStandardizedConv3d,
-)
-
-PAIRS = [
-    (WeightStandardizedConv1d, nn.Conv1d),
-    (WeightStandardizedConv2d, nn.Conv2d),
-    (WeightStandardizedConv3d, nn.Conv3d),
-]
+from retrofit import layers
+from retrofit.layers import WeightStandardizedConv2d
 
 
 @pytest.mark.parametrize("options", [{}, {"groups": 2, "stride": 2}, {"dilation": 2, "bias": False}])
@@ -45,10 +36,11 @@ def test_with_its_scale_it_is_timms_scaled_std_conv() -> None:
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize(("cls", "plain"), PAIRS)
-def test_seeded_it_starts_as_the_convolution(cls: type[nn.Module], plain: type[nn.Module], strength: float) -> None:
-    source = plain(4, 6, 3, padding=1, padding_mode="circular", groups=2)
-    conv = cls(4, 6, 3, padding=1, padding_mode="circular", groups=2, strength=strength)
+@pytest.mark.parametrize("kind", ["Conv1d", "Conv2d", "Conv3d"])
+def test_seeded_it_starts_as_the_convolution(kind: str, strength: float) -> None:
+    options: dict[str, Any] = {"padding": 1, "padding_mode": "circular", "groups": 2}
+    source = getattr(nn, kind)(4, 6, 3, **options)
+    conv = getattr(layers, f"WeightStandardized{kind}")(4, 6, 3, **options, strength=strength)
     assert not conv.load_state_dict(source.state_dict(), strict=False).unexpected_keys
     conv.seed_restore()
     x = torch.randn(2, 4, *(5,) * (conv.weight.ndim - 2))
@@ -74,9 +66,5 @@ def test_names_copies_and_types() -> None:
         assert conv(x).dtype == torch.bfloat16
     assert conv.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
     assert WeightStandardizedConv2d(4, 6, 3, dtype=torch.bfloat16).restore_scale.dtype == torch.float32
-
-
-@pytest.mark.parametrize("options", [{"strength": 2.0}, {"eps": -1.0}, {"groups": 4}])
-def test_arguments_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"strength|eps|single weight"):
-        WeightStandardizedConv2d(4, 4, 1, **options)
+    with pytest.raises(ValueError, match="single weight"):
+        WeightStandardizedConv2d(4, 4, 1, groups=4)
