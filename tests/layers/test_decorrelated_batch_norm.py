@@ -33,10 +33,14 @@ def data(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def covariance(y: Tensor, size: int) -> Tensor:
-    """Covariances of the groups of channels of (N, C, *)."""
-    rows = y.detach().double().movedim(1, 0).flatten(1).unflatten(0, (-1, size))
+    """Unbiased covariances of the groups of channels of (N, C, *)."""
+    rows = y.movedim(1, 0).flatten(1).unflatten(0, (-1, size))
     rows = rows - rows.mean(-1, True)
-    return rows @ rows.mT / rows.shape[-1]
+    return rows @ rows.mT / (rows.shape[-1] - 1)
+
+
+def roots(covariances: Tensor) -> Tensor:
+    return torch.stack([torch.from_numpy(oracle.root(group.numpy(), EPS)) for group in covariances])
 
 
 @KIND
@@ -47,10 +51,9 @@ def test_is_zca_as_scipy_has_it(kind: str, strength: float, asked: int, size: in
     x = data(SHAPES[kind], torch.float64)
     expected = oracle.decorrelate(x, size, EPS, strength)
     torch.testing.assert_close(layer(x), expected, rtol=1e-7, atol=1e-8)
-    unbiased = covariance(x, size) * (x.numel() / 12) / (x.numel() / 12 - 1)
+    unbiased = covariance(x, size)
     torch.testing.assert_close(layer.running_covariance, unbiased, rtol=1e-9, atol=1e-9)
-    expected = torch.stack([torch.from_numpy(oracle.root(group.numpy(), EPS)) for group in unbiased])
-    torch.testing.assert_close(layer.running_whitening, expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(layer.running_whitening, roots(unbiased), rtol=1e-7, atol=1e-8)
 
 
 @NORMAL
@@ -60,13 +63,8 @@ def test_gradcheck(normal: bool, training: bool) -> None:
     x = data((4, 6, 3, 1), torch.float64).requires_grad_()
     layer(x)
     layer.train(training)
-    names = [name for name, _ in layer.named_parameters()]
-
-    def run(x: Tensor, *parameters: Tensor) -> Tensor:
-        state = dict(zip(names, parameters, strict=True))
-        return torch.func.functional_call(layer, state, (x,), strict=False)
-
-    assert torch.autograd.gradcheck(run, (x, *layer.parameters()))
+    # gradcheck moves the parameters in place, where the layer finds them
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
 
 
 def test_gradient_of_the_root_at_equal_eigenvalues() -> None:
@@ -118,9 +116,9 @@ def test_evaluation_uses_the_running_averages(normal: bool, strength: float) -> 
     average = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
     for x in batches:
         layer(x)
-        average = 0.75 * average + 0.25 * covariance(x, 4) * 72 / 71
+        average = 0.75 * average + 0.25 * covariance(x, 4)
     torch.testing.assert_close(average.diagonal(dim1=1, dim2=2).flatten(), layer.running_var, rtol=1e-9, atol=1e-9)
-    expected = torch.stack([torch.from_numpy(oracle.root(group.numpy(), EPS)) for group in average])
+    expected = roots(average)
     torch.testing.assert_close(layer.running_whitening, expected, rtol=1e-7, atol=1e-8)
     scaling = torch.diag_embed(torch.rsqrt(layer.running_var + EPS).view(3, 4))
     matrix = torch.block_diag(*((1 - strength) * scaling + strength * expected))
@@ -165,8 +163,7 @@ def test_nothing_finite_is_made_of_nan_and_nothing_raises(normal: bool) -> None:
     x[0, 5, 0, 0] = torch.nan
     out = build("2d", normal)(x.requires_grad_())
     assert out[:, 4:8].isnan().all()
-    assert out[:, :4].isfinite().all()
-    assert out[:, 8:].isfinite().all()
+    assert out[:, [*range(4), *range(8, 12)]].isfinite().all()
     out.sum().backward()
 
 
@@ -204,12 +201,6 @@ def test_wrong_input_as_torch_answers_it(normal: bool) -> None:
     layer(empty).sum().backward()
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     assert layer.eval()(torch.zeros(1, 12, 1, 1)).isfinite().all()
-
-
-@pytest.mark.parametrize("options", [{"group_size": 0}, {"strength": 2.0}])
-def test_options_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        build("2d", False, **options)
 
 
 def test_options_of_normality_reach_the_layer() -> None:
