@@ -13,20 +13,13 @@ from torch.nn import functional
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
 from retrofit.layers.kernels import VARIABLE, channelwise, cpp
 from retrofit.layers.migrated_group_norm import migrated_group_norm
+from tests.layers.cases import on
+from tests.layers.test_proxy_norm import ACTIVATIONS
 
-pytestmark = pytest.mark.compiler
+pytestmark = on("cpp", ids=["compiled"])
 
-ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-    "relu": nn.ReLU,
-    "relu in place": lambda: nn.ReLU(inplace=True),
-    "relu6": nn.ReLU6,
-    "hardtanh": lambda: nn.Hardtanh(-0.5, 2.0),
-    "leaky": lambda: nn.LeakyReLU(0.2),
-    "hardswish": nn.Hardswish,
-    "silu": nn.SiLU,
-    "gelu": nn.GELU,
-    "function": lambda: functional.silu,
-}
+TORCHS = ("elu", "gelu_tanh", "mish", "prelu", "function")
+"""Activations that stay with torch."""
 SHAPES = {
     "maps": (3, 21, 9, 7),
     "maps of one": (3, 21, 1, 1),
@@ -63,22 +56,22 @@ def arranged(shape: tuple[int, ...], order: str, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def run(layer: nn.Module, x: Tensor, kernels: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+def run(layer: nn.Module, x: Tensor, kernels: str = "cpp") -> dict[str, Tensor]:
     """Output and gradients, in the layer's own type."""
-    monkeypatch.setenv(VARIABLE, kernels)
     layer, leaf = copy.deepcopy(layer), x.detach().requires_grad_()
-    out = layer(leaf * 1)  # in place activations may not write to a leaf
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, kernels)
+        out = layer(leaf * 1)  # in place activations may not write to a leaf
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype))
     gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return {"out": out.detach(), "x": leaf.grad, **gradients}
 
 
-def assert_agree(layer: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_agree(layer: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.4)
-    got = run(layer, x, "cpp", monkeypatch)
-    wanted = run(copy.deepcopy(layer).double(), x.double(), "eager", monkeypatch)
+    got, wanted = run(layer, x), run(copy.deepcopy(layer).double(), x.double(), "eager")
     assert got.keys() == wanted.keys()
     assert got["out"].dtype == got["x"].dtype == x.dtype
     tolerance = 1e-2 if x.dtype == torch.bfloat16 else 2e-5
@@ -103,38 +96,25 @@ LIES += [("maps", order, torch.bfloat16) for order in ORDERS]
 
 @pytest.mark.parametrize(("name", "order", "dtype"), LIES)
 @pytest.mark.parametrize("layer", ["proxy", "migrated"])
-def test_agrees_however_it_lies(
-    layer: str, name: str, order: str, dtype: torch.dtype, used: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agrees_however_it_lies(layer: str, name: str, order: str, dtype: torch.dtype, used: list[str]) -> None:
     shape = SHAPES[name]
     x = arranged(shape, order, dtype)
     module = proxy(nn.SiLU(), shape[1]) if layer == "proxy" else migrated(shape[1], 3 if shape[1] % 3 == 0 else 1)
-    assert_agree(module, x, monkeypatch)
+    assert_agree(module, x)
     assert used
     if order == "channels last" and len(shape) > 2:
-        monkeypatch.setenv(VARIABLE, "cpp")
-        out = module(x)
-        assert out.movedim(1, -1).is_contiguous()
+        assert module(x).movedim(1, -1).is_contiguous()
 
 
 @pytest.mark.parametrize(("name", "channel_dim"), [*((name, 1) for name in ACTIVATIONS), ("silu", -1)])
-def test_activations(name: str, channel_dim: int, used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations(name: str, channel_dim: int, used: list[str]) -> None:
     x = arranged((4, 11, 10, 11), "contiguous", torch.float32)
     x[0, 0, 0, :8] = torch.tensor([-3.0, -0.5, 0.0, 2.0, 3.0, 6.0, 40.0, -40.0])  # kinks, and where exp ends
-    assert_agree(proxy(ACTIVATIONS[name](), 11, channel_dim), x, monkeypatch)
-    assert "channels_backward" in used
+    assert_agree(proxy(ACTIVATIONS[name](), 11, channel_dim), x)
+    assert ("channels_backward" in used) == bool(used) == (name not in TORCHS)
 
 
-@pytest.mark.parametrize("activation", [nn.PReLU(11), nn.GELU("tanh"), torch.sigmoid], ids=["PReLU", "GELU", "sigmoid"])
-def test_other_activations_stay_with_torch(
-    activation: nn.Module, used: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_agree(proxy(activation, 11), arranged((4, 11, 6, 6), "contiguous", torch.float32), monkeypatch)
-    assert not used
-
-
-def test_a_hook_on_the_activation_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "cpp")
+def test_a_hook_on_the_activation_sees_it() -> None:
     layer, seen = proxy(nn.ReLU(), 6), []
     x = torch.randn(2, 6, 5, 5)
     plain = layer(x)
@@ -143,15 +123,13 @@ def test_a_hook_on_the_activation_sees_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert x.shape in seen
 
 
-def test_a_group_far_from_the_running_mean_keeps_its_variance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_far_from_the_running_mean_keeps_its_variance() -> None:
     layer, x = migrated(6, 6), 1e-2 * torch.randn(2, 6, 16, 16) + torch.linspace(-300, 300, 6).view(-1, 1, 1)
-    exact = run(copy.deepcopy(layer).double(), x.double(), "eager", monkeypatch)
-    errors = []
-    for kernels in ("cpp", "eager"):
-        found = run(layer, x, kernels, monkeypatch)
-        errors.append({name: (value - exact[name]).abs().max().item() for name, value in found.items()})
-    for name, error in errors[0].items():  # the values themselves have 8 bits of their deviations left
-        assert error <= 2 * errors[1][name] + 1e-5 * exact[name].abs().max().item(), name
+    exact = run(copy.deepcopy(layer).double(), x.double(), "eager")
+    compiled, eager = run(layer, x), run(layer, x, "eager")
+    for name, value in exact.items():  # the values themselves have 8 bits of their deviations left
+        error, allowed = ((found[name] - value).abs().max() for found in (compiled, eager))
+        assert error <= 2 * allowed + 1e-5 * value.abs().max(), name
 
 
 @pytest.mark.parametrize(("samples", "order"), [(1, "contiguous"), (3, "channels last")])
@@ -161,61 +139,48 @@ def test_threads(layer: nn.Module, order: str, samples: int, monkeypatch: pytest
     monkeypatch.setattr(cpp, "_SINGLE_THREADED", 0)
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
-        found.append(run(layer, x, "cpp", monkeypatch))
+        found.append(run(layer, x))
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-4)
         assert torch.equal(found[1][name], found[2][name])
 
 
 @pytest.mark.parametrize("layer", [proxy(nn.ReLU(), 6), migrated(6, 2)], ids=["proxy", "migrated"])
-def test_nothing(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "cpp")
+def test_nothing(layer: nn.Module) -> None:
     for shape in ((0, 6, 4, 4), (2, 6, 0, 4)):
         out = layer(torch.empty(shape).requires_grad_())
         assert out.shape == shape
         out.sum().backward()
 
 
-YES, NO = True, False
-
-
 @pytest.mark.parametrize(  # each pair of two options' values once at least
     ("weight", "bias", "restore", "scale", "params"),
-    [
-        *((YES, YES, YES, YES, YES), (YES, NO, NO, NO, YES), (NO, YES, NO, YES, NO), (NO, NO, YES, NO, NO)),
-        *((YES, YES, NO, NO, NO), (NO, NO, NO, YES, YES), (YES, NO, YES, YES, NO), (NO, YES, YES, NO, YES)),
-    ],
+    [[yes == "1" for yes in row] for row in ("11111", "10001", "01010", "00100", "11000", "00011", "10110", "01101")],
 )
 def test_what_a_proxy_may_have(
-    weight: bool, bias: bool, restore: bool, scale: bool, params: bool, used: list[str], monkeypatch: pytest.MonkeyPatch
+    weight: bool, bias: bool, restore: bool, scale: bool, params: bool, used: list[str]
 ) -> None:
     norm = nn.LayerNorm(37, elementwise_affine=weight, bias=bias)
     if bias and not weight:
         norm.bias = nn.Parameter(torch.zeros(37))
-    act = ProxyNorm(
-        nn.SiLU(), 37, norm=norm, restore=restore, scale=scale, params=params, strength=0.6, samples=300, eps=0.1
-    )
+    options = {"restore": restore, "scale": scale, "params": params, "strength": 0.6, "samples": 300, "eps": 0.1}
+    act = ProxyNorm(nn.SiLU(), 37, norm=norm, **options)
     act.norm_of_its_own = norm
-    assert_agree(act, arranged((2, 37, 5, 7), "contiguous", torch.float32), monkeypatch)
+    assert_agree(act, arranged((2, 37, 5, 7), "contiguous", torch.float32))
     assert used
 
 
 @pytest.mark.parametrize(("affine", "bias", "strength"), [(True, True, 0.0), (True, False, 0.3), (False, False, 1.0)])
-def test_what_a_migrated_norm_may_have(
-    affine: bool, bias: bool, strength: float, used: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_migrated_norm_may_have(affine: bool, bias: bool, strength: float, used: list[str]) -> None:
     layer = MigratedGroupNorm(3, 21, affine=affine, bias=bias, strength=strength)
     layer.running_mean.normal_()
-    assert_agree(layer, arranged((2, 21, 5, 7), "channels last", torch.float32), monkeypatch)
+    assert_agree(layer, arranged((2, 21, 5, 7), "channels last", torch.float32))
     assert bool(used) == (strength > 0)  # at 0 it is torch's own batch_norm
 
 
-def test_at_strength_zero_it_is_batch_norm_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = SHAPES["maps"]
-    monkeypatch.setenv(VARIABLE, "cpp")
-    layer, x = migrated(shape[1]), torch.randn(shape)
+def test_at_strength_zero_it_is_batch_norm_to_the_last_bit() -> None:
+    layer, affine, x = migrated(21), torch.rand(2, 21), torch.randn(SHAPES["maps"])
     layer.set_strength(0.0)
-    affine = torch.rand(2, shape[1])
     layer.weight.data, layer.bias.data = affine
     x[0, 0, 0, 0] = 3e38
     expected = functional.batch_norm(x, layer.running_mean, layer.running_var, *affine, eps=1e-3)
@@ -224,17 +189,16 @@ def test_at_strength_zero_it_is_batch_norm_to_the_last_bit(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("layer", [proxy(nn.ReLU(), 6), migrated(6, 2)], ids=["proxy", "migrated"])
-def test_parameters_of_another_type(layer: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_of_another_type(layer: nn.Module, dtype: torch.dtype) -> None:
     layer = copy.deepcopy(layer).to(dtype)
     x = arranged((4, 6, 5, 7), "contiguous", torch.float32)
-    got, wanted = (run(layer, x, kernels, monkeypatch) for kernels in ("cpp", "eager"))
+    got, wanted = run(layer, x), run(layer, x, "eager")
     for name, value in wanted.items():
         assert got[name].dtype == value.dtype == (torch.float32 if name in ("out", "x") else dtype)
         torch.testing.assert_close(got[name], value, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
 
 
-def test_parameters_of_another_size_or_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "cpp")
+def test_parameters_of_another_size_or_device_are_refused() -> None:
     x = torch.randn(2, 6, 4, 4)
     for layer in (proxy(nn.ReLU(), 6), migrated(6, 2)):
         changed = layer.norm if isinstance(layer, ProxyNorm) else layer
