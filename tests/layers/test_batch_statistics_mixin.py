@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from timm.layers import (
-    convert_splitbn_model,
-    convert_sync_batchnorm,
-    freeze_batch_norm_2d,
-    unfreeze_batch_norm_2d,
-)
+from timm.layers import convert_splitbn_model, convert_sync_batchnorm, freeze_batch_norm_2d, unfreeze_batch_norm_2d
 from timm.utils import freeze
 from torch import nn
 from torch.nn.utils import fuse_conv_bn_eval
@@ -111,8 +106,8 @@ def test_what_fuses_a_batch_norm_is_right_at_strength_0_and_refused_above(
 def test_layers_without_batch_statistics_may_be_walked_through() -> None:
     network, _ = retrofit.convert(timm.create_model("test_resnet").eval(), "ln-pn")
     types = [type(module) for module in network.modules()]
-    assert [type(module) for module in convert_sync_batchnorm(network).modules()] == types
-    assert [type(module) for module in freeze_batch_norm_2d(network).modules()] == types
+    for walk in (convert_sync_batchnorm, freeze_batch_norm_2d):
+        assert [type(module) for module in walk(network).modules()] == types
 
 
 @pytest.mark.parametrize("name", LAYERS)

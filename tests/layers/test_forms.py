@@ -172,9 +172,9 @@ def test_an_estimate_may_be_one_of_the_singular_points(kappa: float) -> None:
     h = (rows - rows.mean(2, True)) / (rows.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
     estimate = oracle.newton_estimate(h, (2,)) - 1
     layer: Any = layers.GroupNormalNorm(2, C, affine=False).eval()
-    options = layer._sets(), 1e-5, kappa / estimate.flatten()[0].item(), None, None
-    found = EstimatedTransform(*options, per_channel=True)(x.float())
-    lmbda = 1 + options[2] * estimate
+    strength = kappa / estimate.flatten()[0].item()
+    found = EstimatedTransform(layer._sets(), 1e-5, strength, None, None, per_channel=True)(x.float())
+    lmbda = 1 + strength * estimate
     expected = np.stack(
         [[oracle.psi(v.numpy(), float(p)) for v, p in zip(*pair, strict=True)] for pair in zip(h, lmbda, strict=True)]
     )
@@ -239,8 +239,7 @@ def test_the_plain_layer_behind_its_constants_is_the_layer(name: str, strength: 
     if affine is not None:
         x = x * affine[0].view(-1, 1, 1) + affine[1].view(-1, 1, 1)
     torch.testing.assert_close(copy.deepcopy(plain).double()(x), expected, rtol=1e-5, atol=1e-5)
-    trained = sum(p.numel() for p in layer.parameters() if p.requires_grad and p is not layer._parameters.get("x"))
-    kept = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    trained, kept = (sum(p.numel() for p in of.parameters() if p.requires_grad) for of in (layer, plain))
     assert kept == trained - (2 * C if name.startswith("proxy") else 0)  # the proxy's own become constants
 
 
@@ -261,16 +260,16 @@ def test_a_frozen_layer_stays_frozen_in_its_plain_form() -> None:
     assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
 
 
-SETS = {"bnn2d": C, "inn": 3 * C, "gnn": 6, "lnn2d": 3 * 4 * 5, "lnn": 6, "gn": 6, "dbn": C}
+SETS = {"bnn2d": C, "inn": 3 * C, "gnn": 6, "lnn2d": 3 * 4 * 5, "lnn": 6, "gn": 6, "dbn": C, "frozen": 3 * C * 4 * 5}
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_normalized_sets_are_those_of_training(name: str) -> None:
-    """At strength 0, without an affine, each set has mean 0 and variance 1."""
+    """At strength 0, without an affine, each set has mean 0 and variance 1; constants normalize no set."""
     layer, x = built(name, 0.0), inputs(name)
     view, dims = layer.normalized_sets(x)
     assert view.numel() // np.prod([view.shape[d] for d in dims]) == SETS[name]
-    if name == "gn":
+    if name in ("gn", "frozen"):
         return
     for parameter in ("weight", "bias"):
         layer.register_parameter(parameter, None)
@@ -278,10 +277,6 @@ def test_normalized_sets_are_those_of_training(name: str) -> None:
     torch.testing.assert_close(out.mean(dims), torch.zeros_like(out.mean(dims)), atol=1e-6, rtol=0)
     if name != "lnn2d":  # an eps of its own
         torch.testing.assert_close(out.var(dims, correction=0), torch.ones_like(out.mean(dims)), atol=1e-3, rtol=0)
-
-
-def test_layers_that_normalize_by_constants_have_no_sets() -> None:
-    assert built("frozen").normalized_sets(inputs("frozen"))[1] == ()
 
 
 class Doubled(layers.BatchNormalNormAct2d):
