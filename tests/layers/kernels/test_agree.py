@@ -12,9 +12,8 @@ from torch import Tensor
 
 from retrofit.layers.kernels import VARIABLE, cpp
 from retrofit.layers.normality_norm import Statistics, apply_statistics, normality_norm
+from tests.layers.cases import EPS, MARKS, on
 from tests.oracles import normality as oracle
-
-EPS = 1e-5
 
 
 class Sets(NamedTuple):
@@ -64,10 +63,8 @@ SETS = {  # of every kind that geometry_of tells apart
 OF_CPP = {**SETS, "many columns": Sets((2, 133, 47, 37), (0, 2, 3), (1, 133, 1, 1), True)}
 FEW = {name: SETS[name] for name in ("batch", "batch channels last wide", "layer", "group channels last", "instance")}
 """Stretches and columns, whole vectors and parts, affine parameters of a set and within one."""
-COMPILER = pytest.mark.compiler
-MARKS = {"eager": (), "cpp": COMPILER, "triton": pytest.mark.gpu}
-KERNELS = pytest.mark.parametrize("kernels", [pytest.param(name, marks=marks) for name, marks in MARKS.items()])
 ON_FEW = pytest.mark.parametrize("sets", FEW.values(), ids=FEW)
+CPP = on("cpp", ids=["compiled"])
 
 
 def each(**of: dict[str, Sets]) -> pytest.MarkDecorator:
@@ -77,7 +74,7 @@ def each(**of: dict[str, Sets]) -> pytest.MarkDecorator:
         for kernels, named in of.items()
         for name, sets in named.items()
     ]
-    return pytest.mark.parametrize(("kernels", "sets"), cases)
+    return pytest.mark.parametrize(("kernels", "sets"), cases, indirect=["kernels"])
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -90,29 +87,31 @@ def device() -> str:
     return "cuda" if os.environ.get(VARIABLE) == "triton" and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 
 
+def leaves_of(x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
+    return {name: leaf.requires_grad_() for name, leaf in (("x", x), ("weight", weight), ("bias", bias))}
+
+
+def pulled(out: Tensor, grad: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run backward; the output and the gradients by name."""
+    out.backward(grad)
+    return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
 def run(
     sets: Sets, dtype: torch.dtype, noise: float = 0.0, group: dist.ProcessGroup | None = None
 ) -> tuple[dict[str, Tensor], Statistics]:
-    """Forward and backward; what came of it by name."""
     weight, bias, grad = sets.given(dtype)
-    leaves = {"x": sets.input(dtype), "weight": weight, "bias": bias}
-    for leaf in leaves.values():
-        leaf.requires_grad_()
+    leaves = leaves_of(sets.input(dtype), weight, bias)
     torch.manual_seed(5)
     out, statistics = normality_norm(*leaves.values(), dim=sets.dim, eps=EPS, strength=0.8, noise=noise, group=group)
-    out.backward(grad)
-    return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}, statistics
+    return pulled(out, grad, leaves), statistics
 
 
 def expected(sets: Sets, dtype: torch.dtype) -> dict[str, Tensor]:
     """The oracle's answer for the very numbers that `run` sees in `dtype`."""
     weight, bias, grad = (given.double() for given in sets.given(dtype))
-    leaves = {"x": sets.input(dtype).double(), "weight": weight, "bias": bias}
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    out = oracle.normality_norm(*leaves.values(), sets.dim, EPS, 0.8)
-    out.backward(grad)
-    return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    leaves = leaves_of(sets.input(dtype).double(), weight, bias)
+    return pulled(oracle.normality_norm(*leaves.values(), sets.dim, EPS, 0.8), grad, leaves)
 
 
 def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], out: float, grad: float) -> None:
@@ -123,14 +122,9 @@ def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], out: float, g
         assert difference <= (out if name == "out" else grad) * scale, f"{name}: {difference / scale:.1e}"
 
 
-@pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
-    monkeypatch.setenv(VARIABLE, kernels)
-
-
 @each(eager=FEW, cpp=OF_CPP, triton=SETS)
-@pytest.mark.usefixtures("choose")
-def test_float32(sets: Sets) -> None:
+def test_float32(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp, "eager", None)  # which compiled kernels hand nothing to in silence
     got, statistics = run(sets, torch.float32)
     assert_near(got, expected(sets, torch.float32), out=1e-5, grad=1e-4)
     x = sets.input(torch.float32).double()
@@ -141,26 +135,19 @@ def test_float32(sets: Sets) -> None:
         torch.testing.assert_close(statistic.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@each(eager=FEW, cpp=FEW | {"many columns": OF_CPP["many columns"]}, triton=SETS)
-@pytest.mark.usefixtures("choose")
-def test_bfloat16(sets: Sets) -> None:
-    got, _ = run(sets, torch.bfloat16)
-    assert got["out"].dtype == got["x"].dtype == torch.bfloat16
-    assert_near(got, expected(sets, torch.bfloat16), out=1e-2, grad=1e-2)
-
-
-@KERNELS
-@pytest.mark.usefixtures("choose")
-def test_float16_and_float64() -> None:
-    got, _ = run(SETS["group"], torch.float16)
-    assert_near(got, expected(SETS["group"], torch.float16), out=2e-3, grad=2e-3)
-    got, _ = run(SETS["group"], torch.float64)
-    assert got["out"].dtype == torch.float64
-    assert_near(got, expected(SETS["group"], torch.float64), out=1e-6, grad=1e-5)
+@each(eager=FEW, cpp=OF_CPP, triton=SETS)
+@pytest.mark.parametrize(
+    ("dtype", "out", "grad"), [(torch.float16, 2e-3, 2e-3), (torch.bfloat16, 1e-2, 1e-2), (torch.float64, 1e-6, 1e-5)]
+)
+def test_other_types(sets: Sets, dtype: torch.dtype, out: float, grad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dtype == torch.bfloat16:
+        monkeypatch.setattr(cpp, "eager", None)
+    got, _ = run(sets, dtype)
+    assert got["out"].dtype == got["x"].dtype == dtype
+    assert_near(got, expected(sets, dtype), out, grad)
 
 
 @each(eager=FEW, triton=SETS)
-@pytest.mark.usefixtures("choose")
 def test_noise_is_brought_back_in_gammas_gradient_and_changes_no_other(sets: Sets) -> None:
     """With gamma 1 and beta 0 the output is what gamma multiplies, so its gradient is sum(g * out)."""
     grads = []
@@ -176,7 +163,6 @@ def test_noise_is_brought_back_in_gammas_gradient_and_changes_no_other(sets: Set
 
 
 @each(**{kernels: {name: sets for name, sets in SETS.items() if sets.affine == sets.kept} for kernels in MARKS})
-@pytest.mark.usefixtures("choose")
 def test_given_statistics(sets: Sets) -> None:
     x, (weight, bias, _) = sets.input(torch.float32), sets.given(torch.float32)
     ends = (1, 3), (0.5, 2), (-0.9, 2.9)  # mean, variance, lambda
@@ -208,15 +194,13 @@ def assert_right_where_lambda_is(lmbda: float, shape: tuple[int, int]) -> None:
     torch.testing.assert_close(leaf.grad.cpu().double(), exact_leaf.grad, rtol=1e-4, atol=1e-4)
 
 
-@KERNELS
-@pytest.mark.usefixtures("choose")
+@on(*MARKS)
 @pytest.mark.parametrize("lmbda", SINGULAR)
 def test_estimated_lambda_beside_its_singular_points(lmbda: float) -> None:
     assert_right_where_lambda_is(lmbda, (5, 40))
 
 
-@KERNELS
-@pytest.mark.usefixtures("choose")
+@on(*MARKS)
 @pytest.mark.parametrize("centre", [0.0, 2.0])
 @pytest.mark.parametrize("grad", [False, True], ids=["apply", "derivative"])
 def test_given_lambda_at_and_beside_its_singular_points(centre: float, grad: bool) -> None:
@@ -241,7 +225,7 @@ def test_given_lambda_at_and_beside_its_singular_points(centre: float, grad: boo
 
 
 @pytest.mark.parametrize("sets", OF_CPP.values(), ids=OF_CPP)
-@COMPILER
+@pytest.mark.compiler
 def test_the_noise_is_the_same_whichever_kernels_run(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for kernels in ("eager", "cpp"):
@@ -250,10 +234,9 @@ def test_the_noise_is_the_same_whichever_kernels_run(sets: Sets, monkeypatch: py
     assert_near(results[1], {name: value.double() for name, value in results[0].items()}, out=1e-4, grad=1e-4)
 
 
-@COMPILER
+@CPP
 @ON_FEW
 def test_results_repeat_to_the_bit_with_any_number_of_threads(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "cpp")
     monkeypatch.setattr(cpp, "_SINGLE_THREADED", 0)
     torch.set_num_threads(2)
     first, second = (run(sets, torch.float32)[0] for _ in range(2))
@@ -262,50 +245,19 @@ def test_results_repeat_to_the_bit_with_any_number_of_threads(sets: Sets, monkey
     assert_near(first, expected(sets, torch.float32), out=1e-5, grad=1e-4)
 
 
-@COMPILER
-def test_compiled_kernels_take_every_form_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the forms above is handed to eager kernels in silence."""
-    monkeypatch.setenv(VARIABLE, "cpp")
-
-    def fail(*args: object) -> None:
-        raise AssertionError("eager kernels were called")
-
-    monkeypatch.setattr(cpp.eager, "forward", fail)
-    monkeypatch.setattr(cpp.eager, "backward", fail)
-    for sets in SETS.values():
-        run(sets, torch.float32)
-        run(sets, torch.bfloat16)
-
-
-@COMPILER
-@pytest.mark.parametrize("name", ["batch", "batch channels last wide", "group channels last"])
+@CPP
+@pytest.mark.parametrize("sets", [SETS[name] for name in ("batch", "batch channels last wide", "group channels last")])
 @pytest.mark.parametrize("values", [(1e4,), (-torch.inf,), (torch.inf, -torch.inf), (torch.nan,)], ids=str)
-def test_a_first_value_that_is_far_out(name: str, values: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_value_that_is_far_out(sets: Sets, values: tuple[float, ...]) -> None:
     """The moments are taken about it where it is finite."""
-    sets = SETS[name]
     x = sets.input(torch.float32)
     for place, value in zip((0, -1), values, strict=False):
         x[tuple(place if d in sets.dim else slice(None) for d in range(x.ndim))] = value
-    monkeypatch.setenv(VARIABLE, "cpp")
     _, statistics = normality_norm(x, None, None, dim=sets.dim, eps=EPS)
     mean = x.double().mean(sets.dim, keepdim=True)
     var = (x.double() - mean).square().mean(sets.dim, keepdim=True)
     torch.testing.assert_close(statistics.mean.double(), mean, rtol=1e-6, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(statistics.var.double(), var, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@COMPILER
-def test_extreme_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "cpp")
-    x = torch.randn(64, 4)
-    x[0] = torch.tensor([1e4, -1e4, 1e18, 0.0])
-    out, statistics = normality_norm(x, None, None, dim=(0,), eps=EPS)
-    assert out.isfinite().all()
-    assert statistics.lmbda.isfinite().all()
-    x[0, 0], x[0, 1] = torch.nan, torch.inf
-    out, _ = normality_norm(x, None, None, dim=(0,), eps=EPS)
-    assert out[:, :2].isnan().all()
-    assert out[:, 2:].isfinite().all()
 
 
 def test_a_wrong_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,11 +266,10 @@ def test_a_wrong_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         normality_norm(torch.randn(8, 4), None, None, dim=(0,), eps=EPS)
 
 
-@COMPILER
+@CPP
 @ON_FEW
-def test_stages_of_ranks_are_the_whole(sets: Sets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_ranks_are_the_whole(sets: Sets, tmp_path: Path) -> None:
     """In a group of this process only."""
-    monkeypatch.setenv(VARIABLE, "cpp")
     wanted, _ = run(sets, torch.float32, noise=0.5)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

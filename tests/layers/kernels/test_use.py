@@ -10,14 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import retrofit
 from retrofit.layers import BatchNormalNorm2d, GroupNormalNorm, LayerNormalNorm
-from retrofit.layers.kernels import VARIABLE
+from tests.layers.cases import on
 
-pytestmark = pytest.mark.parametrize("kernels", ["eager", pytest.param("cpp", marks=pytest.mark.compiler)])
-
-
-@pytest.fixture(autouse=True)
-def _choose(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
-    monkeypatch.setenv(VARIABLE, kernels)
+pytestmark = on("eager", "cpp")
 
 
 def network(noise: float = 0.3) -> nn.Sequential:
@@ -51,16 +46,14 @@ def test_activations_in_place_and_channels_last() -> None:
     quiet = network(0.0)
     first = gradients(quiet, x)
     second = gradients(quiet.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last))
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-4)
 
 
 def test_checkpointing_draws_the_same_noise() -> None:
     model, x = network(), torch.randn(4, 3, 8, 8, requires_grad=True)
     expected = gradients(model, x)
     got = gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=False))
-    for a, b in zip(expected, got, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.slow
