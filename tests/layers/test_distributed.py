@@ -1,6 +1,7 @@
 """Synchronized statistics: several gloo processes with shares of a batch against one process with the whole batch."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,11 +33,8 @@ def layer(cls: type[nn.Module], noise: float = 0.0) -> nn.Module:
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = {
-        (name, str(memory_format)): of_a_share(rank, shares, memory_format)
-        for name, shares in SHARES.items()
-        for memory_format in FORMATS
-    }
+    every = product(SHARES, FORMATS)
+    found = {(name, str(how)): of_a_share(rank, SHARES[name], how) for name, how in every}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -50,17 +48,9 @@ def of_a_share(rank: int, shares: list[int], memory_format: torch.memory_format)
     noisy = copy.deepcopy(module)
     noisy.noise = 0.5
     torch.manual_seed(rank)
-    noise = (noisy(x) - out).detach() / module.weight.detach().view(1, -1, 1, 1)
-    module.eval()
-    return {
-        "out": out.detach(),
-        "x": x.grad,
-        "weight": module.weight.grad,
-        "bias": module.bias.grad,
-        "buffers": dict(module.named_buffers()),
-        "noise": noise,
-        "eval": module(x).detach(),
-    }
+    found = {"noise": (noisy(x) - out).detach() / module.weight.detach().view(1, -1, 1, 1)}
+    found |= {"out": out.detach(), "x": x.grad, "weight": module.weight.grad, "bias": module.bias.grad}
+    return found | {"buffers": dict(module.named_buffers()), "eval": module.eval()(x).detach()}
 
 
 KERNELS = [  # slow: two processes take long to start; by default those of tests/finetune/test_batch_statistics.py do
@@ -91,8 +81,9 @@ def test_shares_of_a_batch_are_one_batch(
     out = whole(x)
     out.backward(g)
 
-    torch.testing.assert_close(torch.cat([r["out"] for r in ranks]), out.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([r["x"] for r in ranks]), x.grad, rtol=1e-5, atol=1e-5)
+    evaluated = copy.deepcopy(whole).eval()(x)
+    for name, wanted in (("out", out), ("x", x.grad), ("eval", evaluated)):
+        torch.testing.assert_close(torch.cat([r[name] for r in ranks]), wanted.detach(), rtol=1e-5, atol=1e-5)
     for name in ("weight", "bias"):
         total = sum(r[name] for r in ranks)
         torch.testing.assert_close(total, whole.get_parameter(name).grad, rtol=1e-5, atol=1e-5)
@@ -100,11 +91,10 @@ def test_shares_of_a_batch_are_one_batch(
         for name, buffer in whole.named_buffers():
             if name != "num_batches_tracked":
                 torch.testing.assert_close(r["buffers"][name], buffer, rtol=1e-5, atol=1e-6)
-    whole.eval()
-    torch.testing.assert_close(torch.cat([r["eval"] for r in ranks]), whole(x).detach(), rtol=1e-5, atol=1e-5)
     # the noise is scaled by the whole batch's spread, on every rank
     noise = torch.cat([r["noise"] for r in ranks])
-    quiet = (out.detach() - whole.bias.detach().view(1, -1, 1, 1)) / whole.weight.detach().view(1, -1, 1, 1)
+    weight, bias = (p.detach().view(1, -1, 1, 1) for p in whole.parameters())
+    quiet = (out.detach() - bias) / weight
     scale = 0.5 * (quiet - quiet.mean((0, 2, 3), True)).abs().mean((0, 2, 3), True)
     assert (noise / scale).std().item() == pytest.approx(1.0, abs=0.15)
 
