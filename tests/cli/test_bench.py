@@ -34,6 +34,7 @@ def test_another_network_gets_images_of_the_same_size(run: Run) -> None:
     assert f"batches of 2 at 3 x 48 x 48, {torch.get_num_threads()} thread of a" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exported")
 def test_exported_files(run: Run, classifier: Path) -> None:
     for name in ("a.onnx", "b.onnx"):

@@ -191,6 +191,7 @@ def test_a_folded_network_compiles_copies_and_is_captured_again(model: nn.Module
         torch.testing.assert_close(net(x), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_beside_the_file_are_replaced_with_it(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

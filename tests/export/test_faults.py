@@ -289,7 +289,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Conv2d(8, 4, 1)).eval()
 
 
-@pytest.mark.parametrize("case", FOLDS)
+@pytest.mark.parametrize(
+    "case", ["exact", *(pytest.param(case, marks=pytest.mark.slow) for case in FOLDS if case != "exact")]
+)
 def test_fold_makes_its_tensors_where_the_network_lies(case: str) -> None:
     """Tensors lie on the meta device here unless something says where; those would end in an error."""
     model = network()

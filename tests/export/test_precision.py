@@ -101,7 +101,11 @@ def test_a_network_that_costs_what_its_source_costs_has_no_float_between_convolu
 
 
 @pytest.mark.parametrize(
-    ("runtime", "degree"), [("onnxruntime", 3), pytest.param("onnxruntime", 4, marks=pytest.mark.slow), ("openvino", 3)]
+    ("runtime", "degree"),
+    [
+        ("onnxruntime", 3),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("onnxruntime", 4), ("openvino", 3))),
+    ],
 )
 def test_low_polynomials_are_quantized_for_the_runtime_that_has_kernels_for_them(
     tmp_path: Path, runtime: str, degree: int
