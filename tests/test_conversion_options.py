@@ -37,9 +37,6 @@ def test_each_option_is_a_keyword_a_flag_and_a_line_of_the_record() -> None:
     keywords = list(inspect.signature(retrofit.convert).parameters)
     settled = ["model", "to", "only", "skip", "source", "check", "input_size", "inputs", "strength"]
     assert keywords[: len(settled)] == settled
-
-
-def test_words_are_the_layers() -> None:
     assert OPTIONS["noise_kind"].words == get_args(NoiseKind)
 
 
