@@ -145,6 +145,8 @@ def test_parameters_are_counted_and_may_be_left_out() -> None:
     [
         (lambda: timm.create_model("test_efficientnet_gn", num_classes=4), 9, 4),
         (lambda: timm.models.resnetv2.ResNetV2([1, 1], [128, 128], num_classes=4, stem_type="fixed"), 7, 0),
+        pytest.param(lambda: timm.create_model("resnet50_gn"), 33, 20, marks=pytest.mark.slow),
+        pytest.param(lambda: timm.create_model("resnetv2_50x1_bit"), 49, 0, marks=pytest.mark.slow),
     ],
 )
 def test_group_norm_that_is_there_stays(build: Callable[[], nn.Module], proxied: int, kept: int) -> None:
