@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import lightning
 import pytest
 import schedulefree
 import timm
 import torch
 import torchvision
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+import transformers
+from opacus.grad_sample.utils import wrap_model
 from opacus.validators import ModuleValidator
 from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d
 from timm.models import save_for_hf
@@ -37,8 +39,6 @@ from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
-from tests.integrations.test_opacus import assert_gradients_are_a_loops
-from tests.integrations.trainers import Module, WithLoss, by_lightning, by_transformers
 
 with warnings.catch_warnings(action="ignore"):  # of its docstrings
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -51,9 +51,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 STRENGTHS = (0.0, 0.5, 1.0)
 X, Y = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
 # Batches of 8: the last layers see one value an image, and the lambda of two values is a rounding error's.
-# Batches of 8: the last layers see one value an image, and the lambda of two values is a rounding error's.
-MANY = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-LABELLED: Any = [{"x": x, "labels": torch.tensor(i % 4)} for i, x in enumerate(MANY)]
+MANY = torch.utils.data.TensorDataset(
+    torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 4
+)
 
 
 @functools.cache
@@ -121,9 +121,10 @@ class Case:
             retrofit.set_strength(model, strength)
         return model
 
-    def holds(self, model: nn.Module) -> bool:
+    def holds(self, model: nn.Module, strength: float | None = None) -> bool:
         """Whether a network stands at the case's strength and answers."""
-        stands = self.to == "frozen" or retrofit.strength_of(model.eval()) == pytest.approx(self.strength, abs=1e-6)
+        wanted = self.strength if strength is None else strength
+        stands = self.to == "frozen" or retrofit.strength_of(model.eval()) == pytest.approx(wanted, abs=1e-6)
         with torch.no_grad():
             return stands and bool(model.eval()(X).isfinite().all())
 
@@ -168,31 +169,58 @@ CLIENTS["torch AveragedModel"] = _torch_averaged
 CLIENTS["torch AveragedModel(use_buffers=True)"] = functools.partial(_torch_averaged, use_buffers=True)
 
 
-def _callbacks(case: Case, cls: type[Any]) -> list[Any]:
-    return [] if case.to == "frozen" else [cls(ramp=0.5, end=case.strength)]
+class _Module(lightning.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: list[Tensor], i: int) -> Tensor:
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-def _fit(case: Case, callback: type[Any] | None = None, **options: Any) -> None:
-    callbacks = _callbacks(case, retrofit.callbacks.LightningStrength)
-    if callback is not None:
-        callbacks.append(callback(**options))
-    module, loader = Module(case.model(0.0), lr=1e-3), torch.utils.data.DataLoader(LABELLED, 8)
-    by_lightning(module, loader, max_epochs=2, callbacks=callbacks, enable_checkpointing=False)
+def _fit(case: Case, callback: str | None = None, **options: Any) -> None:
+    module = _Module(case.model(0.0))
+    callbacks = [] if callback is None else [getattr(lightning.pytorch.callbacks, callback)(**options)]
+    if case.to != "frozen":
+        callbacks.insert(0, retrofit.callbacks.LightningStrength(ramp=0.5, end=case.strength))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=callbacks, enable_checkpointing=False, **quiet
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(MANY, 8))
     assert case.holds(module.net)
 
 
+_lightning_swa = {"callback": "StochasticWeightAveraging", "swa_lrs": 1e-3, "swa_epoch_start": 1}
 CLIENTS["Lightning Trainer"] = _fit
-CLIENTS["Lightning EMAWeightAveraging"] = functools.partial(_fit, callback=EMAWeightAveraging, decay=0.9)
-CLIENTS["Lightning StochasticWeightAveraging"] = functools.partial(
-    _fit, callback=StochasticWeightAveraging, swa_lrs=1e-3, swa_epoch_start=1
-)
+CLIENTS["Lightning EMAWeightAveraging"] = functools.partial(_fit, callback="EMAWeightAveraging", decay=0.9)
+CLIENTS["Lightning StochasticWeightAveraging"] = functools.partial(_fit, **_lightning_swa)
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
 @client("transformers Trainer")
 def _transformers(case: Case) -> None:
-    model, callbacks = case.model(0.0), _callbacks(case, retrofit.callbacks.TransformersStrength)
-    options = {"max_steps": 4, "per_device_train_batch_size": 8, "save_steps": 2}
-    by_transformers(WithLoss(model), case.folder, LABELLED, callbacks, **options)
+    model = case.model(0.0)
+    arguments = transformers.TrainingArguments(
+        str(case.folder), max_steps=4, per_device_train_batch_size=8, save_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    callbacks = [retrofit.callbacks.TransformersStrength(ramp=0.5, end=case.strength)] if case.to != "frozen" else []
+    data = [{"x": x, "labels": y} for x, y in MANY]
+    trainer = transformers.Trainer(_WithLoss(model), arguments, train_dataset=data, callbacks=callbacks)
+    trainer.train()
     assert case.holds(model)
 
 
@@ -251,39 +279,12 @@ def _update_bn(case: Case) -> None:
     same(one, other)
 
 
-def _same_as(change: Callable[[nn.Module], Any], case: Case, tolerance: float = 1e-4) -> None:
-    """Compare what is made of a network with the network."""
-    same(change(case.model().eval()), case.model(), tolerance)
+@client("torch convert_sync_batchnorm")
+def _sync(case: Case, convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm) -> None:
+    same(convert(case.model()), case.model())
 
 
-def _pruned(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            prune.l1_unstructured(module, "weight", 0.3)
-    return model
-
-
-def _quantized(model: nn.Module) -> nn.Module:
-    quantize_(model, Int8WeightOnlyConfig())
-    return model
-
-
-def _folds(change: Callable[[nn.Module], nn.Module], case: Case) -> None:
-    model = change(case.model().eval())
-    same(retrofit.fold(model, input_size=tuple(X.shape[1:])), model, 1e-3)
-
-
-CLIENTS |= {
-    "torch convert_sync_batchnorm": functools.partial(_same_as, nn.SyncBatchNorm.convert_sync_batchnorm),
-    "timm convert_sync_batchnorm": functools.partial(_same_as, convert_sync_batchnorm),
-    "torch.jit.trace": functools.partial(_same_as, lambda model: torch.jit.trace(model, X), tolerance=1e-3),
-    "torch.jit.script": functools.partial(_same_as, torch.jit.script),
-    "torch.export": functools.partial(
-        _same_as, lambda model: torch.export.export(model, (X,)).module().forward, tolerance=1e-3
-    ),
-    "torch prune, then retrofit.fold": functools.partial(_folds, _pruned),
-    "torchao quantize_, then retrofit.fold": functools.partial(_folds, _quantized),
-}
+CLIENTS["timm convert_sync_batchnorm"] = functools.partial(_sync, convert=convert_sync_batchnorm)
 
 
 def _stands_still(model: nn.Module) -> None:
@@ -324,25 +325,41 @@ def _distribute(case: Case) -> None:
 
 
 @client("Opacus ModuleValidator.validate")
-def _validate(case: Case, fix: Callable[[nn.Module], nn.Module] = nn.Module.train) -> None:
-    ModuleValidator.validate(fix(case.model().train()), strict=True)
+def _validate(case: Case) -> None:
+    ModuleValidator.validate(case.model().train(), strict=True)
 
 
-CLIENTS["Opacus ModuleValidator.fix"] = functools.partial(_validate, fix=ModuleValidator.fix)
+@client("Opacus ModuleValidator.fix")
+def _fix(case: Case) -> None:
+    ModuleValidator.validate(ModuleValidator.fix(case.model().train()), strict=True)
+
+
+def _per_sample(model: nn.Module, mode: str) -> None:
+    alone = copy.deepcopy(model)
+    torch.set_default_dtype(torch.float64)
+    try:
+        cross_entropy(wrap_model(model, mode)(X.double()), Y).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for i in (0, 3):
+        alone.zero_grad()
+        cross_entropy(alone(X[i : i + 1].double()), Y[i : i + 1]).backward()
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad_sample[i], other.grad, rtol=1e-5, atol=1e-8)
 
 
 @client("Opacus GradSampleModule, hooks")
 def _hooks(case: Case) -> None:
-    ModuleValidator.validate(model := case.without_attention().train(), strict=True)
-    assert_gradients_are_a_loops(model, "hooks", 32)
+    ModuleValidator.validate(model := case.without_attention().double().train(), strict=True)
+    _per_sample(model, "hooks")
 
 
 @client("Opacus GradSampleModule, functorch and ew, of retrofit.plain")
 def _functorch(case: Case) -> None:
-    for mode in ("functorch", "ew", "hooks"):
-        model = retrofit.plain(case.without_attention()).train()
+    for mode in ("functorch", "ew"):
+        model = retrofit.plain(case.without_attention()).double().train()
         ModuleValidator.validate(model, strict=True)
-        assert_gradients_are_a_loops(model, mode, 32)
+        _per_sample(model, mode)
 
 
 @client("torch.func grad, vmap, jvp")
@@ -360,6 +377,25 @@ def _func(case: Case) -> None:
         torch.testing.assert_close(found[name].mean(0), parameter.grad, rtol=1e-3, atol=1e-3 * scale)
     _, tangent = jvp(model, (X,), (torch.ones_like(X),))
     assert tangent.isfinite().all()
+
+
+@client("torch.jit.trace")
+def _jit_trace(case: Case) -> None:
+    model = case.model().eval()
+    same(torch.jit.trace(model, X), model, 1e-3)
+
+
+@client("torch.jit.script")
+def _jit_script(case: Case) -> None:
+    model = case.model().eval()
+    same(torch.jit.script(model), model)
+
+
+@client("torch.export")
+def _export(case: Case) -> None:
+    model = case.model().eval()
+    exported = torch.export.export(model, (X,)).module()
+    same(exported.forward, model, 1e-3)
 
 
 @client("torch.compile, training steps")
@@ -445,7 +481,12 @@ def _first_extracted(case: Case, extractor: nn.Module) -> None:
     torch.testing.assert_close(case.walk(extractor, 0.0)(X), before, rtol=1e-3, atol=1e-4)
 
 
-def _torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:
+@client("timm FeatureGraphNet, then converted")
+def _graph_before(case: Case) -> None:
+    _first_extracted(case, FeatureGraphNet(case.source().eval(), (0, 1)))
+
+
+def _of_torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:
     """A network and the names of layers in it."""
     torch.manual_seed(0)
     if case.to == "lnn":
@@ -455,7 +496,7 @@ def _torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:
 
 @client("torchvision create_feature_extractor, of a converted network")
 def _extractor_after(case: Case) -> None:
-    model, names = _torchvision(case)
+    model, names = _of_torchvision(case)
     model = case.converted(model)
     extractor = create_feature_extractor(model, names).eval()
     assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength
@@ -463,14 +504,23 @@ def _extractor_after(case: Case) -> None:
     torch.testing.assert_close(dict(extractor(X)), dict(expected), rtol=1e-4, atol=1e-4)
 
 
-EXTRACTORS: dict[str, Callable[[Case], nn.Module]] = {
-    "timm FeatureGraphNet, then converted": lambda case: FeatureGraphNet(case.source().eval(), (0, 1)),
-    "torchvision create_feature_extractor, then converted": lambda case: create_feature_extractor(*_torchvision(case)),
-    "torchvision IntermediateLayerGetter, then converted": lambda case: IntermediateLayerGetter(*_torchvision(case)),
-    "nn.Sequential of the children": lambda case: nn.Sequential(*list(_torchvision(case)[0].children())[:-2]),
-}
-for title, make in EXTRACTORS.items():
-    CLIENTS[title] = lambda case, make=make: _first_extracted(case, make(case))
+@client("torchvision create_feature_extractor, then converted")
+def _extractor_before(case: Case) -> None:
+    _first_extracted(case, create_feature_extractor(*_of_torchvision(case)))
+
+
+@client("torchvision IntermediateLayerGetter, then converted")
+def _getter(case: Case) -> None:
+    _first_extracted(case, IntermediateLayerGetter(*_of_torchvision(case)))
+
+
+@client("nn.Sequential of the children")
+def _children(case: Case) -> None:
+    model = nn.Sequential(*list(_of_torchvision(case)[0].children())[:-2]).eval()
+    before = model(X)
+    model = case.converted(model)
+    assert model(X).isfinite().all()
+    torch.testing.assert_close(case.walk(model, 0.0)(X), before, rtol=1e-3, atol=1e-4)
 
 
 @client("timm save_for_hf, opened again")
@@ -478,6 +528,26 @@ def _save_for_hf(case: Case) -> None:
     model = case.model().eval()
     save_for_hf(model, str(case.folder), safe_serialization=True)
     same(timm.create_model(f"local-dir:{case.folder}", pretrained=True), model)
+
+
+@client("torch prune, then retrofit.fold")
+def _prune(case: Case) -> None:
+    model = case.model().eval()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            prune.l1_unstructured(module, "weight", 0.3)
+    _folds(model)
+
+
+@client("torchao quantize_, then retrofit.fold")
+def _quantize(case: Case) -> None:
+    model = case.model().eval()
+    quantize_(model, Int8WeightOnlyConfig())
+    _folds(model)
+
+
+def _folds(model: nn.Module) -> None:
+    same(retrofit.fold(model, input_size=tuple(X.shape[1:])), model, 1e-3)
 
 
 def _table() -> tuple[dict[tuple[str, str], str], dict[str, list[str]]]:
