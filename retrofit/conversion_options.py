@@ -22,6 +22,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _NORMALITY = ("bnn", "lnn", "gnn", "inn", "normal", "dbnn")
 _MIGRATED = ("gn", "ln", "gn-pn", "ln-pn")
 
+FAMILIES = {
+    "bn": "BatchNorm",
+    "ln": "LayerNorm",
+    "gn": "GroupNorm",
+    "in": "InstanceNorm",
+    "frozen-bn": "frozen BatchNorm",
+}
+
 CONVERTERS = {
     **dict.fromkeys((*_NORMALITY, "dbn"), "normality"),
     **dict.fromkeys(_MIGRATED, "batch_independent"),

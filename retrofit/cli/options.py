@@ -15,12 +15,11 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from retrofit.conversion_options import CONVERTERS, OPTIONS, Option
+from retrofit.conversion_options import CONVERTERS, FAMILIES, OPTIONS, Option
 from retrofit.errors import UsageError
 
 Decorator = Callable[[Any], Any]
 
-FAMILIES = ("bn", "ln", "gn", "in", "frozen-bn")
 GROUPS = {
     "data_dir": "Images",
     "pretrained": "Weights",
@@ -260,7 +259,7 @@ runtime = choice("--runtime", RUNTIMES, "What runs exported files, .onnx (defaul
 plan = _stacked(
     choice(
         "--from",
-        FAMILIES,
+        list(FAMILIES),
         f"Convert layers of this family ({', '.join(FAMILIES)}), not the target's own; repeatable.",
         "source",
         multiple=True,

@@ -66,11 +66,8 @@ class StrengthSchedule:
                 raise UsageError(f"`{name}` is a fraction of the training, from 0 to 1, not {value}")
         if total_steps < 1:
             raise UsageError(f"`total_steps` must be at least 1, not {total_steps}")
-        try:
-            start, self._end = check_strength(start), check_strength(end)
-            self._most_noise = None if noise is None else check_noise(noise)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        start, self._end = check_strength(start), check_strength(end)
+        self._most_noise = None if noise is None else check_noise(noise)
         self._there_and_back = shape == "there-and-back"
         if self._there_and_back and self._end == 1:
             raise UsageError("there-and-back returns to a strength below 1; set `end`, 0 for the source's cost")
@@ -85,7 +82,7 @@ class StrengthSchedule:
         self._steps = 0
         self._strengths = [float(layer.strength) for layer in self._layers]
         self._starts = [max(start, strength) for strength in self._strengths]
-        self._noise: float | None = None
+        self.noise: float | None = None  # the factor that was set; None if the layers' own is left alone
         self._set()
 
     def step(self) -> None:
@@ -97,11 +94,6 @@ class StrengthSchedule:
     def strength(self) -> float:
         """The strength of the layers (of several, the lowest)."""
         return min(self._strengths)
-
-    @property
-    def noise(self) -> float | None:
-        """The noise factor that the schedule has set; None if it leaves the noise alone."""
-        return self._noise
 
     @property
     def turning(self) -> bool:
@@ -146,10 +138,10 @@ class StrengthSchedule:
             for layer, strength in zip(self._layers, strengths, strict=True):
                 layer.set_strength(strength)
             self._strengths = strengths
-        if self._most_noise is not None and ((noise := self._noise_at(done, self._most_noise)) != self._noise or again):
+        if self._most_noise is not None and ((noise := self._noise_at(done, self._most_noise)) != self.noise or again):
             for noisy in self._noisy:
                 noisy.noise = noise
-            self._noise = noise
+            self.noise = noise
 
     def _strengths_at(self, done: float) -> list[float]:
         ramp, goal = (self._ramp / 2, 1.0) if self._there_and_back else (self._ramp, self._end)

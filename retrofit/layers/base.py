@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from retrofit.errors import UsageError
 from retrofit.layers.converted_layer import ConvertedLayer, library_class, no_plain_layer
 from retrofit.layers.forms import EstimatedTransform, constants_of
 from retrofit.layers.normality_norm import NoiseKind, NormalityOptions, Statistics, normality_norm
@@ -116,7 +117,7 @@ class StrengthMixin(ConvertedLayer):
         """Set t in place.
 
         Raises:
-            ValueError: If `strength` lies outside [0, 1].
+            UsageError: If `strength` lies outside [0, 1].
         """
         with torch.no_grad():
             self._code.copy_(strength_code(check_strength(strength), self._code.device))
@@ -168,14 +169,9 @@ class NormalityMixin(StrengthMixin):
         out, statistics = normality_norm(values, gamma, beta, dim=dim, eps=eps, group=group, **self._options)
         return out.reshape(x.shape), statistics
 
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether the layer evaluates by running statistics."""
-        return False
-
     def _form(self) -> list[nn.Module]:
         """Return the operations of the layer in evaluation: by its running statistics, or an estimate of lambda."""
-        if self.keeps_statistics:
+        if self.channel_map() is not None:
             return super()._form()
         alpha = float(self.effective_alpha)
         if alpha == 0:
@@ -237,26 +233,26 @@ def strength_code(strength: float, device: Any = None) -> Tensor:
 def check_strength(strength: float) -> float:
     """Return `strength` if it lies in [0, 1]."""
     if not 0.0 <= strength <= 1.0:
-        raise ValueError(f"strength must lie in [0, 1], not {strength}; 0 is the source layer, 1 the paper's")
+        raise UsageError(f"strength must lie in [0, 1], not {strength}; 0 is the source, 1 the paper's")
     return float(strength)
 
 
 def check_noise(noise: float) -> float:
     """Return `noise` if it is finite and not negative."""
     if not 0.0 <= noise < float("inf"):
-        raise ValueError(f"noise must be a finite number >= 0, not {noise}; 0 turns it off")
+        raise UsageError(f"noise must be a finite number >= 0, not {noise}; 0 turns it off")
     return float(noise)
 
 
 def check_noise_kind(kind: NoiseKind) -> NoiseKind:
     """Return `kind` if there is noise of that kind."""
     if kind not in get_args(NoiseKind):
-        raise ValueError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}")
+        raise UsageError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}")
     return kind
 
 
 def check_alpha(alpha: float) -> float:
     """Return `alpha` if it lies in [0, 1]."""
     if not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"alpha must lie in [0, 1], not {alpha}; 0 is no transform, 1 the paper's")
+        raise UsageError(f"alpha must lie in [0, 1], not {alpha}; 0 is no transform, 1 the paper's")
     return float(alpha)

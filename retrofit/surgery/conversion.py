@@ -15,6 +15,7 @@ from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import StrengthMixin
+from retrofit.layers.base import check_strength
 from retrofit.surgery import guards
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.execute import apply, strength_layers, unchanged_on_failure
@@ -83,8 +84,7 @@ def convert(
     converter = converter_for(to)
     if strength is not None and not converter.has_strength:
         raise UsageError(f"`strength` means nothing to {to}, whose layers have none; leave it out")
-    if not 0 <= (strength or 0) <= 1:
-        raise UsageError(f"`strength` must lie in [0, 1], not {strength}; 0 is the source network, 1 the target's")
+    check_strength(strength or 0.0)
     network = guards.network_in(model)
     images = None if options.get("calibrate") is None else list(images_of(options["calibrate"]))
     decisions, sites = plan_and_sites(network, to, only, skip, source, {**options, "calibrate": images})

@@ -8,7 +8,7 @@ from itertools import chain
 
 from torch import fx, nn
 
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Sites
 from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record
@@ -41,16 +41,14 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
     _check_structure(plan, norms)
     params_before, record, device = _count_parameters(model), record_of(model), device_of(model)
     with unchanged_on_failure(model):
-        if sites is None and plan.takes_activations:
+        if sites is None and plan.proxied:
             sites = sites_of(model, converter.sources)
         places = {(site.norm, site.place): site for site in sites.sites} if sites is not None else {}
-        for edit in plan.edits:
-            site = places.get((edit.norm, edit.place))
-            lost = site is None or site.activation is None
-            if lost and edit.kind == "activation" and edit.status == "converted":
-                raise RetrofitError(
-                    f"the plan was made for another model: here {edit.name} does not follow {edit.norm}; make a new one"
-                )
+        found = {place for place, site in places.items() if site.activation is not None}
+        if lost := plan.proxied - found:
+            raise RetrofitError(
+                f"the plan was made for another model: here no activation follows {min(lost)[0]}; make a new plan"
+            )
         built: dict[nn.Module, nn.Module] = {}
         names: dict[nn.Module, str] = {}
         for row in plan.converted:
@@ -165,8 +163,6 @@ def set_strength(model: nn.Module, strength: float) -> int:
     converted = strength_layers(model)
     if not converted:
         raise RetrofitError("the model holds no converted layer that has a strength; convert it first")
-    if not 0.0 <= strength <= 1.0:
-        raise UsageError(f"strength must lie in [0, 1], not {strength}; 0 is the source network, 1 the paper's")
     for module in converted:
         module.set_strength(strength)
     return len(converted)

@@ -21,18 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
+from retrofit.conversion_options import FAMILIES
 from retrofit.layers import StrengthMixin
 from retrofit.surgery.plan_and_report import LayerRow, Status
 from retrofit.surgery.same_formula import Formula, full_name, proved_formula
 from retrofit.utils.text import ROOT, shortlist
-
-FAMILIES = {
-    "bn": "BatchNorm",
-    "ln": "LayerNorm",
-    "gn": "GroupNorm",
-    "in": "InstanceNorm",
-    "frozen-bn": "frozen BatchNorm",
-}
 
 _TORCH = "torch.nn.modules"
 _TIMM = "timm.layers"

@@ -93,9 +93,9 @@ class Plan:
         return [row for row in self.layers if row.status == "converted"]
 
     @property
-    def takes_activations(self) -> bool:
-        """Whether an activation is converted."""
-        return any(row.kind == "activation" and row.status == "converted" for row in self.edits)
+    def proxied(self) -> set[tuple[str, int]]:
+        """Norm and place of each activation that is converted."""
+        return {(row.norm, row.place) for row in self.edits if (row.kind, row.status) == ("activation", "converted")}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -141,11 +141,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """Rebuild a plan from `to_dict`'s values.
-
-        Raises:
-            KeyError, TypeError: If `values` did not come from `to_dict`.
-        """
+        """Rebuild a plan from `to_dict`'s values; raise KeyError or TypeError for others."""
         layers = tuple(LayerRow(**row) for row in values["layers"])
         edits = tuple(EditRow(**row) for row in values["edits"])
         return cls(to=values["to"], layers=layers, options=values["options"], edits=edits)

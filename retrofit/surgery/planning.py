@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from retrofit.conversion_options import OPTIONS, ConversionOptions, takes_options
+from retrofit.conversion_options import FAMILIES, OPTIONS, ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.sites import Sites
 from retrofit.surgery.converter import Converter, converter_for
-from retrofit.surgery.families import FAMILIES, NormLayer, find_norms, functional_norms
+from retrofit.surgery.families import NormLayer, find_norms, functional_norms
 from retrofit.surgery.guards import network_in
 from retrofit.surgery.plan_and_report import LayerRow, Plan
 from retrofit.utils.text import one_line, plural
@@ -79,7 +79,7 @@ def plan_and_sites(
     result = Plan(to, layers, record, tuple(decisions.edits))
     if not result.converted:
         raise RetrofitError(_nothing_to_convert(model, families, norms, result))
-    if converter.takes_activations and not result.takes_activations and (converter.identity or result.activations):
+    if converter.takes_activations and not result.proxied and (converter.identity or result.activations):
         plainer = to.removesuffix("-pn") if converter.identity else "gn"
         why = result.activations or "none follows a norm"
         raise RetrofitError(f"{to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them alone")

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from retrofit import layers
-from retrofit.conversion_options import ConversionOptions
+from retrofit.conversion_options import FAMILIES, ConversionOptions
 from retrofit.layers.decorrelated_batch_norm import GROUP_SIZE, largest_divisor
 from retrofit.surgery.converter import TARGETS, Converter, adopt
-from retrofit.surgery.families import FAMILIES, NormLayer
+from retrofit.surgery.families import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
 
 
