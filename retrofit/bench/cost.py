@@ -83,19 +83,26 @@ def measure(
             step()
             step()
             memory[name] = peak_memory(step, setting.device)
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(setting.rounds):
-            for name, step in steps.items():
-                times[name].append(_timed(step, setting.device))
-            if progress is not None:
-                progress(number * setting.rounds + turn + 1, len(modes) * setting.rounds)
-        for name in networks:
-            time_ratio = memory_ratio = None
-            if name != reference:
-                time_ratio = Spread.of([a / b for a, b in zip(times[name], times[reference], strict=True)])
-                memory_ratio = memory[name] / max(memory[reference], 1)
-            costs.append(Cost(name, mode, Spread.of(times[name]), memory[name], time_ratio, memory_ratio))
+        turns = range(number * setting.rounds + 1, (number + 1) * setting.rounds + 1)
+        for name, times in in_turns(steps, turns, len(modes) * setting.rounds, setting.device, progress).items():
+            memory_ratio = None if name == reference else memory[name] / max(memory[reference], 1)
+            costs.append(Cost(name, mode, times[0], memory[name], times[1], memory_ratio))
     return costs
+
+
+def in_turns(
+    steps: Mapping[str, Callable[[], object]], turns: range, total: int, device: torch.device, progress: Progress | None
+) -> dict[str, tuple[Spread, Spread | None]]:
+    """Return the seconds of each step, and their ratio to those of the last one, the reference, which has none."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in turns:
+        for name, step in steps.items():
+            times[name].append(_timed(step, device))
+        if progress is not None:
+            progress(turn, total)
+    *_, last = times.values()
+    ratios = {name: [a / b for a, b in zip(own, last, strict=True)] for name, own in times.items() if own is not last}
+    return {name: (Spread.of(own), Spread.of(ratios[name]) if name in ratios else None) for name, own in times.items()}
 
 
 def _step(
@@ -111,27 +118,21 @@ def _step(
     with torch.inference_mode():
         scores = copy.deepcopy(model).eval()(pixels[:2])
     run: Callable[[Tensor], Any] = torch.compile(model) if setting.compile else model
-    if mode == "eval":
-
-        def forward() -> object:
-            with torch.inference_mode(), autocast(setting.device, setting.amp):
-                return run(pixels)
-
-        return forward
-    if not isinstance(scores, Tensor) or scores.ndim != 2:
+    if mode == "train" and (not isinstance(scores, Tensor) or scores.ndim != 2):
         raise RetrofitError(f"{name} gives no class scores to train on; measure it with `modes=('eval',)`")
-    targets = torch.arange(setting.batch_size, device=setting.device) % scores.shape[1]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
-    def train() -> None:
-        with autocast(setting.device, setting.amp):
+    def step() -> object:
+        with torch.inference_mode(mode == "eval"), autocast(setting.device, setting.amp):
             out = run(pixels)
-            loss = F.cross_entropy((out if isinstance(out, Tensor) else out[0]).float(), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if mode == "train":
+            own = (out if isinstance(out, Tensor) else out[0]).float()
+            F.cross_entropy(own, torch.arange(len(own), device=own.device) % own.shape[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return out
 
-    return train
+    return step
 
 
 def _timed(step: Callable[[], object], device: torch.device) -> float:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from retrofit.bench.cost import Progress, Spread
+from retrofit.bench.cost import Progress, Spread, in_turns
 from retrofit.errors import RetrofitError
 from retrofit.record import check_size
-from retrofit.utils.onnx_runtimes import Array, Run, Runtime, metadata, open_onnx
+from retrofit.utils.onnx_runtimes import Runtime, metadata, open_onnx
 
-_WARM = 2  # turns that are not timed
+_WARM = 3  # runs that are not timed
 
 
 @dataclass(frozen=True)
@@ -42,35 +43,19 @@ def measure_files(
     `threads` None leaves the number to the runtime; `progress` is called as progress(turns done, in all). A UsageError
     says that the runtime is not installed, a RetrofitError that it does not take a file.
     """
-    runners = {name: _opened(path, runtime, batch_size, threads) for name, path in files.items()}
-    times: dict[str, list[float]] = {name: [] for name in files}
-    for turn in range(_WARM + rounds):
-        for name, (run, pixels) in runners.items():
-            start = time.perf_counter()
-            run(pixels)
-            if turn >= _WARM:
-                times[name].append(time.perf_counter() - start)
-        if progress is not None and turn >= _WARM:
-            progress(turn - _WARM + 1, rounds)
-    reference = times[list(files)[-1]]
-    return [
-        FileCost(
-            name,
-            Spread.of(own),
-            files[name].stat().st_size,
-            None if own is reference else Spread.of([a / b for a, b in zip(own, reference, strict=True)]),
-        )
-        for name, own in times.items()
-    ]
+    steps = {name: _opened(path, runtime, batch_size, threads) for name, path in files.items()}
+    times = in_turns(steps, range(1, rounds + 1), rounds, torch.device("cpu"), progress)
+    return [FileCost(name, own, files[name].stat().st_size, ratio) for name, (own, ratio) in times.items()]
 
 
-def _opened(path: Path, runtime: Runtime, batch_size: int, threads: int | None) -> tuple[Run, Array]:
-    """Open a file; return what runs it, and images for it."""
+def _opened(path: Path, runtime: Runtime, batch_size: int, threads: int | None) -> Callable[[], object]:
+    """Open a file; return what runs a batch of images through it, and has done so."""
     shape = (batch_size, *_input_size(path))
     pixels = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     run = open_onnx(path, runtime, shape=shape, threads=threads, advice="export it again")
-    run(pixels)
-    return run, pixels
+    for _ in range(_WARM):
+        run(pixels)
+    return partial(run, pixels)
 
 
 def _input_size(path: Path) -> list[int]:
