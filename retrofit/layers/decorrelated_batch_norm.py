@@ -120,10 +120,8 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
 
     def reset_running_stats(self) -> None:
         """Return the running statistics to mean 0, variance 1 and no correlation, unless the layer is frozen."""
-        if self.frozen:
-            return
         super().reset_running_stats()
-        if "running_whitening" in self._buffers:
+        if not self.frozen and "running_whitening" in self._buffers:
             self.reset_running_whitening()
 
     def reset_running_whitening(self) -> None:

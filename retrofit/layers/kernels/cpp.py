@@ -11,7 +11,7 @@ them: ranks with and without the library may mix, also where a rank has no value
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from retrofit.layers import distributed
 from retrofit.layers.kernels import build, eager
 from retrofit.layers.kernels.eager import KernelOptions
 from retrofit.layers.kernels.formulas import FIELDS
-from retrofit.layers.kernels.layout import Geometry, geometry_of, side_by_side
+from retrofit.layers.kernels.layout import Geometry, geometry_of
 
 TYPES = (torch.float32, torch.bfloat16)
 _ALL, _LAST = -1, 4  # all stages in one call; the stage of `forward` that writes
@@ -148,13 +148,7 @@ def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
 
 
 def _geometry(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
-    return _geometry_of(tuple(x.shape), dims, affine) if x.dtype in TYPES else None
-
-
-@lru_cache(maxsize=1024)
-def _geometry_of(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
-    geometry = geometry_of(shape, dims, affine, library().width())
-    return None if geometry is None else side_by_side(geometry, library().width())
+    return geometry_of(tuple(x.shape), dims, affine, library().width(), True) if x.dtype in TYPES else None
 
 
 def _options(x: Tensor, options: KernelOptions) -> _COptions:

@@ -101,8 +101,12 @@ class Geometry(ctypes.Structure):
 
 
 @lru_cache(maxsize=1024)
-def geometry_of(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int) -> Geometry | None:
-    """Return the geometry of sets over `dims` for vectors of `width`, or None where sets need more loops."""
+def geometry_of(
+    shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int, beside: bool = False
+) -> Geometry | None:
+    """Return the geometry of sets over `dims` for vectors of `width`, `beside` each other where they fit (see
+    `side_by_side`); None where sets need more loops.
+    """
     *axes, lane = (
         Axis(n, math.prod(shape[d + 1 :]), math.prod(affine[d + 1 :]) if affine[d] != 1 else 0)
         for d, n in enumerate(shape)
@@ -118,7 +122,8 @@ def geometry_of(shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int
     outer = between.pop() if between else Axis(1)
     if within or between or outer.affine or (columns and lane.affine and runs.affine):
         return None
-    return Geometry(columns, outer, inner, runs, lane, math.prod(affine), 1)
+    geometry = Geometry(columns, outer, inner, runs, lane, math.prod(affine), 1)
+    return side_by_side(geometry, width) if beside else geometry
 
 
 def side_by_side(geometry: Geometry, width: int) -> Geometry:

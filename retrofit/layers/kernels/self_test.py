@@ -125,12 +125,6 @@ def _record(what: str) -> Path | None:
         return None
     kernels = Path(__file__).parent
     sources = [*sorted(kernels.glob("*.py")), *(kernels.with_name(f"{name}.py") for name in _MATHEMATICS)]
-    made_from = repr((what, torch.__version__, _triton_version(), [file.read_text() for file in sources]))
+    versions = torch.__version__, [one.version for one in importlib.metadata.distributions(name="triton")]
+    made_from = repr((what, versions, [file.read_text() for file in sources]))
     return folder / f"passed-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
-
-
-def _triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"

@@ -52,7 +52,8 @@ def test_what_passed_is_remembered_for_its_dtype_and_versions(monkeypatch: pytes
     for _ in range(3):
         assert [self_test.fault(stub, CPU, dtype) for dtype in DTYPES] == [None] * 3
     assert stub.calls == 2 * len(DTYPES)
-    monkeypatch.setattr(self_test, "_triton_version", lambda: "9.9")
+    newer = [SimpleNamespace(version="9.9")]
+    monkeypatch.setattr(self_test.importlib.metadata, "distributions", lambda name: newer if name == "triton" else [])
     assert self_test.fault(stub, CPU, torch.float32) is None
     assert stub.calls == 2 * len(DTYPES) + 2
 
