@@ -79,18 +79,10 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     for place, title in enumerate(head):
         table.add_column(title, justify="left" if place else "right", no_wrap=place < len(head) - 1)
     for *cells, last in shown:
-        table.add_row(*map(shorten, cells, widths), last)
+        table.add_row(*map(printable, cells, widths), last)
     console.print(table)
     if len(rows) > _ROWS:
         say(f"... and {len(rows) - _ROWS} more kinds; --json lists every layer")
-
-
-def shorten(text: str, width: int) -> str:
-    """Return `text` in at most `width` characters, its middle left out."""
-    if len(text) <= width:
-        return text
-    tail = (width - 1) // 2
-    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def show_lines(rows: Sequence[tuple[str, ...]]) -> None:

@@ -22,17 +22,10 @@ $ retrofit finetune resnet18-bnn.safetensors --recipe mine.yaml
 @click.group("recipes", help=HELP, invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Run `retrofit recipes`."""
-    if context.invoked_subcommand is None:
-        context.invoke(list_recipes)
-
-
-@command.command("list")
-def list_recipes() -> None:
-    """List the recipes."""
+    """Run `retrofit recipes`, which lists them."""
     from retrofit.finetune.recipe_files import recipe_summaries
 
-    for name, summary in recipe_summaries().items():
+    for name, summary in recipe_summaries().items() if context.invoked_subcommand is None else ():
         click.echo(f"{name:30}{summary}")
 
 

@@ -152,7 +152,7 @@ def diagnose(
         observers = [_Observer(probe, options, every) for probe in every_probe if probe.layer not in apart]
         _follow_activations(model, observers)
         images, clean = 0, []
-        with hooked(observer.attach() for observer in observers):
+        with hooked(one.probe.layer.register_forward_pre_hook(one.observe) for one in observers):
             for pixels, _ in passed_over("layers"):
                 scores = model(pixels)
                 if isinstance(scores, Tensor) and scores.ndim == 2:
@@ -219,11 +219,9 @@ class _Observer:
         self._before: list[float] = []
         self._pairs: list[gaussianity.FloatArray] = []
 
-    def attach(self) -> Any:
-        """Watch the layer's input."""
-        return self.probe.layer.register_forward_pre_hook(lambda _module, args: self._observe(args[0]))
-
-    def _observe(self, x: Tensor) -> None:
+    def observe(self, _layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Look at what the layer is given."""
+        x = args[0]
         y = self.probe.normalized(x)
         self._power.update(y)
         if self.activation is not None:

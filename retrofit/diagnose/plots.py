@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from retrofit.diagnose.diagnosis import FEWEST, INJECTED, Diagnosis, Layer
+from retrofit.utils.text import printable
 
 Networks = Mapping[str, Diagnosis]
 
@@ -144,7 +145,7 @@ def _qq(figure: Figure, networks: Networks) -> None:
             axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
             axes.plot(layer.plot.theoretical, layer.plot.ordered, ".", markersize=3, color=colour)
             number = diagnosis.layers.index(layer)
-            axes.set_title(f"{number}: {_short(layer.name)}\nR² {layer.plot.r2:.3f}", fontsize=8)
+            axes.set_title(f"{number}: {printable(layer.name, 20)}\nR² {layer.plot.r2:.3f}", fontsize=8)
             axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
         row[0].set_ylabel(name, fontsize=8)
     figure.supxlabel("normal quantiles")
@@ -231,7 +232,3 @@ def _legend(figure: Figure, axes: Axes) -> None:
     if labels:
         columns = 2 if max(map(len, labels)) < 28 else 1
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 20 else "…" + name[-19:]

@@ -34,7 +34,7 @@ def test_a_table_fits_and_breaks_no_word(terminal: Console) -> None:
     words = " ".join(lines).split()
     assert "BatchNorm2d" in words
     assert {"after", "residual", "addition"} <= set(words)
-    assert sum(word.startswith("Migrated") for word in words) == 1
+    assert sum(word.startswith("Migrate") for word in words) == 1
     assert ("MigratedGroupNormAct" in words) == (terminal.width == 120)
 
 
