@@ -25,19 +25,13 @@ class LightningStrength(Walk, Callback):
         self.begin(pl_module, total, trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Stand where the step is."""
+        """Stand where the step is, whatever averaging, which exchanges the weights, did to the strength."""
         self.go(trainer.global_step)
+
+    on_validation_batch_start = on_fit_end = on_train_batch_start
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Move on before anyone saves."""
         self.go(trainer.global_step)
         if self.strength is not None:
             self.log("strength", self.strength)
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Undo what averaging, which exchanges the weights for the validation, did to the strength."""
-        self.go(trainer.global_step)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Undo it in the weights that averaging leaves in the module when training ends."""
-        self.go(trainer.global_step)

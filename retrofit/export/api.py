@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from retrofit.export.report import SCHEMA, ExportReport, FoldedLayer, check_repo
 from retrofit.export.request import Examples, Fold, FoldOptions, Precision
 from retrofit.inputs import Call, Inputs
 from retrofit.layers.lambdas import lambda_values
+from retrofit.networks.artifact import common_strength
 from retrofit.record import record_of
-from retrofit.surgery.execute import strength_of
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.files import atomic_write, ensure_writable, writing
 from retrofit.utils.onnx_runtimes import Runtime
@@ -179,9 +179,7 @@ def export_onnx(
         labels = None  # of a classifier that the network had before
     preprocess = {} if record.preprocess is None else {**record.preprocess.to_dict(), "input_size": sample}
     target = record.plans[-1].to if record.plans else None
-    shared: Any = {"target": target, "strength": None, "fold": fold, "precision": precision}
-    with suppress(RetrofitError):  # several, or none
-        shared["strength"] = strength_of(model)
+    shared: Any = {"target": target, "strength": common_strength(model), "fold": fold, "precision": precision}
     name = type(examples.network).__name__ if record.source is None else str(record.source)
     facts = {"schema": SCHEMA, "retrofit": retrofit.__version__, "model": name, **shared}
     facts |= {"input_size": sample, "labels": labels, **preprocess}
@@ -308,7 +306,7 @@ def _narrowed(
         advice = "bake the network first, give other images, or raise `tolerance` if you can accept that"
         return to_int8(proto, fitted), [(reference, advice)]
     advice = "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"
-    half = reference.compare(HalfRun(exported))
+    half = reference.compare(HalfRun(exported.module()))
     if half.share == math.inf:
         raise ComparisonError(half, "values of the network overflow float16", "keep float32")
     if half.differs:

@@ -98,12 +98,7 @@ class ExportReport:
 
 
 def check_report(path: str | Path, output: str | Path, force: bool = False) -> None:
-    """Check, before any long work, that a report of the file `output` may be written at `path`.
-
-    Raises:
-        UsageError: If the name does not end in .json, or is the exported file's.
-        RetrofitError: As `ensure_writable`.
-    """
+    """Raise, before any long work, if a report of the file `output` may not be written at `path`."""
     if Path(path).suffix != ".json":
         raise UsageError(f"a report is a .json file, not {path}; give `report` a name that ends in .json")
     if ensure_writable(path, force) == ensure_writable(output, force):

@@ -22,15 +22,11 @@ from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.utils.placement import device_of
 
 _CONVERTED: dict[type[nn.Module], type[nn.Module]] = {
-    BatchNormalNorm1d: SyncBatchNormalNorm,
-    BatchNormalNorm2d: SyncBatchNormalNorm,
-    BatchNormalNorm3d: SyncBatchNormalNorm,
+    **dict.fromkeys((BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d), SyncBatchNormalNorm),
     BatchNormalNormAct2d: SyncBatchNormalNormAct,
 }
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {  # torch's own synchronization needs an accelerator
-    nn.BatchNorm1d: nn.SyncBatchNorm,
-    nn.BatchNorm2d: nn.SyncBatchNorm,
-    nn.BatchNorm3d: nn.SyncBatchNorm,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), nn.SyncBatchNorm),
     BatchNormAct2d: SyncBatchNormAct,
 }
 

@@ -14,6 +14,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, StrengthMixin
 from retrofit.utils.evaluating import evaluating
 from retrofit.utils.hooks import hooked
+from retrofit.utils.placement import device_of
 
 Fault = Literal["loss", "gradient", "state"]
 
@@ -102,7 +103,7 @@ def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
 def all_alike(model: nn.Module, images: Tensor) -> bool:
     """Whether a network answers the same to all images, (N, C, H, W); a new classifier, all zero, answers nothing."""
     with evaluating(model):
-        answers = model(images).float()
+        answers = model(images.to(device_of(model))).float()
     by_class = answers - answers.mean(dim=1, keepdim=True)
     by_image = by_class - by_class.mean(dim=0)
     return bool(by_image.abs().max() < _SAME * by_class.abs().max())

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,14 +339,9 @@ class Run:
         run_report.write_metrics(self.folder, position.rows)
         self.callback.epoch(row)  # which may look at the files
         if accuracy is not None:
-            warning = self.chance.warning(row, accuracy.images, self.validated, self._few_images)
-            if warning is not None:
+            few = partial(self.plain_images.spread, _FEW)
+            if (warning := self.chance.warning(row, accuracy.images, self.validated, few)) is not None:
                 self.callback.note(warning)
-
-    def _few_images(self) -> Tensor | None:
-        """Return a few images to show the network; None if they cannot be read."""
-        images = self.plain_images.spread(_FEW)
-        return None if images is None else images.to(self.device)
 
     def end(self) -> Result:
         """Write the networks and the picture that the run leaves behind."""

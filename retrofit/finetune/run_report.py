@@ -36,7 +36,9 @@ def write_metrics(folder: Path, rows: list[Row]) -> None:
 def draw(folder: Path, rows: list[Row]) -> str | None:
     """Draw curves.png; return why that failed, which is not worth the run."""
     try:
-        _save(_curves(rows), folder / "curves.png")
+        figure = _curves(rows)
+        with atomic_write(folder / "curves.png", force=True) as temporary:
+            figure.savefig(temporary, format="png", dpi=120)
     except Exception as error:  # of matplotlib or the disk
         return one_line(error)
     return None
@@ -56,8 +58,3 @@ def _curves(rows: list[Row]) -> Any:
             axes.legend(frameon=False)
     panels[-1].set_xlabel("epoch")
     return figure
-
-
-def _save(figure: Any, path: Path) -> None:
-    with atomic_write(path, force=True) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)

@@ -51,24 +51,6 @@ def _timm_functions() -> dict[Any, Any]:
 
 
 @cache
-def _drop_classes() -> tuple[type[nn.Module], ...]:
-    import torchvision.ops
-    from timm.layers import DropBlock2d, DropPath
-
-    dropout: type[nn.Module] = nn.modules.dropout._DropoutNd
-    return dropout, DropPath, DropBlock2d, torchvision.ops.DropBlock2d, torchvision.ops.StochasticDepth
-
-
-@cache
-def _untraced_classes() -> tuple[type[nn.Module], ...]:
-    """Classes whose forward fx cannot follow, by timm's own register."""
-    import timm.models  # noqa: F401  importing the models fills the register
-    from timm.layers import get_notrace_modules
-
-    return tuple(get_notrace_modules())
-
-
-@cache
 def wrapped_functions() -> tuple[Callable[..., Any], ...]:
     """Functions that stay one call in a graph: timm's register and functional activations, torchvision's operators."""
     import timm.models  # noqa: F401  importing the models fills the register
@@ -127,7 +109,11 @@ def is_activation(module: nn.Module) -> bool:
 
 def is_drop(module: nn.Module) -> bool:
     """Whether `module` only drops values in training: dropout, drop path, drop block."""
-    return isinstance(module, _drop_classes())
+    import torchvision.ops
+    from timm.layers import DropBlock2d, DropPath
+
+    kinds = (nn.modules.dropout._DropoutNd, DropPath, DropBlock2d)
+    return isinstance(module, (*kinds, torchvision.ops.DropBlock2d, torchvision.ops.StochasticDepth))
 
 
 def is_altered(module: nn.Module) -> bool:
@@ -156,13 +142,16 @@ def is_plain_affine(module: nn.Module) -> bool:
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for torch's modules."""
+    import timm.models  # noqa: F401  importing the models fills timm's register
+    from timm.layers import get_notrace_modules
+
     home = type(module).__module__
     if home.startswith("torchvision.ops") and next(module.children(), None) is None:
         return True  # its operators (RoIAlign, DeformConv2d, ...), but not its composites such as Conv2dNormActivation
     if home.startswith(_OURS) or is_norm(module) or is_drop(module) or is_plain_affine(module):
         return True
     # hooks see, and may change, what goes in and out
-    return is_altered(module) or isinstance(module, _untraced_classes())
+    return is_altered(module) or isinstance(module, tuple(get_notrace_modules()))
 
 
 def is_gate(module: nn.Module) -> bool:
@@ -188,11 +177,8 @@ def takes_constants(target: Any) -> bool:
 
 
 def function_module(node: fx.Node) -> nn.Module | None:
-    """The activation module that does what a functional or method call does, never in place.
-
-    Returns:
-        A fresh module with the call's constants, or None where `node` is no call of an elementwise activation with
-        constant arguments.
+    """A fresh module that does what a functional or method call of an activation does, never in place; None where
+    `node` is no such call, or its other arguments are no constants.
     """
     if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
         return None

@@ -50,18 +50,15 @@ def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
 @contextmanager
 def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Let builders raise TooLargeError, before they fill in values, for networks far larger than these tensors."""
-    most_tensors = 4 * len(tensors) + _SLACK_TENSORS
-    most_elements = 4 * sum(tensor.numel() for tensor in tensors.values()) + _SLACK_ELEMENTS
-    counts = {"tensors": 0, "modules": 0, "elements": 0}
+    most = {"tensors": 4 * len(tensors) + _SLACK_TENSORS}
+    most["modules"] = 4 * most["tensors"]
+    most["elements"] = 4 * sum(tensor.numel() for tensor in tensors.values()) + _SLACK_ELEMENTS
+    counts = dict.fromkeys(most, 0)
 
     def count(_parent: nn.Module, _name: str, child: nn.Module | Tensor | None) -> None:
         counts["tensors" if isinstance(child, Tensor) else "modules"] += 1
         counts["elements"] += child.numel() if isinstance(child, Tensor) else 0
-        if (
-            counts["tensors"] > most_tensors
-            or counts["modules"] > 4 * most_tensors
-            or counts["elements"] > most_elements
-        ):
+        if any(counts[kind] > most[kind] for kind in most):
             raise TooLargeError(
                 f"its manifest names a network far larger than the {len(tensors)} tensors that it holds"
             )

@@ -102,8 +102,7 @@ def _pickle(file: Path) -> Any:
         if zipped:
             with zipfile.ZipFile(file) as archive:
                 _check_growth(file, sum(entry.file_size for entry in archive.infolist()))  # before torch unpacks it
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except RetrofitError:
         raise

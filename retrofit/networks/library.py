@@ -189,8 +189,7 @@ def _quiet() -> Iterator[None]:
     level = hub.level
     hub.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         hub.setLevel(level)

@@ -12,14 +12,6 @@ Running statistics are constants here, part of the model that training starts fr
 private data.
 """
 
-from retrofit.opacus.fixers import fix_batch_norm
-from retrofit.opacus.samplers import affine_gradients, per_sample_gradients
-from retrofit.opacus.validators import refuse_batch_statistics, refuse_randomness
+from retrofit.opacus import fixers, samplers, validators
 
-__all__ = [
-    "affine_gradients",
-    "fix_batch_norm",
-    "per_sample_gradients",
-    "refuse_batch_statistics",
-    "refuse_randomness",
-]
+__all__ = ["fixers", "samplers", "validators"]

@@ -15,30 +15,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit import layers
 from retrofit.layers.batch_norm import BatchStatisticsMixin, RunningNormality
+from retrofit.layers.instance_norm import _InstanceNormalNorm
+from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.text import ROOT, shortlist
 
-OF_BATCHES: list[type[nn.Module]] = [
-    found for found in vars(layers).values() if inspect.isclass(found) and issubclass(found, BatchStatisticsMixin)
-]
-OF_SAMPLES: list[type[nn.Module]] = [
-    layers.FrozenBatchNorm,
-    layers.FrozenBatchNormAct,
-    layers.GroupNormalNorm,
-    layers.GroupNormalNormAct,
-    layers.InstanceNormalNorm1d,
-    layers.InstanceNormalNorm2d,
-    layers.InstanceNormalNorm3d,
-    layers.LayerNormalNorm,
-    layers.LayerNormalNorm2d,
-    layers.LayerNormalNormAct,
-    layers.LayerNormalNormAct2d,
-    layers.MigratedGroupNorm,
-    layers.MigratedGroupNormAct,
-    layers.ProxyNorm,
-    layers.WeightStandardizedConv1d,
-    layers.WeightStandardizedConv2d,
-    layers.WeightStandardizedConv3d,
-]
+_OURS = [found for found in vars(layers).values() if inspect.isclass(found)]
+_NORMS = (layers.FrozenBatchNorm, layers.GroupNormalNorm, layers.LayerNormalNorm, layers.MigratedGroupNorm)
+_INDEPENDENT = (*_NORMS, _InstanceNormalNorm, layers.ProxyNorm, WeightStandardization)
+
+OF_BATCHES: list[type[nn.Module]] = [found for found in _OURS if issubclass(found, BatchStatisticsMixin)]
+OF_SAMPLES: list[type[nn.Module]] = [found for found in _OURS if issubclass(found, _INDEPENDENT)]
 """The layers whose outputs for one sample no other sample changes."""
 
 

@@ -15,8 +15,8 @@ def silence() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")
+        ignored = warnings.catch_warnings(action="ignore")
+        with ignored, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             yield
     finally:
         logging.disable(before)

@@ -91,7 +91,7 @@ def test_a_picture_that_fails_is_a_warning(train: Train, monkeypatch: pytest.Mon
         raise ValueError("no ink\nleft")
 
     monkeypatch.setattr(run_report, "draw", DRAW)
-    monkeypatch.setattr(run_report, "_save", fail)
+    monkeypatch.setattr(run_report, "_curves", fail)
     listener = Listener()
     assert train("run", small_network("lnn", "test_vit"), epochs=1, val_split=0.0, callback=listener).finished
     assert "warning: a picture cannot be drawn (no ink left); the run is complete without it" in listener.notes

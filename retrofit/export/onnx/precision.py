@@ -102,9 +102,6 @@ class HalfRun(fx.Interpreter):
     does on a GPU. Here the result of each operation is rounded, as of hardware that accumulates in float32.
     """
 
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
-        super().__init__(program.module())
-
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """Return the arguments of a node, numbers as ONNX Runtime's converter writes them."""
         return tree_map_only(float, _as_written, super().fetch_args_kwargs_from_env(n))
