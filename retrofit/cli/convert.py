@@ -10,6 +10,7 @@ import click
 
 from retrofit.cli import options
 from retrofit.cli.console import emit, say, say_written, show_plan, waiting
+from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import RetrofitError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 
 @click.command("convert", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion"}, help=HELP)
 @options.model
-@options.target("One of the targets above.", required=True)
+@options.target(f"{', '.join(CONVERTERS)}.", required=True)
 @options.output("output", "NAME-TARGET.safetensors")
 @click.option(
     "--strength",
