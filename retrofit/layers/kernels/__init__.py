@@ -1,11 +1,10 @@
 """The kernels of normality normalization, and which of them run.
 
-`eager`, `cpp`, `triton` and `inductor` are modules with the same three functions, `forward`, `backward` and `apply`, on
-tensors in a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of them. Unset, CUDA tensors go
-through Triton and large CPU tensors through C++; small ones, and all where neither is to be had, stay eager. On a GPU
-kernels run once they have passed a self-test there; in place of those that fail come torch.compile's (inductor), and in
-place of these torch operations. The choice depends on the tensor alone, so that a run that is resumed repeats its bits.
-The log says once what was chosen for a kind of device, as a warning where it is not the fastest.
+`eager`, `cpp` and `triton` are modules with the same three functions, `forward`, `backward` and `apply`, on tensors in
+a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of them. Unset, CUDA tensors go through Triton
+and large CPU tensors through C++; small ones, and all where neither is to be had, stay eager. On a GPU Triton's kernels
+run once they have passed a self-test there. The choice depends on the tensor alone, so that a run that is resumed
+repeats its bits. The log says once what was chosen for a kind of device, as a warning where it is not the fastest.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from retrofit.layers.transforms import transformed
 _log = logging.getLogger(__name__)
 
 VARIABLE = "RETROFIT_KERNELS"
-NAMES = ("eager", "cpp", "triton", "inductor")
-_SPOKEN = {"cpp": "C++", "triton": "Triton", "inductor": "torch.compile's"}
+NAMES = ("eager", "cpp", "triton")
 _STRETCH = 32
 LARGE = 2**13
 """Elements from which compiled kernels are worth the call, and some ten seconds of building them once a machine."""
@@ -86,17 +84,13 @@ def _named() -> str:
 @cache
 def _fastest(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The fastest kernels that are there and right; says what runs, and why where it is not the fastest of all."""
-    names, where, slower = ["cpp"], "the CPU", "about 12 times"
+    name, spoken, where, slower = "cpp", "C++", "the CPU", "about 12 times"
     if device.type == "cuda":
-        names, where, slower = ["triton", "inductor"], f"GPUs in {dtype}", "several times"
-    faults: list[str] = []
-    for name in names:
-        if (fault := _fault(name, device, dtype)) is None:
-            level = logging.WARNING if faults else logging.INFO
-            _log.log(level, ": ".join([f"normality layers run {_SPOKEN[name]} kernels on {where}", *faults]))
-            return _module(name)
-        faults.append(fault)
-    _log.warning("normality layers run torch operations, %s slower, on %s: %s", slower, where, "; ".join(faults))
+        name, spoken, where, slower = "triton", "Triton", f"GPUs in {dtype}", "several times"
+    if (fault := _fault(name, device, dtype)) is None:
+        _log.info("normality layers run %s kernels on %s", spoken, where)
+        return _module(name)
+    _log.warning("normality layers run torch operations, %s slower, on %s: %s", slower, where, fault)
     return eager
 
 

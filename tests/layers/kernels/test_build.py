@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import logging
-import math
 import os
 import platform
 import subprocess
@@ -120,7 +119,7 @@ def test_a_lock_that_nobody_gives_back_is_not_waited_for_for_ever(cache: Path, m
 DAMAGES = {
     "cut short": lambda file: os.truncate(file, file.stat().st_size // 2),
     "one byte": lambda file: file.write_bytes(file.read_bytes()[:-1] + b"!"),
-    "another library": lambda file: file.write_bytes(Path(math.__file__).read_bytes()),
+    "another library": lambda file: file.write_bytes(Path(torch._C.__file__).read_bytes()),
 }
 
 
@@ -206,7 +205,7 @@ BROKEN = {
     "g++ '": "not a command",
     "/not/there": "is not there",
     WRITES.format("echo damaged >"): r"kernels\.so cannot be loaded",
-    WRITES.format(f"cp {math.__file__}"): r"kernels\.so cannot be loaded",
+    WRITES.format(f"cp {torch._C.__file__}"): r"kernels\.so cannot be loaded",
 }
 
 
