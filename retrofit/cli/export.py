@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _IMAGES = 256  # to fit on, and to check on: half each
 
-HELP = """Export MODEL to ONNX, its normalization folded, and check the file against PyTorch.
+HELP = """Export MODEL, at the strength it has, to ONNX: fold its normalization, and check the file against PyTorch.
 
 The batch is dynamic unless --batch fixes it. What differs from the network by more than the tolerance is not written.
 

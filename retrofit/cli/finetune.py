@@ -27,8 +27,8 @@ A network that is not converted is trained as it is: the control run. Unless tol
 over a tenth of the epochs, at least one, and the gradient is clipped to norm 1.
 
 Every setting below may also stand in a recipe: a YAML file, or one of those that `retrofit recipes` lists; flags win.
-The run's folder gets the resolved recipe, metrics, plots, last.safetensors, best.safetensors and the state that
---resume continues, exactly. Ctrl-C and SIGTERM save before they end the run.
+The run's folder gets the resolved recipe, metrics, plots, last.safetensors, best.safetensors (the highest top-1 of the
+epochs whose strength is nearest to its end) and the state that --resume continues, exactly. Ctrl-C and SIGTERM save before they end the run.
 
 \b
 $ retrofit convert resnet18 --to bnn --img-size 32 -o resnet18-bnn.safetensors
@@ -85,14 +85,14 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple | list):
-        return " ".join(map(_shown, value))
+        return ",".join(map(_shown, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=HELP)
-@click.argument("model", metavar="MODEL", required=False, shell_complete=options.complete_model)
+@click.argument("model", required=False, shell_complete=options.complete_model)
 @click.option("--recipe", metavar="NAME|FILE", shell_complete=options.complete_recipe, help="Settings to start from.")
 @options.output("folder", "runs/MODEL-RECIPE", metavar="DIR")
 @options.path("--resume", "Go on with the run in this folder.", metavar="DIR")
