@@ -425,15 +425,16 @@ def cells() -> Iterator[Any]:
 
     One target of each of three kinds is tried at every strength, with every command; the others at 0 and 0.5. A slow
     command is tried at strength 0.5 alone, where no layer has a simpler form, and one that is blind to layers for five
-    kinds of target, at 0.5 and 1. Folding is tried where `exact`, which folds too, is not. Without the slow tests every
-    target is converted, and the other quick commands are tried for the three kinds.
+    kinds of target, at their highest strength. Folding is tried where `exact`, which folds too, is not. Without the
+    slow tests every target is converted, and the other quick commands are tried for the three kinds.
     """
     for row in NETWORKS:
         kind = row in EVERY_STRENGTH
-        for strength in (0.0,) if row in WITHOUT_STRENGTH else STRENGTHS if kind else STRENGTHS[:2]:
+        strengths = STRENGTHS[:1] if row in WITHOUT_STRENGTH else STRENGTHS if kind else STRENGTHS[:2]
+        for strength in strengths:
             middle = strength == 0.5 or row in WITHOUT_STRENGTH
             for name in COMMANDS:
-                blind = name in BLIND and (row not in EVERY_COMMAND or not (middle or strength))
+                blind = name in BLIND and (row not in EVERY_COMMAND or strength < strengths[-1])
                 skipped = (middle or kind) == (name == "fold") or blind
                 if name in SLOW and skipped:
                     continue
