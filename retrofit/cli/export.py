@@ -22,7 +22,7 @@ _IMAGES = 256  # to fit on, and to check on: half each
 
 HELP = """Export MODEL, at the strength it has, to ONNX: fold its normalization, and check the file against PyTorch.
 
-The batch is dynamic unless --batch fixes it. What differs from the network by more than the tolerance is not written.
+The batch is dynamic unless --batch fixes it. A file that differs by more than the tolerance is not written.
 
 \b
 $ retrofit export resnet50-ln.safetensors -o resnet50.onnx

@@ -31,8 +31,8 @@ The run's folder gets the resolved recipe, metrics, plots, last.safetensors, bes
 epochs whose strength is nearest to its end) and the state that --resume continues, exactly. Ctrl-C and SIGTERM save before they end the run.
 
 \b
-$ retrofit convert resnet18 --to bnn --img-size 32 -o resnet18-bnn.safetensors
-$ retrofit finetune resnet18-bnn.safetensors --recipe digits -o runs/digits
+$ retrofit convert resnet18 --to ln --img-size 32
+$ retrofit finetune resnet18-ln.safetensors --recipe digits -o runs/digits
 $ retrofit evaluate runs/digits/best.safetensors --dataset digits
 $ retrofit finetune --resume runs/digits
 $ retrofit finetune resnet50-frozen.safetensors --data-dir DIR -b 2 --lr 1e-4 -o runs/mine

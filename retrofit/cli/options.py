@@ -260,7 +260,7 @@ plan = _stacked(
     choice(
         "--from",
         list(FAMILIES),
-        f"Convert layers of this family ({', '.join(FAMILIES)}), not the target's own; repeatable.",
+        f"Family to convert ({', '.join(FAMILIES)}; default: the target's own); repeatable.",
         "source",
         multiple=True,
         metavar="FAMILY",
