@@ -78,7 +78,7 @@ class ConversionOptions:
         int,
         ("gn", "gn-pn", "evonorm-s0"),
         "Most groups a layer gets: the largest divisor of its channels up to that (default: 8; evonorm-s0: 32). "
-        "auto: per layer the most that keep its output, measured on the images of calibrate.",
+        "auto: the most that keep a layer's output, measured on the images of calibrate.",
         words=("auto",),
         low=1,
     )

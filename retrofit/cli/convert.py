@@ -27,7 +27,7 @@ stdout.
 
 Targets: frozen (the constants of evaluation); ln, gn (statistics of each image); ln-pn, gn-pn (the activation
 normalized too); bnn, lnn, gnn, inn, normal (a power transform behind the norm); dbn, dbnn (whitening); evonorm-s0,
-frn-tlu (timm's layers, which have no strength: the outputs change, and it is said by how much).
+frn-tlu (timm's layers, without strength: the outputs change, and convert prints by how much).
 
 \b
 $ retrofit convert resnet50 --to bnn

@@ -99,7 +99,7 @@ class Recipe(BaseModel):
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
     clip_grad: NotNegative | None = Field(1.0, description="Largest norm of the gradient; 0: any.")
     sched: Annotated[str, StringConstraints(to_lower=True)] = Field(
-        "cosine", description="timm's schedule of the rate; constant has a warm-up, none has not."
+        "cosine", description="timm's schedule of the rate; constant (with warm-up), none (without)."
     )
     warmup_epochs: NotNegative | None = Field(
         None, description="Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it)."
