@@ -27,9 +27,9 @@ A network that is not converted is trained as it is: the control run. Unless tol
 over a tenth of the epochs, at least one, and the gradient is clipped to norm 1.
 
 Every setting below may also stand in a recipe: a YAML file, or one of those that `retrofit recipes` lists; flags win.
-The run's folder gets the resolved recipe, metrics, plots, last.safetensors,
-best.safetensors (the highest top-1 of the epochs whose strength is nearest to its end) and the state that --resume
-continues, exactly. Ctrl-C and SIGTERM save before they end the run.
+The run's folder gets the resolved recipe, metrics, plots, last.safetensors, best.safetensors (the highest top-1 of the
+epochs whose strength is nearest to its end) and the state that --resume continues, exactly. Ctrl-C and SIGTERM save
+before they end the run.
 
 \b
 $ retrofit convert resnet18 --to ln --img-size 32

@@ -23,10 +23,11 @@ $ retrofit finetune resnet18-bnn.safetensors --recipe mine.yaml
 @click.pass_context
 def command(context: click.Context) -> None:
     """Run `retrofit recipes`, which lists them."""
-    from retrofit.finetune.recipe_files import recipe_summaries
+    if context.invoked_subcommand is None:
+        from retrofit.finetune.recipe_files import recipe_summaries
 
-    for name, summary in recipe_summaries().items() if context.invoked_subcommand is None else ():
-        click.echo(f"{name:30}{summary}")
+        for name, summary in recipe_summaries().items():
+            click.echo(f"{name:30}{summary}")
 
 
 @command.command("show")

@@ -119,8 +119,9 @@ def test_on_this_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_broken_is_replaced_and_it_is_said_once(
     fault: str | None, chosen: str, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    known = {("retrofit.layers.kernels.triton", GPU, torch.bfloat16): fault}
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(self_test, "fault", lambda module, device, dtype: fault)
+    monkeypatch.setattr(self_test, "fault", lambda module, *where: known[module.__name__, *where])
     kernels._fault.cache_clear(), kernels._fastest.cache_clear()
     x = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.bfloat16)
     assert [kernels.choose(x).__name__.rpartition(".")[2] for _ in range(3)] == [chosen] * 3
