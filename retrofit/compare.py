@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, stages
-from retrofit.utils.evaluating import undisturbed
-from retrofit.utils.hooks import hooked
+from retrofit.utils.running import hooked, undisturbed
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-4

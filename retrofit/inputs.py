@@ -16,9 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import record_of
-from retrofit.utils.evaluating import undisturbed
-from retrofit.utils.hooks import hooked
-from retrofit.utils.placement import placement_of
+from retrofit.utils.running import hooked, placement_of, undisturbed
 from retrofit.utils.text import with_class
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]

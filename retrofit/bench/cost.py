@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from retrofit.errors import RetrofitError
-from retrofit.utils.placement import autocast
+from retrofit.utils.running import autocast
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")

@@ -42,7 +42,7 @@ def command(model: str, against: str | None, folder: Path | None, force: bool, a
     from retrofit.diagnose import DiagnosisOptions, check_folder, diagnose, labelled_batches, sentences, write_report
     from retrofit.evaluation.attack import attack_on
     from retrofit.networks.manifest import artifact_path
-    from retrofit.utils.placement import device_named
+    from retrofit.utils.running import device_named
 
     place, attack = device_named(given["device"]), (given.pop("attack"), given.pop("eps"))
     folder = folder or Path(f"{file_stem(model)}-diagnosis")

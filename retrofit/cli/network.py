@@ -69,7 +69,7 @@ def read_calibration(given: dict[str, Any], network: Network, images: int = 128)
 
 def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
     """Take where to run, and in which mixed precision, out of what a command was given."""
-    from retrofit.utils.placement import device_named, mixed_precision
+    from retrofit.utils.running import device_named, mixed_precision
 
     device = device_named(given.pop("device"))
     return device, mixed_precision(device, given.pop("amp"), given.pop("amp_dtype"))

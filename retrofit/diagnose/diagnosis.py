@@ -27,10 +27,7 @@ from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm
 from retrofit.layers.lambdas import lambda_values
 from retrofit.networks.models import Network
-from retrofit.utils.batches import without_image_rows
-from retrofit.utils.evaluating import evaluating
-from retrofit.utils.hooks import hooked
-from retrofit.utils.placement import device_of
+from retrofit.utils.running import device_of, evaluating, hooked, without_image_rows
 from retrofit.utils.text import shortlist
 
 Batch = tuple[Tensor, "Tensor | None"]

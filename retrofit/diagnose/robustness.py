@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from retrofit.diagnose.probe import Probe
 from retrofit.evaluation.attack import Attack
-from retrofit.utils.hooks import hooked
+from retrofit.utils.running import hooked
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torch.nn import functional
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.attack import Attack
 from retrofit.images.worker_signals import heed_no_signals
-from retrofit.utils.evaluating import evaluating
-from retrofit.utils.placement import autocast
+from retrofit.utils.running import autocast, evaluating
 from retrofit.utils.text import plural, shortlist
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from retrofit.inputs import Call, Inputs
 from retrofit.layers.lambdas import lambda_values
 from retrofit.networks.artifact import common_strength
 from retrofit.record import record_of
-from retrofit.utils.evaluating import evaluating
 from retrofit.utils.files import atomic_write, ensure_writable, writing
 from retrofit.utils.onnx_runtimes import Runtime
+from retrofit.utils.running import evaluating
 from retrofit.utils.text import json_text
 
 NARROW = {"float16": 0.02, "int8": 0.3}  # tolerances

@@ -25,10 +25,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.layers.weight_standardization import WeightStandardization
-from retrofit.utils.batches import images_of
-from retrofit.utils.evaluating import evaluating, kept_values, put_back
-from retrofit.utils.hooks import hooked
-from retrofit.utils.placement import placement_of
+from retrofit.utils.running import evaluating, hooked, images_of, kept_values, placement_of, put_back
 from retrofit.utils.text import one_line, plural
 
 TOLERANCE = 0.1

@@ -25,9 +25,7 @@ from retrofit.layers.forms import EstimatedTransform, GroupConvolution, Migrated
 from retrofit.layers.frozen_batch_norm import PlainAffine
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
-from retrofit.utils.evaluating import copied
-from retrofit.utils.placement import device_of
-from retrofit.utils.silence import silence
+from retrofit.utils.running import copied, device_of, silence
 from retrofit.utils.text import cause_of
 
 _KINDS = {

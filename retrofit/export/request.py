@@ -16,10 +16,8 @@ from retrofit.errors import UsageError
 from retrofit.export.approximation.fit import MAX_SIZE
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.record import unwrapped
-from retrofit.utils.batches import images_of
-from retrofit.utils.evaluating import copied
 from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
-from retrofit.utils.placement import placement_of
+from retrofit.utils.running import copied, images_of, placement_of
 
 Fold = Literal["exact", "poly"]
 Precision = Literal["float32", "float16", "int8"]

@@ -19,7 +19,7 @@ from retrofit.layers import (
     SyncBatchNormalNormAct,
 )
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
-from retrofit.utils.placement import device_of
+from retrofit.utils.running import device_of
 
 _CONVERTED: dict[type[nn.Module], type[nn.Module]] = {
     **dict.fromkeys((BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d), SyncBatchNormalNorm),

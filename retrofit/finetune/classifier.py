@@ -18,7 +18,7 @@ from retrofit.networks.library import build, with_options
 from retrofit.networks.models import Network
 from retrofit.networks.tensors import set_training_settings, tensors_of, training_settings
 from retrofit.record import set_record
-from retrofit.utils.evaluating import evaluating
+from retrofit.utils.running import evaluating
 from retrofit.utils.text import one_line, plural, shortlist
 
 

@@ -12,9 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, StrengthMixin
-from retrofit.utils.evaluating import evaluating
-from retrofit.utils.hooks import hooked
-from retrofit.utils.placement import device_of
+from retrofit.utils.running import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
 

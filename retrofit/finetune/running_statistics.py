@@ -15,9 +15,7 @@ from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
-from retrofit.utils.batches import input_of
-from retrofit.utils.evaluating import evaluating, modes_kept
-from retrofit.utils.hooks import hooked
+from retrofit.utils.running import evaluating, hooked, input_of, modes_kept
 
 _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.utils.evaluating import modes_kept
+from retrofit.utils.running import modes_kept
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _CONDITIONS = 6  # on one path

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.normality_norm import estimate
-from retrofit.utils.hooks import hooked
+from retrofit.utils.running import hooked
 
 
 def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:

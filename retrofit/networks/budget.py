@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from retrofit.errors import RetrofitError
-from retrofit.utils.hooks import hooked
+from retrofit.utils.running import hooked
 
 # Builders make a few tensors that they replace or drop, and modules without tensors.
 _SLACK_TENSORS, _SLACK_ELEMENTS = 1_000, 10_000_000

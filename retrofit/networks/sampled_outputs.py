@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from retrofit.compare import tensors_of
 from retrofit.inputs import Call, input_shapes, is_detector
 from retrofit.record import check_size
-from retrofit.utils.evaluating import undisturbed
-from retrofit.utils.hooks import hooked
-from retrofit.utils.placement import placement_of
+from retrofit.utils.running import hooked, placement_of, undisturbed
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-3  # of the largest value: AVX2 and AVX-512 differ by some 1e-6 of it an operation

@@ -22,7 +22,7 @@ from retrofit.surgery.execute import apply, strength_layers, unchanged_on_failur
 from retrofit.surgery.families import find_norms, functional_norms
 from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import Patterns, plan_and_sites
-from retrofit.utils.batches import images_of
+from retrofit.utils.running import images_of
 from retrofit.utils.text import plural, shortlist
 
 _HALF = {torch.float16, torch.bfloat16}

@@ -17,8 +17,7 @@ from retrofit.surgery.activations import sites_of
 from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.plan_and_report import Plan, Report
-from retrofit.utils.evaluating import kept_values, put_back
-from retrofit.utils.placement import device_of
+from retrofit.utils.running import device_of, kept_values, put_back
 from retrofit.utils.text import plural
 
 

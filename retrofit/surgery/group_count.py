@@ -15,9 +15,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.decorrelated_batch_norm import largest_divisor
 from retrofit.layers.migrated_group_norm import group_gain, migrated_group_norm, settled_eps
 from retrofit.surgery.families import NormLayer
-from retrofit.utils.batches import images_of
-from retrofit.utils.evaluating import evaluating
-from retrofit.utils.hooks import hooked
+from retrofit.utils.running import evaluating, hooked, images_of
 
 GROUP_TOLERANCE = 0.08  # largest relative change of a layer's output that `most_groups` accepts
 MOST_GROUPS = 32

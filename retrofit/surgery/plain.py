@@ -28,7 +28,7 @@ from retrofit.layers.linear_map import LinearMap
 from retrofit.record import set_record
 from retrofit.surgery import guards
 from retrofit.surgery.conversion import reference_of
-from retrofit.utils.evaluating import copied
+from retrofit.utils.running import copied
 from retrofit.utils.text import plural, shortlist
 
 

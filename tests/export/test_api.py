@@ -22,7 +22,7 @@ import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export import api
 from retrofit.export.onnx import write
-from retrofit.utils.silence import silence
+from retrofit.utils.running import silence
 from tests.export.networks import norm
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import termination_unwinds
-from retrofit.utils.silence import silence
+from retrofit.utils.running import silence
 from retrofit.utils.text import one_line
 
 _QUANTIZED = ["Conv", "Gemm", "MatMul", "Mul", "Relu", "Clip", "Add", "Concat"]

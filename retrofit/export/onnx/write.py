@@ -21,7 +21,7 @@ from retrofit.errors import RetrofitError
 from retrofit.export.capture import Program
 from retrofit.utils.files import OLD, atomic_write, ensure_writable, temporary_folder, writing
 from retrofit.utils.onnx_runtimes import open_onnx
-from retrofit.utils.silence import silence
+from retrofit.utils.running import silence
 from retrofit.utils.text import cause_of, one_line
 
 OPSETS = range(18, 23)  # those that this is tested with

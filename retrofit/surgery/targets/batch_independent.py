@@ -25,7 +25,7 @@ from retrofit.surgery.convolutions import describe, plan_convolutions, standardi
 from retrofit.surgery.families import NormLayer
 from retrofit.surgery.group_count import group_count, most_groups
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
-from retrofit.utils.placement import device_of
+from retrofit.utils.running import device_of
 from retrofit.utils.text import plural
 
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")

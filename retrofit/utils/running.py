@@ -1,0 +1,184 @@
+"""Run a network of anyone: where it lies, what it takes, what passes through it, and how it is left as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from io import StringIO
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.utils.text import one_line
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a network's first tensor; the CPU for a network without any."""
+    return next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+
+
+def placement_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the dtype that a network's input should have: `batch.to(*placement_of(model))`."""
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return device_of(model), next(dtypes, torch.float32)
+
+
+def device_named(name: str | None) -> torch.device:
+    """Return a device to run on, by default a GPU if there is one; a UsageError says that there is no such device."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError, ...
+        why = one_line(error).rstrip(".")
+        raise UsageError(f"cannot use `device={name!r}` ({why}); leave it out or use cpu") from error
+
+
+def mixed_precision(device: torch.device, amp: bool, amp_dtype: str | None) -> torch.dtype | None:
+    """Return the data type of mixed precision, by default bfloat16 on a CPU and else float16; None for none.
+
+    A data type without `amp` is a UsageError.
+    """
+    if amp_dtype is not None and not amp:
+        raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")
+    half = amp_dtype or ("bfloat16" if device.type == "cpu" else "float16")
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}[half] if amp else None
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Run what follows in mixed precision; as it is if `dtype` is None."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def input_of(batch: Any) -> Any:
+    """Return what a network takes of a batch as a loader gives it: its first entry, or all of it."""
+    return batch[0] if isinstance(batch, list | tuple) and batch else batch
+
+
+def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tensor]:
+    """Yield the images of each batch: a tensor (N, C, H, W), or the first entry of a list or tuple, as loaders give it.
+
+    A single tensor is one batch. `name` is the argument, for messages. A UsageError says that something else is given,
+    a RetrofitError that a batch holds NaN or infinity, of which a fit would be wrong without a word.
+    """
+    takes = f"`{name}` takes batches of images, tensors (N, C, H, W)"
+    if not isinstance(batches, Iterable):
+        raise UsageError(f"{takes}; got {type(batches).__name__}")
+    for number, batch in enumerate([batches] if isinstance(batches, Tensor) else batches, 1):
+        images = input_of(batch)
+        if not isinstance(images, Tensor) or images.ndim < 2:
+            what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            raise UsageError(f"{takes}; batch {number} is {what}")
+        if not images.isfinite().all():
+            raise RetrofitError(f"batch {number} of `{name}` holds NaN or infinity; mend how its images are prepared")
+        yield images
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Register hooks, `layer.register_forward_hook(look) for layer in layers`, and remove them when the body ends."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle)
+        yield
+
+
+def without_image_rows(run: Callable[[Tensor], Any], layers: Collection[nn.Module], image: Tensor) -> set[nn.Module]:
+    """Return the layers whose outputs do not have twice as many rows for two images as for one, (1, C, H, W).
+
+    Such are layers of transformers that take (tokens, images, channels), and a norm of parameters alone. A layer that
+    is not called is not among them. `run` is the network, in evaluation.
+    """
+    rows: list[dict[nn.Module, int]] = []
+
+    def count(layer: nn.Module, _args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.ndim:
+            rows[-1].setdefault(layer, len(out))
+
+    with hooked(layer.register_forward_hook(count) for layer in layers):
+        for images in (image, torch.cat([image, image])):
+            rows.append({})
+            run(images)
+    return {layer for layer, one in rows[0].items() if rows[1].get(layer) != 2 * one}
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Keep warnings, log lines and prints from the user: an exporter prints whole a network that it fails on."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        ignored = warnings.catch_warnings(action="ignore")
+        with ignored, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Put each module's mode back afterwards, by `train`, where torchvision's feature extractors change their graph."""
+    modes = [(module, module.training) for module in model.modules()]  # parents first
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            if module.training != training:
+                module.train(training)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode without gradients, and every module's mode back afterwards."""
+    with modes_kept(model), torch.no_grad():
+        model.eval()
+        yield
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluate a network, and leave its modes, its buffers and the random state as they were.
+
+    What is compiled runs uncompiled: compiled code calls the hooks alone that were there when it was traced.
+    """
+    device = device_of(model)
+    kind, devices = ("cuda", []) if device.type in ("cpu", "meta") else (device.type, [device])
+    buffers = kept_values(model.buffers())
+    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with evaluating(model), eager, torch.random.fork_rng(devices, device_type=kind):
+        try:
+            yield
+        finally:
+            put_back(buffers)
+
+
+def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int | None, Tensor]]:
+    """Remember the values of some tensors, for `put_back`."""
+    return [(t, None if t.is_inference() else t._version, t.detach().clone()) for t in tensors if not t.is_meta]
+
+
+def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
+    """Give tensors that were written to since `kept_values` their former values."""
+    with torch.no_grad():
+        for tensor, version, former in values:
+            if version is None or tensor._version != version:
+                tensor.copy_(former)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a network; raise RetrofitError if it holds computed tensors, as pruned layers do."""
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise RetrofitError(
+            "the network cannot be copied: it holds tensors that were computed, as pruned layers do; make them "
+            f"permanent first, by torch.nn.utils.prune.remove for example ({one_line(error)[:100]})"
+        ) from error
