@@ -25,7 +25,7 @@ from retrofit.evaluation.attack import Attack
 from retrofit.graph.sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm
-from retrofit.layers.lambdas import lambda_values
+from retrofit.layers.base import lambda_values
 from retrofit.networks.models import Network
 from retrofit.utils.running import device_of, evaluating, hooked, without_image_rows
 from retrofit.utils.text import shortlist

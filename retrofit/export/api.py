@@ -29,7 +29,7 @@ from retrofit.export.power_forms import POWER, Polynomial
 from retrofit.export.report import SCHEMA, ExportReport, FoldedLayer, check_report
 from retrofit.export.request import Examples, Fold, FoldOptions, Precision
 from retrofit.inputs import Call, Inputs
-from retrofit.layers.lambdas import lambda_values
+from retrofit.layers.base import lambda_values
 from retrofit.networks.artifact import common_strength
 from retrofit.record import record_of
 from retrofit.utils.files import atomic_write, ensure_writable, writing

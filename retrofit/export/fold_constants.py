@@ -34,9 +34,8 @@ from retrofit.export.nodes import (
     users_of,
 )
 from retrofit.export.power_forms import POWER, one_branch
-from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.constant_maps import ChannelMap, LinearMap
 from retrofit.layers.forms import ChannelAffine, ConstantNorm, TwoBranch
-from retrofit.layers.linear_map import LinearMap
 
 _NORM = ATEN._native_batch_norm_legit_no_training.default
 _SUMS = {ATEN.add.Tensor: 1.0, ATEN.sub.Tensor: -1.0}

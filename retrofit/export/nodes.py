@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from retrofit.layers.linear_map import LinearMap
+from retrofit.layers.constant_maps import LinearMap
 
 ATEN = torch.ops.aten
 _TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)

@@ -20,17 +20,25 @@ from retrofit.layers.decorrelated_batch_norm import (
     DecorrelatedBatchNormalNormAct2d,
 )
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.layers.group_norm import GroupNormalNorm, GroupNormalNormAct
-from retrofit.layers.instance_norm import InstanceNormalNorm1d, InstanceNormalNorm2d, InstanceNormalNorm3d
-from retrofit.layers.layer_norm import LayerNormalNorm, LayerNormalNorm2d, LayerNormalNormAct, LayerNormalNormAct2d
 from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct, migrated_group_norm
+from retrofit.layers.power_transform import yeo_johnson
 from retrofit.layers.proxy_norm import ProxyNorm
+from retrofit.layers.sample_norms import (
+    GroupNormalNorm,
+    GroupNormalNormAct,
+    InstanceNormalNorm1d,
+    InstanceNormalNorm2d,
+    InstanceNormalNorm3d,
+    LayerNormalNorm,
+    LayerNormalNorm2d,
+    LayerNormalNormAct,
+    LayerNormalNormAct2d,
+)
 from retrofit.layers.weight_standardization import (
     WeightStandardizedConv1d,
     WeightStandardizedConv2d,
     WeightStandardizedConv3d,
 )
-from retrofit.layers.yeo_johnson import yeo_johnson
 
 __all__ = [
     "BatchNormalNorm1d",

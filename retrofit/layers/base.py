@@ -7,6 +7,7 @@ layer, as the p of a dropout does.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, Self, get_args
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from retrofit.errors import UsageError
-from retrofit.layers.converted_layer import ConvertedLayer, library_class, no_plain_layer
+from retrofit.layers.converted_layer import ConvertedLayer, hold_settings, library_class, no_plain_layer
 from retrofit.layers.forms import EstimatedTransform, constants_of
-from retrofit.layers.normality_norm import NoiseKind, NormalityOptions, Statistics, normality_norm
-from retrofit.layers.settings import hold_settings
+from retrofit.layers.normality_norm import NoiseKind, NormalityOptions, Statistics, estimate, normality_norm
 from retrofit.layers.transforms import transformed
+from retrofit.utils.running import hooked
 
 _UNIT = 2.0**-40
 _SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of 0.01
@@ -218,6 +219,34 @@ class NormalityMixin(StrengthMixin):
         usual = {"noise_kind": "scaled", "alpha": 1.0}
         extra = [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
         return ", ".join([super().extra_repr(), f"noise={self.noise:g}", *extra])
+
+
+def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the lambda estimates of each normality-normalized layer of a network in evaluation, whatever its strength.
+
+    By layer name, in the order of registration, one value a normalized set: the running average where the layer keeps
+    one, else the estimates on `images`, (N, C, H, W). Without images the layers that need them are left out.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, NormalityMixin)}
+    values: dict[str, list[Tensor]] = {name: [] for name in layers}
+
+    def collect(name: str, layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
+        sets, dim = layer.normalized_sets(inputs[0].float())
+        var, mean = torch.var_mean(sets, dim, correction=0, keepdim=True)
+        lmbda = estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim)
+        values[name].append(lmbda.flatten().cpu())
+
+    estimating = {}
+    for name, layer in layers.items():
+        if (running := getattr(layer, "running_lambda", None)) is not None:
+            values[name] = [running.detach().float().cpu()]
+        else:
+            estimating[name] = layer
+    if estimating and images is not None:
+        watched = hooked(layer.register_forward_pre_hook(partial(collect, name)) for name, layer in estimating.items())
+        with watched, torch.no_grad():
+            model(images)
+    return {name: torch.cat(found) for name, found in values.items() if found}
 
 
 def shown(name: str, value: Tensor) -> str:

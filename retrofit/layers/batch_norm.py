@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.base import NormalityMixin, StrengthMixin
-from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
+from retrofit.layers.forms import Sets, batch_sets
 from retrofit.layers.frozen_batch_norm import trained_affine
 from retrofit.layers.normality_norm import Statistics, apply_statistics
-from retrofit.layers.normalized_sets import Sets, batch_sets
 from retrofit.layers.transforms import transformed
 
 _INSTEAD = {

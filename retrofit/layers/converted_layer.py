@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import _forward_unimplemented
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.forms import channel_form, constant_copy, in_sequence
-from retrofit.layers.normalized_sets import Sets, no_sets
-from retrofit.layers.settings import SettingsMixin
+from retrofit.layers.constant_maps import ChannelMap
+from retrofit.layers.forms import Sets, channel_form, constant_copy, in_sequence, trailing_sets
+
+_SETTING = "setting_"  # in the name of a buffer that holds one
 
 
-class ConvertedLayer(SettingsMixin):
+class ConvertedLayer(nn.Module):
     """A layer of ours, which says what it is in the layers of torch and timm, and in plain operations.
 
     A trace by fx records it as one call. Inside, a trace would fail at the first look at a shape; and what is no longer
@@ -96,15 +96,23 @@ class ConvertedLayer(SettingsMixin):
 
     def _sets(self) -> Sets:
         """Return the function that views an input so."""
-        return no_sets
+        return partial(trailing_sets, 0)
 
     def fused_modules(self) -> list[nn.Module]:
         """Return the dropout and the activation of a fused layer, in the order in which they follow."""
         return []
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        _write_settings(self)
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        _read_settings(self, *args)
+        super()._load_from_state_dict(*args)
+
 
 def _recording(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
+    @wraps(forward)
     def wrapper(self: nn.Module, x: Any) -> Any:
         tracer: Any = x.tracer if isinstance(x, fx.Proxy) else None
         if tracer is not None and (name := tracer.path_of_module(self)):
@@ -141,6 +149,56 @@ def reset_affine(layer: Any) -> None:
         nn.init.ones_(layer.weight)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
+
+
+def hold_settings(module: nn.Module, settings: Mapping[str, Callable[[float], Any]], device: Any = None) -> None:
+    """Let the state dict of a layer hold attributes that its function depends on and no shape shows, each as a 0-dim
+    buffer: `layer.groups` as `setting_groups`. A layer that loads another's state dict becomes that function; a state
+    dict that lacks the setting leaves the layer's own. `settings` has for each attribute a function that makes its
+    value of a stored number, or raises a ValueError.
+    """
+    if not isinstance(
+        module, ConvertedLayer
+    ):  # which does so by its methods: a converted layer takes its source's hooks
+        module.register_state_dict_pre_hook(_write_settings)
+        module.register_load_state_dict_pre_hook(_read_settings)
+    vars(module)["_held_settings"] = dict(settings)
+    for name in settings:
+        module.register_buffer(_SETTING + name, torch.zeros((), dtype=torch.float32, device=device))
+    _write_settings(module)  # a trace saves the buffers as they are
+
+
+def check_groups(channels: int, groups: float) -> int:
+    """Return the whole number of groups if it divides the channels; averages of state dicts are rounded."""
+    whole = round(groups)
+    if abs(groups - whole) > 1e-3 or whole < 1 or channels % whole:
+        raise ValueError(f"{groups:g} groups do not divide {channels} channels")
+    return whole
+
+
+@torch.no_grad()
+def _write_settings(module: nn.Module, *_: Any) -> None:
+    """Bring the buffers up to date with the attributes, before they are saved."""
+    for name in vars(module).get("_held_settings", ()):
+        value, buffer = getattr(module, name), module.get_buffer(_SETTING + name)
+        module._buffers[_SETTING + name] = (
+            torch.full_like(buffer, value) if buffer.is_inference() else buffer.fill_(value)
+        )
+
+
+def _read_settings(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Set the attributes by what is about to be loaded; a value that the stored type rounds stays exact."""
+    _write_settings(module)
+    for name, check in vars(module).get("_held_settings", {}).items():
+        key, own = prefix + _SETTING + name, torch.tensor(getattr(module, name), dtype=torch.float32, device="cpu")
+        stored = state_dict.setdefault(key, module._buffers[_SETTING + name])
+        if not isinstance(stored, Tensor) or stored.numel() != 1 or stored.is_meta:
+            continue
+        if (number := stored.item()) != own.to(stored.dtype).item():
+            try:
+                setattr(module, name, check(number))
+            except (ValueError, OverflowError) as error:
+                rest[-1].append(f"{key} holds {number}: {error}")
 
 
 class _ThenActivate(ConvertedLayer):

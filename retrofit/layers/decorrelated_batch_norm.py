@@ -21,14 +21,13 @@ from retrofit.layers.batch_norm import (
     RunningStatistics,
     _BatchNormalNorm,
 )
-from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form
 from retrofit.layers.kernels.formulas import affine
-from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize
-from retrofit.layers.normalized_sets import Sets, batch_sets, memory_format_of
+from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize, memory_format_of
+from retrofit.layers.power_transform import yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
-from retrofit.layers.yeo_johnson import yeo_johnson
 
 GROUP_SIZE = 16
 
@@ -108,6 +107,7 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
     group_size: int
     running_covariance: Tensor | None
     running_whitening: Tensor | None
+    _sets = _BatchNormalNorm._sets
 
     def __init__(self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
@@ -166,9 +166,6 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
             return None
         scale = scale.flatten()
         return replace(self._behind_whitening(), scale=scale, shift=-self.running_mean.double() * scale)
-
-    def _sets(self) -> Sets:
-        return batch_sets
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the source's layer, at strength 0; refuse any other."""

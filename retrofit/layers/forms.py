@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.lambda_estimate import MIN_CURVATURE, step_bounds
-from retrofit.layers.normalized_sets import Sets
+from retrofit.layers.constant_maps import ChannelMap
+from retrofit.layers.power_transform import MIN_CURVATURE, step_bounds
 
 NORM_EPS = 2.0**-10  # of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0
 STEEP = 1e12  # |h| below its inverse is as good as zero
@@ -30,6 +29,30 @@ SMALL_POWER = 0.05  # (exp(p * l) - 1) / p loses a digit in float32 where |p| is
 _SMALLEST_HALF = 2.0**-14  # of the normal numbers of float16
 _TINY = 1.5 * 2.0**-24  # not 0 in float16, and in float32 no difference between 1 and a number beside it
 _SHARE = 0.125  # of d in sums of squares, which overflow float16 for |h| above 80 without it
+
+
+Sets = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
+"""A view of a layer's input, and the dimensions that span a normalized set there."""
+
+
+def batch_sets(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Each channel of (N, C, *) over (N, *)."""
+    return x, (0, *range(2, x.ndim))
+
+
+def channel_sets(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Each position of (N, C, *) over C."""
+    return x, (1,)
+
+
+def trailing_sets(count: int, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Each sample over its last `count` dimensions."""
+    return x, tuple(range(x.ndim - count, x.ndim))
+
+
+def group_sets(groups: int, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Each sample and group of channels of (N, C, *) over (C / groups, *)."""
+    return x.unflatten(1, (groups, -1)), tuple(range(2, x.ndim + 1))
 
 
 def channel_view(values: Tensor, x: Tensor) -> Tensor:
@@ -260,7 +283,7 @@ def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, 
 def _newton_step(
     h: Tensor, a: Tensor, log: Tensor, signed: Tensor, v: Tensor, dims: tuple[int, ...], extremes: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Return lambda - 1 of each set: `lambda_estimate.first_step` in operations that every runtime has."""
+    """Return lambda - 1 of each set: `power_transform.first_step` in operations that every runtime has."""
 
     def mean(values: Tensor) -> Tensor:
         return values.mean(dims, keepdim=True)

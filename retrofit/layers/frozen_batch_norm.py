@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import ConvertedLayer, _ThenActivate, reset_affine
 from retrofit.layers.forms import ChannelAffine
 

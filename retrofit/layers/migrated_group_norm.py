@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.layers.base import StrengthMixin, shown
-from retrofit.layers.channel_map import ChannelMap
-from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
-from retrofit.layers.forms import ConstantNorm, MigratedForm
+from retrofit.layers.constant_maps import ChannelMap
+from retrofit.layers.converted_layer import _ThenActivate, check_groups, hold_settings, no_plain_layer
+from retrofit.layers.forms import ConstantNorm, MigratedForm, Sets, group_sets
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.normality_norm import compute_dtype
-from retrofit.layers.normalized_sets import Sets, group_sets
-from retrofit.layers.settings import check_groups, hold_settings
 from retrofit.layers.transforms import differentiable_once, transformed
 
 

@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from retrofit.layers import kernels
-from retrofit.layers.distributed import Reductions
 from retrofit.layers.kernels import formulas
 from retrofit.layers.kernels.eager import KernelOptions, blocks
 from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
-from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds
+from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
-from retrofit.layers.yeo_johnson import yeo_johnson
 
 __all__ = ["NoiseKind", "NormalityOptions", "Statistics", "apply_statistics", "compute_dtype", "normality_norm"]
 
@@ -46,6 +44,14 @@ class Statistics(NamedTuple):
     var: Tensor
     lmbda: Tensor
     size: Tensor | int
+
+
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Return channels_last where that is how `x` lies, and not otherwise contiguous."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
 
 
 def apply_statistics(
@@ -198,8 +204,7 @@ def gaussianize(
 
 def estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
     """Return the lambda of each set of standardised values, `dim` kept as size one, by differentiable operations."""
-    over = Reductions(dim)
-    return 1 + first_step(h, over.means, step_bounds(*over.extremes(h.detach()))).step
+    return 1 + first_step(h, Reductions(dim)).step
 
 
 class _OneStep(torch.autograd.Function):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.base import StrengthMixin, shown
+from retrofit.layers.converted_layer import hold_settings
 from retrofit.layers.forms import ChannelAffine, FunctionModule, constant_copy
 from retrofit.layers.frozen_batch_norm import ConstantAffine
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.normality_norm import compute_dtype
-from retrofit.layers.settings import hold_settings
 
 
 class ProxyNorm(StrengthMixin):

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from retrofit import layers
 from retrofit.layers.batch_norm import BatchStatisticsMixin, RunningNormality
-from retrofit.layers.instance_norm import _InstanceNormalNorm
+from retrofit.layers.sample_norms import _InstanceNormalNorm
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.text import ROOT, shortlist
 

@@ -22,9 +22,9 @@ from retrofit.graph.kinds import is_altered
 from retrofit.graph.rewrite import replace_module
 from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
+from retrofit.layers.constant_maps import LinearMap
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
-from retrofit.layers.linear_map import LinearMap
 from retrofit.record import set_record
 from retrofit.surgery import guards
 from retrofit.surgery.conversion import reference_of

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from retrofit.export.approximation.sample import WeightedSample
 from retrofit.export.nodes import Transform
 from retrofit.export.power_forms import Polynomial, limits
-from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.forms import ChannelAffine
-from retrofit.layers.yeo_johnson import yeo_johnson
+from retrofit.layers.power_transform import yeo_johnson
 
 MAX_SIZE = 8  # largest degree of a polynomial, and largest number of lines
 _ROOM = 0.5  # of the data's range, at most, between it and a root below: a polynomial is to see more than a sliver

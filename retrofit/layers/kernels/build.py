@@ -23,13 +23,13 @@ from pathlib import Path
 
 import torch
 
-from retrofit.layers import lambda_estimate
+from retrofit.layers import power_transform
 from retrofit.layers.kernels import cache_folder
 
 _log = logging.getLogger(__name__)
 _SOURCES = [Path(__file__).with_name(name) for name in ("normality.cpp", "channelwise.cpp", "vectors.h")]
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-_CONSTANTS = tuple(f"-D{name}={getattr(lambda_estimate, name)}" for name in ("MIN_CURVATURE", "LOG_STRETCH", "TINY"))
+_CONSTANTS = tuple(f"-D{name}={getattr(power_transform, name)}" for name in ("MIN_CURVATURE", "LOG_STRETCH", "TINY"))
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
 _LIMIT = 170.0  # seconds to build, which takes about ten

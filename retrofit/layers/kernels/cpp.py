@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers import distributed
+from retrofit.layers import power_transform
 from retrofit.layers.kernels import build, eager
 from retrofit.layers.kernels.eager import KernelOptions
 from retrofit.layers.kernels.formulas import FIELDS
@@ -138,13 +138,13 @@ def _over_ranks(stage: int, own: Tensor, count: int, group: ProcessGroup) -> Ten
         offset, power = _average(torch.stack([apart, own[1] + apart * apart]), count, group)
         return torch.stack([mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)])
     if stage == 1:
-        extremes = distributed.widest(own[5], own[6], group)  # first, as `formulas` does
+        extremes = power_transform.widest(own[5], own[6], group)  # first, as `formulas` does
         return torch.stack([*_average(own[:5], count, group), *extremes])
     return _average(own, count, group)
 
 
 def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
-    return distributed.average(own * count, count, group)
+    return power_transform.average(own * count, count, group)
 
 
 def _geometry(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:

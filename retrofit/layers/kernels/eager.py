@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers.distributed import Reductions
 from retrofit.layers.kernels import formulas
 from retrofit.layers.kernels.formulas import Noise
 from retrofit.layers.kernels.noise import advance, normal
+from retrofit.layers.power_transform import Reductions
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
 _BLOCK = 2**18  # elements: large enough for a call's overhead, small enough for the last-level cache

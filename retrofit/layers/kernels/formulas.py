@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrofit.layers.distributed import Reductions
-from retrofit.layers.lambda_estimate import StepGradient, first_step, step_bounds, step_derivative
-from retrofit.layers.yeo_johnson import lmbda_derivative
+from retrofit.layers.power_transform import Reductions, StepGradient, first_step, lmbda_derivative, step_derivative
 
 _NEAR_ZERO = 1e-20  # stands for p = 0: expm1(p * l) / p is then l, to the bit
 
@@ -84,7 +82,7 @@ def backward(
 def gaussianized(h: Tensor, t: Tensor, over: Reductions) -> tuple[Tensor, Tensor, StepGradient]:
     """Return psi of standardised values by t times their step, the step of each set, and its gradient."""
     log = torch.log1p(h.abs())
-    newton = first_step(h, over.means, step_bounds(*over.extremes(h)), log)
+    newton = first_step(h, over, log)
     return transform(h, log, t * newton.step)[0], newton.step, newton.gradient()
 
 

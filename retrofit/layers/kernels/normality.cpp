@@ -173,7 +173,7 @@ template <bool COLUMNS> struct Panel {
 
 struct Moments { double m1, m2, m3, m45, v, low, high; };
 
-// lambda_estimate.first_step and its gradient with respect to the moments; the constants come with the build
+// power_transform.first_step and its gradient with respect to the moments; the constants come with the build
 inline void newton(const Moments& m, float* out) {
     double v = 1 / (m.v < TINY ? TINY : m.v), ratio = m.m2 * v, slope = ratio - m.m1;
     double bend = (m.m45 - m.m3 * m.m3) * v, raw = bend - 2 * ratio * ratio;

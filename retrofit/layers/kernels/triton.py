@@ -22,7 +22,7 @@ from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import KernelOptions
 from retrofit.layers.kernels.formulas import FIELDS
 from retrofit.layers.kernels.layout import Geometry, geometry_of
-from retrofit.layers.lambda_estimate import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
+from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
 
 _ALL = -1  # stages in one launch
 _COLUMNS = 16  # neighbouring sets a program works on where they alternate in memory
@@ -240,7 +240,7 @@ def _whole_mean(Parts, at, elements, share, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _own_moments(X, at, mean, rstd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return sums over a program's share of what `lambda_estimate.first_step` takes means of, and its extremes."""
+    """Return sums over a program's share of what `power_transform.first_step` takes means of, and its extremes."""
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     m1, m2, m3, m45, v, low, high = zero, zero, zero, zero, zero, zero, zero
     for e in range(at.start, at.stop, ROWS):
@@ -272,7 +272,7 @@ def _whole_extremes(Parts, at, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first_step(sums, low, high, elements):
-    """Return the step of `lambda_estimate.first_step` within `step_bounds`, and `NewtonStep.gradient`."""
+    """Return the step of `power_transform.first_step` within `step_bounds`, and `NewtonStep.gradient`."""
     m1, m2, m3, m45 = sums[0] / elements, sums[1] / elements, sums[2] / elements, sums[3] / elements
     v = sums[4] / elements
     v = tl.where(v < _TINY, _TINY, v)
@@ -490,7 +490,7 @@ def _backward(
 
 @triton.jit
 def _pulls(h, log, growth, g, by):
-    """Return g * d psi / d h, and the set's size times d step / d h (`lambda_estimate.step_derivative`)."""
+    """Return g * d psi / d h, and the set's size times d step / d h (`power_transform.step_derivative`)."""
     a = tl.abs(h)
     inverse = 1 / (1 + a)
     a_log = a * log
@@ -503,7 +503,7 @@ def _pulls(h, log, growth, g, by):
 
 @triton.jit
 def _lmbda_derivative(u, log, growth):
-    """`yeo_johnson.lmbda_derivative`, with a shorter series on a smaller radius."""
+    """`power_transform.lmbda_derivative`, with a shorter series on a smaller radius."""
     near = u * (1 / 5760) + 1 / 840
     near = near * u + 1 / 144
     near = near * u + 1 / 30

@@ -20,7 +20,7 @@ from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
 from retrofit.graph.rewrite import replace_activation
 from retrofit.graph.sites import Site, Sites
-from retrofit.layers.settings import check_groups, hold_settings
+from retrofit.layers.converted_layer import check_groups, hold_settings
 from retrofit.surgery.activations import activation_problem, plan_activations, sites_of
 from retrofit.surgery.converter import TARGETS, Converter, Decisions, adopt
 from retrofit.surgery.families import NormLayer

@@ -14,7 +14,7 @@ from torch import Tensor
 from retrofit.export.approximation import fit as fitting
 from retrofit.export.approximation.fit import LayerFunction, LineFitter, PolynomialFitter
 from retrofit.export.approximation.sample import Observer, WeightedSample, gaussian, with_tails
-from retrofit.layers.channel_map import ChannelMap
+from retrofit.layers.constant_maps import ChannelMap
 
 LMBDA = torch.linspace(-0.5, 2.4, 8).double()
 INF = float("inf")

@@ -1,4 +1,4 @@
-"""The estimate of lambda against scipy's likelihood, and on the sets that break a plain Newton step."""
+"""The power transform and the estimate of lambda against scipy, and on the sets that break a plain Newton step."""
 
 import math
 
@@ -10,16 +10,18 @@ from scipy.stats import yeojohnson_llf
 from torch import Tensor, nn
 
 from retrofit import layers
-from retrofit.layers.lambda_estimate import (
+from retrofit.layers.base import lambda_values
+from retrofit.layers.normality_norm import estimate, normality_norm
+from retrofit.layers.power_transform import (
     LOG_STRETCH,
     MIN_CURVATURE,
     NewtonStep,
+    Reductions,
     first_step,
-    step_bounds,
+    lmbda_derivative,
     step_derivative,
+    yeo_johnson,
 )
-from retrofit.layers.lambdas import lambda_values
-from retrofit.layers.normality_norm import estimate, normality_norm
 from tests.oracles import normality as oracle
 
 SETS = {
@@ -36,7 +38,7 @@ def standardised(x: np.ndarray, variance: float = 1.0) -> Tensor:
 
 
 def step_of(h: Tensor) -> NewtonStep:
-    return first_step(h, lambda tensors: [t.mean() for t in tensors], step_bounds(h.amin(), h.amax()))
+    return first_step(h, Reductions((0,)))
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -107,6 +109,53 @@ def test_skewed_sets_are_not_bounded() -> None:
         assert abs(newton.step.item()) > 1.2
         assert newton.free.item() == 1.0
         assert newton.curved.item() == 1.0
+
+
+LMBDAS = [-3.0, -1.0, -1e-6, 0.0, 1e-9, 1e-4, 0.4, 1.0, 1.6, 2 - 1e-5, 2.0, 2 + 1e-9, 3.3, 5.0]
+
+
+@pytest.mark.parametrize("lmbda", LMBDAS)
+def test_matches_scipy(lmbda: float) -> None:
+    h = np.concatenate([np.linspace(-50, 50, 2001), [0.0, 1e-12, -1e-12]])
+    ours = yeo_johnson(torch.tensor(h), torch.tensor(lmbda, dtype=torch.float64)).numpy()
+    np.testing.assert_allclose(ours, oracle.psi(h, lmbda), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lmbda", LMBDAS)
+def test_gradients(lmbda: float) -> None:
+    h = torch.tensor([-4.0, -0.7, -1e-3, 0.0, 2e-3, 0.3, 6.0], dtype=torch.float64, requires_grad=True)
+    lam = torch.full_like(h, lmbda).requires_grad_()
+    assert torch.autograd.gradcheck(yeo_johnson, (h, lam))
+    assert torch.autograd.gradgradcheck(yeo_johnson, (h, lam))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_identity_at_one(dtype: torch.dtype) -> None:
+    h = torch.cat([torch.randn(10_000, dtype=dtype) * 3, torch.tensor([0.0, 1e-30, -1e-30, 1e4, -1e4], dtype=dtype)])
+    out = yeo_johnson(h, torch.ones((), dtype=dtype))
+    torch.testing.assert_close(out, h, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_limits_and_nan() -> None:
+    h = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    assert yeo_johnson(h, torch.tensor(1.0))[:2].tolist() == [torch.inf, -torch.inf]
+    out = yeo_johnson(h, torch.tensor(-1.0))
+    assert out[0] == 1.0
+    assert out[1] == -torch.inf
+    assert out[2].isnan()
+    assert out[3] == 0.0
+
+
+@pytest.mark.parametrize("u", [0.0, 1e-8, 1e-3, 0.3, 0.4999, 0.5001, 1.0, 5.0, -0.4999, -0.5001, -20.0])
+def test_lmbda_derivative_has_no_cancellation(u: float) -> None:
+    """Against the defining integral of x * exp(u * x), whose quadrature does not cancel."""
+    from scipy.integrate import quad
+
+    expected, _ = quad(lambda x: x * np.exp(u * x), 0, 1)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+        at = torch.tensor(u, dtype=dtype)
+        got = lmbda_derivative(at, torch.ones((), dtype=dtype), at.expm1()).item()
+        assert got == pytest.approx(expected, rel=tolerance)
 
 
 IMAGES = torch.distributions.Gamma(2.0, 1.0).sample((6, 8, 5, 5))

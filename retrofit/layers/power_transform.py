@@ -1,0 +1,253 @@
+"""The Yeo-Johnson power transform, and the estimate of its lambda (Eftekhari & Papyan 2025, eq. 3 and section 4.1).
+
+lambda is the maximum-likelihood estimate by Newton's method from lambda = 1. The paper's single step divides by L'',
+which trained channels can make tiny or negative, and takes the set's variance to be one, which it is not where eps is
+comparable to it. Here L' and L'' hold for any variance, L'' is floored, and the step is bounded so that no value of the
+set is stretched by more than exp(`LOG_STRETCH`). On well-behaved sets (a Gaussian has L'' = 0.58) neither bound acts,
+and the estimate is the paper's.
+
+Throughout, with s = sign(h), a = |h|, l = log(1 + a) and p = 1 + s * (lambda - 1), both branches of eq. 3 read
+
+    psi = s * (exp(p * l) - 1) / p        s * l at p = 0
+
+and at lambda = 1
+
+    d = (1 + a) * l - a           d psi / d lambda
+    e = (1 + a) * l^2 - 2 * d     d^2 psi / d lambda^2, but for its sign s
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from retrofit.layers.transforms import transformed
+
+MIN_CURVATURE = 0.1  # floor of L''
+LOG_STRETCH = 4.0  # log of the most that the step may stretch a value of the set
+TINY = 1e-30  # stands for zero where it is divided by
+_SERIES_RADIUS = 0.5
+_SERIES_TERMS = 12  # 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in float32, and near so in float64
+
+
+def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
+    """Apply the Yeo-Johnson power transform.
+
+    `expm1` and `log1p` keep it exact near p = 0, and the identity (to rounding) at lmbda = 1. It is twice continuously
+    differentiable in h and strictly increasing in both arguments.
+
+    Takes standardised values of any shape and the transform's parameter, broadcastable to them; the result has the
+    shape and dtype that the two broadcast to.
+    """
+    if transformed():
+        s, p, log = _power_and_log(h, lmbda)
+        return s * log * _relative_growth(p * log)
+    out: Tensor = _YeoJohnson.apply(h, lmbda)
+    return out
+
+
+def _power_and_log(h: Tensor, lmbda: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return s (+1 at zero), p and l."""
+    s = torch.where(h < 0, -1.0, 1.0).to(h.dtype)
+    return s, 1 + s * (lmbda - 1), torch.log1p(s * h)  # s * h is |h| with a derivative at zero
+
+
+def _relative_growth(u: Tensor) -> Tensor:
+    """Return expm1(u) / u, by series near 0, so that autograd differentiates it there too, as often as asked."""
+    small = u.abs() < _SERIES_RADIUS
+    v, w = torch.where(small, u, 0.0), torch.where(small, 1.0, u)
+    series = torch.zeros_like(v)
+    for k in reversed(range(_SERIES_TERMS + 1)):
+        series = series * v + 1 / math.factorial(k + 1)
+    return torch.where(small, series, torch.expm1(w) / w)
+
+
+def lmbda_derivative(u: Tensor, log: Tensor, growth: Tensor) -> Tensor:
+    """Return d psi / d lmbda = l^2 * (exp(u) * (u - 1) + 1) / u^2, u = p * l, growth = expm1(u); by series near 0."""
+    small = u.abs() < _SERIES_RADIUS
+    v = torch.where(small, u, 0.0)
+    series = torch.full_like(v, 1 / (math.factorial(_SERIES_TERMS) * (_SERIES_TERMS + 2)))
+    for k in reversed(range(_SERIES_TERMS)):
+        series = series * v + 1 / (math.factorial(k) * (k + 2))
+    w = torch.where(small, 1.0, u)
+    return log * log * torch.where(small, series, ((growth + 1) * w - growth) / (w * w))
+
+
+class _YeoJohnson(torch.autograd.Function):
+    """psi with its closed-form derivatives: only h and lmbda are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, lmbda: Tensor) -> Tensor:
+        ctx.save_for_backward(h, lmbda)
+        s, p, log = _power_and_log(h, lmbda)
+        return s * torch.where(p == 0, log, torch.expm1(p * log) / torch.where(p == 0, 1.0, p))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        h, lmbda = ctx.saved_tensors
+        _, p, log = _power_and_log(h, lmbda)
+        grad_h = (grads[0] * torch.exp((p - 1) * log)).sum_to_size(h.shape) if ctx.needs_input_grad[0] else None
+        grad_lmbda = None
+        if ctx.needs_input_grad[1]:
+            u = p * log
+            grad_lmbda = (grads[0] * lmbda_derivative(u, log, torch.expm1(u))).sum_to_size(lmbda.shape)
+        return grad_h, grad_lmbda
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """Reduce over `dims`, kept as size one, and the ranks of `group`, whose shares of a set may be unequal."""
+
+    dims: tuple[int, ...]
+    group: ProcessGroup | None = None
+
+    def means(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the mean of each tensor."""
+        if self.group is None:
+            return [tensor.mean(self.dims, True) for tensor in tensors]
+        sums = torch.stack([tensor.sum(self.dims, True) for tensor in tensors])
+        return list(average(sums, self._share(tensors[0]), self.group))
+
+    def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest values."""
+        if self.group is None:
+            return x.amin(self.dims, True), x.amax(self.dims, True)
+        shape = [1 if i in self.dims else size for i, size in enumerate(x.shape)]
+        nothing = torch.full(shape, torch.inf, device=x.device, dtype=x.dtype)
+        own = (x.amin(self.dims, True), x.amax(self.dims, True)) if x.numel() else (nothing, -nothing)
+        return widest(*own, self.group)
+
+    def size(self, x: Tensor) -> Tensor | int:
+        """Return the number of values in each normalized set."""
+        if self.group is None:
+            return self._share(x)
+        count = torch.tensor(self._share(x), dtype=torch.int64, device=x.device)
+        dist.all_reduce(count, group=self.group)
+        return count
+
+    def _share(self, x: Tensor) -> int:
+        return math.prod([x.shape[axis] for axis in self.dims])
+
+
+def average(sums: Tensor, count: int, group: ProcessGroup) -> Tensor:
+    """Means over `group` of quantities of which each rank has the sums, stacked, over its `count` values."""
+    packed = torch.cat([sums, torch.full_like(sums[:1], count)])
+    dist.all_reduce(packed, group=group)
+    return packed[:-1] / packed[-1]
+
+
+def widest(low: Tensor, high: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Smallest and largest values over `group`, of each rank's own."""
+    packed = torch.stack([-low, high])
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
+    return -packed[0], packed[1]
+
+
+class Moments(NamedTuple):
+    """Means over a set: s * l, h * d, d, a * e + d^2 and h^2, one value a normalized set."""
+
+    m1: Tensor
+    m2: Tensor
+    m3: Tensor
+    m45: Tensor
+    v: Tensor
+
+
+class StepGradient(NamedTuple):
+    """Derivatives of the step with respect to the `Moments`, one value a normalized set."""
+
+    by_m1: Tensor
+    by_m2: Tensor
+    by_m3: Tensor
+    by_m45: Tensor
+    by_v: Tensor
+
+
+@dataclass(frozen=True)
+class NewtonStep:
+    """One Newton step from lambda = 1, with what its derivative needs; every field has one value a normalized set.
+
+    With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 * r^2 and step = -L' / L''.
+    """
+
+    step: Tensor  # lambda - 1, within its bounds
+    free: Tensor  # 1 where no bound holds the step
+    curved: Tensor  # 1 where L'' is above its floor
+    slope: Tensor  # L'
+    curvature: Tensor  # L'', floored
+    moments: Moments  # what all of that is made of, v kept above zero
+
+    def gradient(self) -> StepGradient:
+        """Return the step's derivatives; zero where a bound holds the step."""
+        _, m2, m3, m45, v = self.moments
+        r = m2 / v
+        b = (m45 - m3 * m3) / v
+        by_slope = -self.free / self.curvature  # d step / d L' = -1 / L''
+        by_curvature = self.free * self.curved * self.slope / self.curvature**2  # d step / d L'' = L' / L''^2
+        return StepGradient(
+            by_m1=-by_slope,
+            by_m2=(by_slope - 4 * by_curvature * r) / v,
+            by_m3=-2 * by_curvature * m3 / v,
+            by_m45=by_curvature / v,
+            by_v=(-by_slope * r - by_curvature * b + 4 * by_curvature * r**2) / v,
+        )
+
+
+def first_step(h: Tensor, over: Reductions, log: Tensor | None = None) -> NewtonStep:
+    """Take the Newton step from lambda = 1 in closed form (paper's appendix D, for any variance).
+
+    `h` has mean zero and variance at most one over each set, and `log` is log(1 + |h|). Autograd may follow, at h = 0
+    too, if `log` is left out.
+    """
+    if log is None:
+        a = torch.where(h < 0, -h, h)
+        log = torch.log1p(a)
+        signed = torch.where(h < 0, -log, log)
+    else:
+        a, signed = h.abs(), torch.copysign(log, h)
+    grown = (1 + a) * log
+    d = grown - a
+    e = grown * log - 2 * d
+    bounds = step_bounds(*over.extremes(h.detach()))
+    m1, m2, m3, m45, v = over.means([signed, h * d, d, torch.addcmul(a * e, d, d), h * h])
+    v = v.clamp_min(TINY)
+    slope = m2 / v - m1
+    raw_curvature = (m45 - m3 * m3) / v - 2 * (m2 / v) ** 2
+    curvature = raw_curvature.clamp_min(MIN_CURVATURE)
+    raw_step = -slope / curvature
+    step = raw_step.clamp(*bounds)
+    return NewtonStep(
+        step=step,
+        free=(raw_step == step).to(h.dtype),
+        curved=(raw_curvature > MIN_CURVATURE).to(h.dtype),
+        slope=slope,
+        curvature=curvature,
+        moments=Moments(m1, m2, m3, m45, v),
+    )
+
+
+def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of lambda - 1 that keep d psi / d h = exp(s * (lambda - 1) * l) below exp(`LOG_STRETCH`) on [low, high]:
+    lambda > 1 stretches the positive side, lambda < 1 the negative one.
+    """
+    return -LOG_STRETCH / torch.log1p((-low).clamp_min(TINY)), LOG_STRETCH / torch.log1p(high.clamp_min(TINY))
+
+
+def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: StepGradient) -> Tensor:
+    """Return N * d step / d h for every element of sets of N values, h's own dependence on the input aside: the chain
+    rule over `Moments`. Each derivative below is of what its moment is the mean of; `log` is log(1 + a), and `inverse`,
+    1 / (1 + a), is d (s * l) / d h.
+    """
+    a_log = a * log
+    grown = log + a_log  # (1 + a) * l
+    d = grown - a
+    dm2 = d + a_log  # d (h * d) / d h
+    dm45 = grown * log - 2 * d + log * (a_log + 2 * d)  # d (a * e + d^2) / d a
+    even = by.by_m45 * dm45 + by.by_m3 * log  # of even functions of h, whose derivatives take its sign; d d / d a = l
+    return by.by_m1 * inverse + by.by_m2 * dm2 + 2 * by.by_v * h + torch.where(h < 0, -even, even)

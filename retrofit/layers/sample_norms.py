@@ -1,0 +1,231 @@
+"""Layer, group and instance normality normalization: each normalized set lies in one sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.layers import kernels
+from retrofit.layers.base import NormalityMixin
+from retrofit.layers.batch_norm import RunningNormality
+from retrofit.layers.converted_layer import _ThenActivate, reset_affine
+from retrofit.layers.forms import (
+    Batched,
+    ChannelsFirstLayerNorm,
+    Sets,
+    channel_sets,
+    constants_of,
+    group_sets,
+    in_sequence,
+    trailing_sets,
+)
+from retrofit.layers.normality_norm import NormalityOptions, Statistics, memory_format_of
+
+
+class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
+    """Layer normality normalization over the trailing `normalized_shape`: `torch.nn.LayerNorm`'s counterpart.
+
+    lambda is estimated from each sample, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes torch's
+    arguments and `noise` (xi, the paper's 1.0), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
+    `alpha`.
+    """
+
+    source_name: ClassVar[str] = "LayerNorm"
+    paper_noise: ClassVar[float] = 1.0
+    per_channel: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Unpack[NormalityOptions],
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._register_options(device, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (*, *normalized_shape)."""
+        shape = self.normalized_shape
+        if x.shape[x.ndim - len(shape) :] != shape:
+            raise RuntimeError(f"expected input that ends in normalized_shape={list(shape)}, but got {list(x.shape)}")
+        return self._by_own_statistics(x)[0]
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        shape = self.normalized_shape
+        new: nn.Module = cls(shape[0] if self.per_channel else shape, eps=self.eps, device="meta")
+        return new
+
+    def channel_dims(self, x: Tensor) -> tuple[int, ...]:
+        """Return the dimensions before the normalized ones, or all but the channels'."""
+        return super().channel_dims(x) if self.per_channel else tuple(range(x.ndim - len(self.normalized_shape)))
+
+    def _sets(self) -> Sets:
+        return partial(trailing_sets, len(self.normalized_shape))
+
+
+class LayerNormalNorm2d(LayerNormalNorm):
+    """Layer normality normalization of channels-first maps, (N, C, *): each position over C.
+
+    The counterpart of timm's and torchvision's LayerNorm2d; keeps the input's memory format. `normalized_shape` is C.
+    """
+
+    source_name: ClassVar[str] = "LayerNorm2d"
+    per_channel: ClassVar[bool] = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *), over C."""
+        if x.ndim < 2 or x.shape[1] != self.normalized_shape[0]:
+            raise RuntimeError(f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}")
+        return self._by_own_statistics(x)[0]
+
+    def _sets(self) -> Sets:
+        return channel_sets
+
+    def _source_form(self) -> nn.Module:
+        return constants_of(ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"), self)
+
+
+class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
+    """Layer normality normalization, then `drop` and `act`: the counterpart of timm's LayerNormAct."""
+
+
+class LayerNormalNormAct2d(_ThenActivate, LayerNormalNorm2d):
+    """Channels-first layer normality normalization, then `drop` and `act`: the counterpart of timm's LayerNormAct2d."""
+
+
+class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
+    """Group normality normalization over (N, C, *) input: `torch.nn.GroupNorm`'s counterpart.
+
+    lambda is estimated from each sample and group, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes
+    torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
+    `alpha`.
+    """
+
+    source_name: ClassVar[str] = "GroupNorm"
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        **options: Unpack[NormalityOptions],
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self._register_options(device, **options)
+
+    reset_parameters = reset_affine
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *)."""
+        groups = self.num_groups
+        if x.ndim < 2 or x.shape[1] % groups:
+            raise RuntimeError(f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}")
+        if x.numel() == groups and x.shape[0] == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+        last = memory_format_of(x)
+        if last != torch.contiguous_format and kernels.fits(x) and kernels.moves(x, x.shape[1] // groups):
+            # Sets in channels_last are stretches of a group's channels.
+            return self._by_own_statistics(x.contiguous())[0].contiguous(memory_format=last)
+        return self._by_own_statistics(x)[0]
+
+    def _build_source(self, cls: Any) -> nn.Module:
+        new: nn.Module = cls(num_groups=self.num_groups, num_channels=self.num_channels, eps=self.eps, device="meta")
+        return new
+
+    def _sets(self) -> Sets:
+        return partial(group_sets, self.num_groups)
+
+
+class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
+    """Group normality normalization, then `drop` and `act`: the counterpart of timm's GroupNormAct."""
+
+
+class _InstanceNormalNorm(RunningNormality):
+    """Instance normality normalization: a set is each sample and channel over (*)."""
+
+    _batched_ndim: ClassVar[int]
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (N, C, *) or (C, *), with the sample's statistics (eval: the running ones, where tracked)."""
+        batched = x.ndim == self._batched_ndim
+        if not batched and x.ndim != self._batched_ndim - 1:
+            raise ValueError(f"expected {self._batched_ndim - 1}D or {self._batched_ndim}D input (got {x.ndim}D input)")
+        maps = x if batched else x.unsqueeze(0)
+        if maps.shape[1] != self.num_features and self.affine:
+            raise ValueError(f"expected {self.num_features} channels (num_features), but got: {maps.shape[1]}.")
+        if self.training or not self.track_running_stats:
+            if math.prod(maps.shape[2:]) == 1:
+                raise ValueError(f"Expected more than 1 spatial element when training, got input size {maps.size()}")
+            out, statistics = self._by_own_statistics(maps)
+            if statistics is not None:
+                mean, var, lmbda = (s.mean(0) for s in statistics[:3])
+                statistics = Statistics(mean, var, lmbda, statistics.size)
+            self._update(statistics, 0.0 if self.momentum is None else self.momentum)
+        else:
+            out = self._by_running_statistics(maps)
+        return out if batched else out.squeeze(0)
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether the layer evaluates by running statistics: as torch's, by its setting, not by its buffers."""
+        return bool(self.track_running_stats) and self.running_mean is not None
+
+    def _sets(self) -> Sets:
+        return partial(trailing_sets, self._batched_ndim - 2)
+
+    def _form(self) -> list[nn.Module]:
+        return [Batched(in_sequence(super()._form()), self._batched_ndim)]
+
+
+class InstanceNormalNorm1d(_InstanceNormalNorm):
+    """Instance normality normalization over (N, C, L) or (C, L) input: `torch.nn.InstanceNorm1d`'s counterpart.
+
+    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
+    `alpha`.
+    """
+
+    source_name: ClassVar[str] = "InstanceNorm1d"
+    _batched_ndim = 3
+
+
+class InstanceNormalNorm2d(_InstanceNormalNorm):
+    """Instance normality normalization over (N, C, H, W) or (C, H, W); its arguments are `InstanceNormalNorm1d`'s."""
+
+    source_name: ClassVar[str] = "InstanceNorm2d"
+    _batched_ndim = 4
+
+
+class InstanceNormalNorm3d(_InstanceNormalNorm):
+    """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W), in the same way."""
+
+    source_name: ClassVar[str] = "InstanceNorm3d"
+    _batched_ndim = 5
