@@ -157,9 +157,7 @@ def hold_settings(module: nn.Module, settings: Mapping[str, Callable[[float], An
     dict that lacks the setting leaves the layer's own. `settings` has for each attribute a function that makes its
     value of a stored number, or raises a ValueError.
     """
-    if not isinstance(
-        module, ConvertedLayer
-    ):  # which does so by its methods: a converted layer takes its source's hooks
+    if not isinstance(module, ConvertedLayer):  # which takes its source's hooks, and does this by its methods
         module.register_state_dict_pre_hook(_write_settings)
         module.register_load_state_dict_pre_hook(_read_settings)
     vars(module)["_held_settings"] = dict(settings)
