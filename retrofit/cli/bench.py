@@ -64,8 +64,8 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
     from retrofit.bench import Setting, measure
     from retrofit.bench.cost import MODES
     from retrofit.cli.network import open_network, placement
+    from retrofit.networks.artifact import artifact_path
     from retrofit.networks.library import build
-    from retrofit.networks.manifest import artifact_path
 
     if given["runtime"] is not None:
         raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")

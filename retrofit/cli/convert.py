@@ -100,7 +100,7 @@ def _answer(network: Network, report: Report, output: Path | None) -> dict[str, 
 
 def _show_artifact(output: Path, source: ModelSource, classifies: bool | None) -> None:
     """Write the file's name, and what to do with it, to stderr."""
-    from retrofit.networks.manifest import Manifest
+    from retrofit.networks.artifact import Manifest
 
     if note := Manifest.read(output).not_checked:
         say(f"note: the file is {note}")

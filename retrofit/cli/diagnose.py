@@ -40,8 +40,8 @@ def command(model: str, against: str | None, folder: Path | None, force: bool, a
     """Run `retrofit diagnose`."""
     from retrofit.cli.network import file_stem, open_data, open_network
     from retrofit.diagnose import DiagnosisOptions, check_folder, diagnose, labelled_batches, sentences, write_report
-    from retrofit.evaluation.attack import attack_on
-    from retrofit.networks.manifest import artifact_path
+    from retrofit.evaluation.accuracy import attack_on
+    from retrofit.networks.artifact import artifact_path
     from retrofit.utils.running import device_named
 
     place, attack = device_named(given["device"]), (given.pop("attack"), given.pop("eps"))

@@ -60,9 +60,8 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 def command(model: str, runtime: Any, attack: Any, eps: float | None, as_json: bool, **given: Any) -> None:
     """Run `retrofit evaluate`."""
     from retrofit.cli.network import open_data, open_network, placement, taken
-    from retrofit.evaluation.accuracy import evaluate
-    from retrofit.evaluation.attack import attack_on
-    from retrofit.evaluation.strengths import odd_strengths
+    from retrofit.evaluation.accuracy import attack_on, evaluate
+    from retrofit.networks.models import odd_strengths
 
     network: Network | ExportedFile
     if Path(model).suffix == ".onnx":

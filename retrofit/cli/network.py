@@ -25,7 +25,7 @@ def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]
 
 def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
     """Open MODEL by the options given for it, and say what it is; --network may be for the MODEL `beside` it."""
-    from retrofit.networks.manifest import artifact_path
+    from retrofit.networks.artifact import artifact_path
     from retrofit.networks.models import open_model
 
     own = taken(given, open_model)

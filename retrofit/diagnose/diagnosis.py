@@ -21,7 +21,7 @@ from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter
 from retrofit.diagnose.probe import Probe, probes, unmeasured
 from retrofit.diagnose.robustness import Attenuation, InputNoise, UnderAttack, attenuation, input_noise, under_attack
 from retrofit.errors import RetrofitError
-from retrofit.evaluation.attack import Attack
+from retrofit.evaluation.accuracy import Attack
 from retrofit.graph.sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.diagnose.probe import Probe
-from retrofit.evaluation.attack import Attack
+from retrofit.evaluation.accuracy import Attack
 from retrofit.utils.running import hooked
 
 

@@ -1,27 +1,80 @@
-"""Top-1 and top-5 accuracy of a classifier on labelled images, with the classifier's own preprocessing."""
+"""Top-1 and top-5 accuracy of a classifier on labelled images, with its own preprocessing; under attack too.
+
+Attacks stay within eps of each pixel: FGSM (Goodfellow et al. 2015) and PGD (Madry et al. 2018).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
+from timm.data import create_loader
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrofit.errors import RetrofitError
-from retrofit.evaluation.attack import Attack
-from retrofit.images.worker_signals import heed_no_signals
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.images.dataset import ImageData, heed_no_signals
+from retrofit.record import Preprocess
 from retrofit.utils.running import autocast, evaluating
 from retrofit.utils.text import plural, shortlist
 
-if TYPE_CHECKING:
-    from retrofit.images.dataset import ImageData
-    from retrofit.record import Preprocess
+Progress = Callable[[int, int | None], None]
+Kind = Literal["fgsm", "pgd"]
+_STEPS: dict[Kind, int] = {"fgsm": 1, "pgd": 10}
 
-Progress = Callable[[int, "int | None"], None]
+
+@dataclass(frozen=True)
+class Attack:
+    """A change of an image that raises the loss of its label.
+
+    FGSM takes one step of eps along the sign of the gradient; PGD ten of eps / 4, from the image itself. Both are lower
+    bounds of what an attacker can do: they say which of two networks gives way sooner, not that one is safe.
+    """
+
+    kind: Kind
+    eps: float  # largest change of a pixel, in units of the image from 0 to 1, before normalization
+    mean: tuple[float, ...]  # the preprocessing's, one a channel, as is `std`
+    std: tuple[float, ...]
+
+    def __call__(self, model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+        """Return normalized images (N, C, H, W) of classes (N,), changed to mislead a model in evaluation mode."""
+        mean, std = (torch.tensor(one, device=pixels.device).view(-1, 1, 1) for one in (self.mean, self.std))
+        reach = self.eps / std
+        low = torch.maximum(pixels - reach, -mean / std)
+        high = torch.minimum(pixels + reach, (1 - mean) / std)
+        stride = reach if self.kind == "fgsm" else reach / 4
+        for _ in range(_STEPS[self.kind]):
+            with torch.enable_grad():
+                pixels = pixels.detach().requires_grad_()
+                loss = functional.cross_entropy(model(pixels).float(), labels, reduction="sum")
+                (gradient,) = torch.autograd.grad(loss, pixels)
+            pixels = torch.minimum(torch.maximum(pixels + gradient.sign() * stride, low), high).detach()
+        return pixels
+
+    def __str__(self) -> str:
+        """Its kind and size."""
+        return f"{self.kind} within {255 * self.eps:g}/255"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON keys `kind`, `eps` and `steps`."""
+        return {"kind": self.kind, "eps": self.eps, "steps": _STEPS[self.kind]}
+
+
+def attack_on(preprocess: Preprocess, kind: Kind | None, eps: float | None = None) -> Attack | None:
+    """Return an attack on images that `preprocess` normalizes, by default of 4/255; None for none.
+
+    A UsageError says that `eps` is out of range, or given without `kind`.
+    """
+    if kind is None:
+        if eps is not None:
+            raise UsageError("`eps` is the size of an attack; name one with `attack`")
+        return None
+    if eps is not None and not 0 < eps <= 1:
+        raise UsageError(f"`eps` must lie above 0 and be at most 1, not {eps}")
+    return Attack(kind, 4 / 255 if eps is None else eps, tuple(preprocess.mean), tuple(preprocess.std))
 
 
 @dataclass(frozen=True)
@@ -80,8 +133,6 @@ def evaluate(
     A RetrofitError says that no image can be read, or that the model gives no class scores, (N, classes), or fewer than
     the data has classes.
     """
-    from timm.data import create_loader
-
     device = torch.device(device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model = model.to(device).to(memory_format=layout).eval()

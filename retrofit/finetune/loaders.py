@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.images.worker_signals import heed_no_signals
+from retrofit.images.dataset import heed_no_signals
 from retrofit.record import Preprocess
 from retrofit.utils.text import shortlist
 

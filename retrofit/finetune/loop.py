@@ -14,7 +14,7 @@ from retrofit.finetune.run import Run
 from retrofit.finetune.run_callback import Result, RunCallback
 from retrofit.finetune.run_state import START, load_state, owned
 from retrofit.finetune.setup import make_accelerator
-from retrofit.networks.manifest import artifact_path
+from retrofit.networks.artifact import artifact_path
 from retrofit.networks.models import Network, open_model
 
 

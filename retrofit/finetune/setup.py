@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.errors import UsageError
-from retrofit.evaluation.strengths import odd_strengths
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.running_statistics import estimated_layers
 from retrofit.layers import NormalityMixin
 from retrofit.layers.batch_norm import RunningNormality
+from retrofit.networks.models import odd_strengths
 from retrofit.surgery import strength_layers
 
 _OLD = 0.05  # share of the source's running statistics at the end of a run, above which the user is warned

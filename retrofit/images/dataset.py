@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -342,3 +343,16 @@ def sample_batches(
     split = "validation" if has_part(data_dir, "", "validation") else "."
     data = open_images(data_dir, split=split, channels=preprocess.input_size[0])
     return [pixels for pixels, _ in sample_loader(data, preprocess, images, batch_size)]
+
+
+def heed_no_signals(_worker: object) -> Any:
+    """Leave signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) to the main process.
+
+    It ends its workers itself. For a DataLoader's `worker_init_fn`, or timm's `worker_seeding`, which asks for the
+    worker's seed, an int, as torch chose it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    return info.seed % 2**32

@@ -1,33 +1,32 @@
 """The artifact: one safetensors file that holds a converted network and how to build it again.
 
-The file's metadata holds a manifest. Loading builds the network from its library, or takes one that the user built,
-repeats the conversion on its structure and loads the tensors strictly; nothing from the file is executed. What the
-tensors do not say (strides, eps, classes of layers) shows in sampled outputs, which the manifest holds and `load`
-compares.
+The file's metadata holds a manifest, which may come from anyone. Loading builds the network from its library, or takes
+one that the user built, repeats the conversion on its structure and loads the tensors strictly; nothing from the file
+is executed. What the tensors do not say (strides, eps, classes of layers) shows in sampled outputs, which the manifest
+holds and `load` compares.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import huggingface_hub
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import own
-from retrofit.networks.budget import bounded_by, check_numbers
-from retrofit.networks.identify import identify, rebuilt, skeleton
-from retrofit.networks.library import parse, with_options
-from retrofit.networks.manifest import KEY, SCHEMA, Manifest, artifact_path, damaged
+from retrofit.networks.library import class_source, no_waiting_for_the_hub, parse, with_options
 from retrofit.networks.preprocess import preprocess_of
+from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
 from retrofit.networks.sampled_outputs import SampledOutputs, is_small, sample_outputs, sample_outputs_at
 from retrofit.networks.tensors import (
     checksum,
@@ -45,7 +44,128 @@ from retrofit.utils.files import atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable, with_class
 from retrofit.version import __version__
 
+SCHEMA = 1
+KEY = "retrofit"
+WEIGHTS, CONFIG, LIBRARY = "model.safetensors", "config.json", "retrofit"  # in a repository of the hub
 UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest that is whole; what it says may still not fit its tensors."""
+
+    source: ModelSource
+    plans: list[surgery.Plan]  # the conversions, in order
+    preprocess: Preprocess
+    labels: list[str] | None  # of the network's outputs
+    weights: dict[str, Any]
+    versions: dict[str, Any]  # of the libraries that wrote it
+    training: dict[str, dict[str, Any]]  # by layer, what only training depends on
+    checksum: str  # of the tensors
+    outputs: SampledOutputs  # what the network answered when it was saved
+
+    @classmethod
+    def read(cls, path: str | Path) -> Manifest:
+        """Read an artifact's manifest; raise RetrofitError as `read_manifest` does, and if it is malformed."""
+        values = read_manifest(path)
+        try:
+            return cls(
+                source=ModelSource.from_dict(values["model"]),
+                plans=[surgery.Plan.from_dict(step) for step in values["conversion"]["steps"]],
+                preprocess=Preprocess.from_dict(values["preprocess"]),
+                labels=None if values["labels"] is None else [str(label) for label in values["labels"]],
+                weights=dict(values["weights"]),
+                versions=dict(values["versions"]),
+                training={str(name): dict(row) for name, row in values["training"].items()},
+                checksum=str(values["checksum"]),
+                outputs=SampledOutputs.from_dict(values["sampled_outputs"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            raise _damaged(path, f"its manifest is malformed: {one_line(error)}") from error
+
+    @property
+    def not_checked(self) -> str:
+        """A line that says why the network in the file was not run; empty if it was."""
+        why = printable(self.outputs.not_checked, 300)
+        return why and f"not checked: {why}; only the names and shapes of its tensors tell which network it is"
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """Read what an artifact says about itself, as it stands in the file; a RetrofitError says why it cannot be read."""
+    file = Path(path)
+    if not file.is_file():
+        problem = "is a folder" if file.is_dir() else "does not exist"
+        raise RetrofitError(f"{path} {problem}; give an artifact, which `retrofit.save` and `retrofit convert` write")
+    try:
+        text = _manifest_text(file)
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, one_line(error)) from error
+    if text is None:
+        raise RetrofitError(
+            f"{path} is a plain checkpoint, which holds no network; give the network's name, and `checkpoint='{path}'` "
+            "(in Python build the network and call its load_state_dict)"
+        )
+    try:
+        values = json.loads(text)
+        schema = values["schema"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(path, "its manifest is not readable") from error
+    said = f"schema {printable(schema, 40)}"
+    if type(schema) is not int or schema < 1:
+        raise _damaged(path, f"its manifest has {said}")
+    if schema > SCHEMA:
+        raise RetrofitError(f"{path} has {said}, this retrofit reads up to {SCHEMA}; upgrade retrofit")
+    return dict(values)
+
+
+def is_artifact(path: str | Path) -> bool:
+    """Tell whether a file is a safetensors file with a manifest of ours, of any schema."""
+    try:
+        return _manifest_text(Path(path)) is not None
+    except (SafetensorError, OSError):
+        return False
+
+
+def _manifest_text(path: Path) -> str | None:
+    with safe_open(path, framework="pt") as opened:
+        text: str | None = (opened.metadata() or {}).get(KEY)
+        return text
+
+
+def _damaged(path: str | Path, why: str) -> RetrofitError:
+    return RetrofitError(f"{path} is not a whole artifact ({why}); write or fetch it again")
+
+
+def artifact_path(text: str) -> Path | None:
+    """Return the artifact that MODEL names, which has weights and sizes of its own; None if it names a network.
+
+    An artifact is named by its path, `*.safetensors`, or is what `local-dir:FOLDER` or `hf-hub:OWNER/NAME[@REVISION]`
+    holds. From the hub it is fetched; a RetrofitError says that this failed. None also if the hub gives no answer, or
+    what lies there is not ours.
+    """
+    prefix, colon, rest = text.partition(":")
+    prefix = prefix.replace("_", "-").lower()
+    if prefix == "local-dir" and colon:
+        file = Path(rest) / WEIGHTS
+        return file if is_artifact(file) else None
+    if prefix != "hf-hub" or not rest:
+        return Path(text) if Path(text).suffix == ".safetensors" else None
+    repo_id, _, revision = rest.partition("@")
+
+    def fetched(name: str) -> Path:
+        return Path(huggingface_hub.hf_hub_download(repo_id, name, revision=revision or None))
+
+    with no_waiting_for_the_hub():
+        try:
+            config = json.loads(fetched(CONFIG).read_text("utf-8"))
+        except (OSError, ValueError):  # what opens a network of timm's there says why it cannot
+            return None
+        if not isinstance(config, dict) or config.get("library_name") != LIBRARY:
+            return None
+        try:
+            return fetched(WEIGHTS)
+        except (OSError, ValueError) as error:
+            raise RetrofitError(f"{text} cannot be fetched: {one_line(error)}; check the connection") from error
 
 
 def save(
@@ -89,7 +209,10 @@ def save(
     ensure_writable(path, force)
     model = unwrapped(model)
     record = record_of(model)
-    source = _source(model, source, model_kwargs)
+    if isinstance(source, str):
+        source = class_source(model) if source == "own" else with_options(parse(source), model_kwargs=model_kwargs)
+    elif model_kwargs:
+        raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
     source, structure = (source, model) if proved and source is not None else identify(model, source)
     tensors = to_write(model, structure)
     preprocess = preprocess or record.preprocess or preprocess_of(model, source)
@@ -98,62 +221,36 @@ def save(
         twin = rebuilt(source, record.plans)
         fill(twin, tensors)
         if problem := _difference(outputs, twin):
-            raise RetrofitError(
-                f"built again, {source} is another function than this network: {problem}; "
-                "save it with `save(source='own')`"
-            )
+            what = f"built again, {source} is another function than this network: {problem}"
+            raise RetrofitError(f"{what}; save it with `save(source='own')`")
+    names = record.labels if labels is None else labels
+    classes = getattr(model, "num_classes", None) if outputs.classes is None else outputs.classes
+    if names is not None and isinstance(classes, int) and classes not in (0, len(names)):
+        if labels is not None:
+            said = f"{plural(len(names), 'label')} for {plural(classes, 'output')}"
+            raise UsageError(f"{said}; pass `labels` with one for each")
+        names = None  # those noted were of another classifier
+    steps = [plan.to_dict() for plan in record.plans]
     manifest = {
         "schema": SCHEMA,
-        "model": source.to_dict(),
-        "conversion": {
-            "to": record.plans[-1].to if record.plans else None,
-            "steps": [plan.to_dict() for plan in record.plans],
-        },
-        "layers": record.plans[-1].to_dict()["layers"] if record.plans else [],
+        "model": asdict(source),
+        "conversion": {"to": record.plans[-1].to if steps else None, "steps": steps},
+        "layers": steps[-1]["layers"] if steps else [],
         "preprocess": preprocess.to_dict(),
-        "labels": _labels(model, labels, outputs),
+        "labels": None if names is None else list(names),
         "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),
         "strength": common_strength(model),
         "training": training_settings(model),
         "checksum": checksum(tensors),
         "sampled_outputs": outputs.to_dict(),
-        "versions": _versions(),
+        "versions": {"retrofit": __version__} | {name: version(name) for name in ("torch", "timm", "torchvision")},
     }
     with atomic_write(path, force) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(manifest)})
         except SafetensorError as error:
-            raise RetrofitError(
-                f"cannot write {path} ({one_line(error)}); free space or choose another place"
-            ) from error
-
-
-def _source(
-    model: nn.Module, source: str | ModelSource | None, model_kwargs: Mapping[str, Any] | None
-) -> ModelSource | None:
-    """Return the source that the user says a network is of; None if that is for the network to tell."""
-    if source == "own":
-        return own.source_of(model)
-    if isinstance(source, str):
-        return with_options(parse(source), model_kwargs=model_kwargs)
-    if model_kwargs:
-        raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
-    return source
-
-
-def _labels(model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs) -> list[str] | None:
-    """Return the names of the outputs: those given, else those noted, unless the network has another classifier now.
-
-    How many outputs there are is known from what the network answered or, where it was not run, from what timm's
-    networks say. A UsageError says that the names given are not one for each.
-    """
-    names = record_of(model).labels if labels is None else labels
-    classes = getattr(model, "num_classes", None) if outputs.classes is None else outputs.classes
-    if names is None or not isinstance(classes, int) or not classes or len(names) == classes:
-        return None if names is None else list(names)
-    if labels is None:
-        return None
-    raise UsageError(f"{plural(len(names), 'label')} for {plural(classes, 'output')}; pass `labels` with one for each")
+            why = one_line(error)
+            raise RetrofitError(f"cannot write {path} ({why}); free space or choose another place") from error
 
 
 def common_strength(model: nn.Module) -> float | None:
@@ -162,8 +259,11 @@ def common_strength(model: nn.Module) -> float | None:
     return strengths.pop() if len(strengths) == 1 else None
 
 
-def _versions() -> dict[str, str]:
-    return {"retrofit": __version__} | {name: version(name) for name in ("torch", "timm", "torchvision")}
+def _difference(outputs: SampledOutputs, model: nn.Module) -> str:
+    """Say how a network's outputs differ from those that are known; empty if they do not."""
+    if not is_small(model, outputs.size):
+        return f"its manifest asks for a run of a large network on images of {printable(outputs.size, 80)}"
+    return outputs.difference(sample_outputs_at(model, outputs.size, outputs.values))
 
 
 def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
@@ -192,77 +292,48 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
 def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, Manifest]:
     """Return the network that `load` returns, and its manifest."""
     manifest = Manifest.read(path)
-    source = manifest.source
+    source = origin = manifest.source
+    plans = manifest.plans
     if into is not None:
         into = unwrapped(into)
         if surgery.plans_of(into):
-            raise RetrofitError(
-                "the network to load into is converted already; pass it as it was before its conversion"
-            )
+            raise RetrofitError("the network to load into is converted already; pass it as it was before that")
         if any(tensor.is_meta for tensor in tensors_of(into).values()):
             raise RetrofitError("the network to load into is on the meta device, without memory; build it on the CPU")
         if source.library == "own":
-            source = record_of(into).source or own.source_of(into)
+            origin = record_of(into).source or class_source(into)
     elif source.library == "own":
-        raise RetrofitError(
-            f"{path} holds a network of one's own, {printable(source, 100)}; build that network and pass it as `into`"
-        )
+        whose = f"{path} holds a network of one's own, {printable(source, 100)}"
+        raise RetrofitError(f"{whose}; build that network and pass it as `into`")
     try:
         tensors = load_file(path)
     except Exception as error:  # torch raises anything on types and shapes that it does not have
-        raise damaged(path, with_class(error)) from error
+        raise _damaged(path, with_class(error)) from error
     if checksum(tensors) != manifest.checksum:
         raise RetrofitError(
             f"the tensors of {path} were changed after it was saved: they do not match its checksum; write or fetch it "
             "again (to change tensors, load the network, change them there and save it)"
         )
+    library = "torch" if source.library == "own" else source.library
+    then = printable(manifest.versions.get(library, "another version"), 40)
+    made_with = f"{library} {version(library)} (it was made with {then})"
     with nullcontext() if into is None else unchanged_on_failure(into):
-        with _explained(path, manifest):
-            model = _converted(manifest, tensors, into)
-        if problem := misfit(tensors_of(model), under_all_names(model, tensors)):
-            raise RetrofitError(
-                f"the tensors of {path} do not fit the network in its manifest: {problem}; write it again, or check "
-                "what it is loaded into"
-            )
-        with _explained(path, manifest):
-            if into is None:
-                model = rebuilt(manifest.source, manifest.plans)
-            fill(model, tensors)
-            set_training_settings(model, manifest.training)
+        try:
+            options = [[row.options for row in (*plan.layers, *plan.edits)] for plan in plans]
+            check_numbers([source.kwargs, options], tensors)
+            with bounded_by(tensors):
+                model = skeleton(source, plans) if into is None else surgery.replay(into, plans)
+            problem = misfit(tensors_of(model), under_all_names(model, tensors))
+            if not problem:
+                model = rebuilt(source, plans) if into is None else model
+                fill(model, tensors)
+                set_training_settings(model, manifest.training)
+        except Exception as error:  # a plan of other making may ask the layers for anything
+            raise RetrofitError(f"{path} cannot be rebuilt with {made_with}: {one_line(error)}") from error
+        if problem:
+            what = f"the tensors of {path} do not fit the network in its manifest: {problem}"
+            raise RetrofitError(f"{what}; write it again, or check what it is loaded into")
         if not manifest.outputs.not_checked and (problem := _difference(manifest.outputs, model)):
-            raise RetrofitError(f"{path} does not come back as it was saved with {_library(manifest)}: {problem}")
-    set_record(model, source=source, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
+            raise RetrofitError(f"{path} does not come back as it was saved with {made_with}: {problem}")
+    set_record(model, source=origin, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
     return model, manifest
-
-
-def _converted(manifest: Manifest, tensors: Mapping[str, Tensor], into: nn.Module | None) -> nn.Module:
-    """Repeat the conversion on `into`, or on a skeleton, whose tensors need no memory, of the library's network."""
-    options = [[row.options for row in plan.layers] + [row.options for row in plan.edits] for plan in manifest.plans]
-    check_numbers([manifest.source.kwargs, options], tensors)
-    with bounded_by(tensors):
-        if into is not None:
-            return surgery.replay(into, manifest.plans)
-        return skeleton(manifest.source, manifest.plans)
-
-
-@contextmanager
-def _explained(path: str | Path, manifest: Manifest) -> Iterator[None]:
-    """Say of any error that the file cannot be rebuilt: a plan of other making may ask the layers for anything."""
-    try:
-        yield
-    except Exception as error:
-        raise RetrofitError(f"{path} cannot be rebuilt with {_library(manifest)}: {one_line(error)}") from error
-
-
-def _difference(outputs: SampledOutputs, model: nn.Module) -> str:
-    """Say how a network's outputs differ from those that are known; empty if they do not."""
-    if not is_small(model, outputs.size):
-        return f"its manifest asks for a run of a large network on images of {printable(outputs.size, 80)}"
-    return outputs.difference(sample_outputs_at(model, outputs.size, outputs.values))
-
-
-def _library(manifest: Manifest) -> str:
-    """Name the library that builds the network, with its version here and then."""
-    name = "torch" if manifest.source.library == "own" else manifest.source.library
-    then = printable(manifest.versions.get(name, "another version"), 40)
-    return f"{name} {_versions()[name]} (it was made with {then})"

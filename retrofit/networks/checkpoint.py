@@ -16,6 +16,7 @@ from typing import Any, Literal
 import safetensors
 import torch
 from safetensors.torch import load_file
+from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
@@ -64,38 +65,45 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     weights, no dense tensors, several sets of weights, or none at `key`.
     """
     file = Path(path)
-    if file.is_dir():
-        raise RetrofitError(f"{path} is a folder; name the checkpoint file in it")
     if not file.is_file():
-        raise RetrofitError(f"there is no checkpoint at {path}; check the path")
+        raise RetrofitError(f"there is no checkpoint file at {path}; check the path")
     if file.suffix in {".npz", ".npy"}:
         raise RetrofitError(f"{path} is a NumPy file; give a .safetensors, .pth, .pt or .bin checkpoint")
     try:
-        content = load_file(file) if file.suffix == ".safetensors" else _pickle(file)
+        content = load_file(file) if file.suffix == ".safetensors" else _unpickled(file)
     except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
         raise RetrofitError(f"{file} is not a whole safetensors file ({one_line(error)}); fetch it again") from error
     sets = _weight_sets(content)
     if not sets:
         raise RetrofitError(f"there are no tensors in {path}; give a checkpoint with a model's state_dict")
     nest, prefix = _choose(sets, key, path)
-    tensors = sets[nest]
-    _check_dense(tensors, file)
-    left_out = tuple(name for name in tensors if not name.startswith(prefix) and not is_counter(name))
-    tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    others = tuple(other for other in sets if other not in ("", nest))
-    return Checkpoint(tensors, f"{nest}.{prefix}".strip("."), others, left_out)
+    held = sets[nest]
+    if special := [name for name, tensor in held.items() if not _is_dense(tensor)]:
+        what = f"{len(special)} tensors of {file} are sparse, quantized, nested or without data ({shortlist(special)})"
+        raise RetrofitError(f"{what}; save them dense")
+    _check_growth(file, sum(tensor.nbytes for tensor in held.values()))
+    return Checkpoint(
+        tensors={name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)},
+        key=f"{nest}.{prefix}".strip("."),
+        others=tuple(other for other in sets if other not in ("", nest)),
+        left_out=tuple(_weights(name for name in held if not name.startswith(prefix))),
+    )
 
 
-def is_counter(name: str) -> bool:
-    """Whether a tensor counts something, and is no weight."""
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+
+
+def _is_counter(name: str) -> bool:
     return name.rpartition(".")[2] in _COUNTERS
 
 
 def _weights(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not is_counter(name)]
+    return [name for name in names if not _is_counter(name)]
 
 
-def _pickle(file: Path) -> Any:
+def _unpickled(file: Path) -> Any:
+    """Return what torch.save wrote, without the code that may be in it."""
     try:
         with file.open("rb") as opened:
             zipped = opened.read(2) == b"PK"
@@ -108,28 +116,24 @@ def _pickle(file: Path) -> Any:
         raise
     except Exception as error:  # zipfile and torch.load raise anything on a damaged file
         problem = "is not a whole checkpoint that torch can read; fetch or save it again"
-        if isinstance(error, pickle.UnpicklingError) and (named := _forbidden(file, str(error))):
-            problem = f"holds Python objects ({named}), not only weights, and loading them could run code; save weights"
-        elif "TorchScript" in str(error):
+        if "TorchScript" in str(error):
             problem = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
+        elif isinstance(error, pickle.UnpicklingError):
+            try:
+                names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+            except Exception:  # not the zip format
+                names = str(error).partition("Unsupported global: GLOBAL ")[2].split()[:1]
+            if names:
+                what = f"Python objects ({shortlist(names)}), not only weights"
+                problem = f"holds {what}, and loading them could run code; save weights"
         raise RetrofitError(f"{file} {problem}") from error
 
 
 def _check_growth(file: Path, unpacked: int) -> None:
     size = file.stat().st_size
     if unpacked > max(_SMALL, _GROWTH * size):
-        raise RetrofitError(
-            f"{file} has {size:,} bytes and unpacks to {unpacked:,}, which no checkpoint does; save it again"
-        )
-
-
-def _forbidden(file: Path, message: str) -> str:
-    """Name the Python objects that kept a checkpoint from loading; empty if that was not the reason."""
-    try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # not the zip format
-        names = message.partition("Unsupported global: GLOBAL ")[2].split()[:1]
-    return shortlist(names)
+        what = f"{file} has {size:,} bytes and unpacks to {unpacked:,}"
+        raise RetrofitError(f"{what}, which no checkpoint does; save it again")
 
 
 def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
@@ -164,25 +168,8 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
         prefix = key.removeprefix(f"{nest}.") if nest else key
         if prefix and any(name.startswith(f"{prefix}.") for name in sets[nest]):
             return nest, f"{prefix}."
-    raise RetrofitError(
-        f"{path} holds no weights under {printable(key, 64)!r} (it holds {held}); "
-        "give `checkpoint_key` one of these, or how the names of the weights begin"
-    )
-
-
-def _check_dense(tensors: Tensors, file: Path) -> None:
-    """Refuse tensors that are not numbers in memory, as a state dict holds them."""
-    special = [
-        name
-        for name, value in tensors.items()
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested
-    ]
-    if special:
-        raise RetrofitError(
-            f"{len(special)} tensors of {file} are sparse, quantized, nested or without data ({shortlist(special)}); "
-            "save them dense"
-        )
-    _check_growth(file, sum(value.nbytes for value in tensors.values()))
+    what = f"{path} holds no weights under {printable(key, 64)!r} (it holds {held})"
+    raise RetrofitError(f"{what}; give `checkpoint_key` one of these, or how the names of the weights begin")
 
 
 def load_into(
@@ -207,15 +194,12 @@ def load_into(
     own = tensors_of(model).items()
     broken = [name for name, value in own if not value.isfinite().all() and name not in loaded.left_random]
     if broken:
-        loaded.warnings.append(
-            f"{len(broken)} tensors of the checkpoint hold NaN or infinite values: {shortlist(broken)}"
-        )
+        what = f"{len(broken)} tensors of the checkpoint hold NaN or infinite values"
+        loaded.warnings.append(f"{what}: {shortlist(broken)}")
     return loaded
 
 
 def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
-    from timm.models import clean_state_dict
-
     own = tensors_of(model)
     while own.keys().isdisjoint(state) and (cleaned := clean_state_dict(state)).keys() != state.keys():
         state = cleaned  # of what DistributedDataParallel, AveragedModel or torch.compile put before, one by one
@@ -227,9 +211,8 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     try:  # torch's own hooks may rename what older versions of a network called otherwise
         result = model.load_state_dict({name: t for name, t in state.items() if name not in unfit}, strict=False)
     except RuntimeError as error:
-        raise RetrofitError(
-            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check whose it is"
-        ) from error
+        what = f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)})"
+        raise RetrofitError(f"{what}; check whose it is") from error
     missing = _weights(name for name in result.missing_keys if name not in unfit)
     unexpected = _weights(result.unexpected_keys) + beside
     weights = _weights(own)
@@ -282,16 +265,14 @@ def _prefix(own: Tensors, state: Tensors) -> str:
         return ""
     fitting = [prefix for prefix, count in counts.items() if count == best]
     if len(fitting) > 1:
-        raise RetrofitError(
-            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; "
-            f"choose with `checkpoint_key={printable(fitting[0].strip('.'), 64)!r}`"
-        )
+        choose = f"choose with `checkpoint_key={printable(fitting[0].strip('.'), 64)!r}`"
+        raise RetrofitError(f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; {choose}")
     return fitting[0]
 
 
 def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:
     """Whether a tensor can take another's values; a counter may be of any type."""
-    return fits(ours, theirs) or (is_counter(name) and ours.shape == theirs.shape)
+    return fits(ours, theirs) or (_is_counter(name) and ours.shape == theirs.shape)
 
 
 def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -302,9 +283,8 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
         return state
     try:
         with torch.no_grad():
-            converted = {
-                name: value for name, value in convert(dict(state), model).items() if isinstance(value, Tensor)
-            }
+            entries = convert(dict(state), model).items()
+            converted = {name: value for name, value in entries if isinstance(value, Tensor)}
     except Exception:  # it was written for other checkpoints, and fails on this one in its own way
         return state
     return converted if _fitting(own, converted) > _fitting(own, state) else state
@@ -319,7 +299,7 @@ def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
     if problem := _order_problem(own, state):
         raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__} in order: {problem}")
     pairs = list(zip(_weights(own), _weights(state), strict=True))
-    counters = [[name for name in names if is_counter(name)] for names in (own, state)]
+    counters = [[name for name in names if _is_counter(name)] for names in (own, state)]
     if len(counters[0]) == len(counters[1]):
         pairs += zip(*counters, strict=True)
     model.load_state_dict({ours: state[theirs] for ours, theirs in pairs}, strict=False)
@@ -331,22 +311,19 @@ def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
 
 def _order_problem(own: Tensors, state: Tensors) -> str | None:
     """Say where the tensors of a network and of a checkpoint stop pairing up; None if they all do."""
+
+    def kind(tensor: Tensor) -> str:
+        shape = printable(list(tensor.shape), 32)
+        return shape if tensor.is_floating_point() else f"{shape} {tensor.dtype}".replace("torch.", "")
+
     ours, theirs = _weights(own), _weights(state)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
         if not _alike(own[a], state[b], a):
-            return (
-                f"tensor {number} is {a} {_kind(own[a])} in the network, {printable(b, 64)} {_kind(state[b])} in the "
-                "checkpoint; check which network it is of"
-            )
+            here, there = f"{a} {kind(own[a])} in the network", f"{printable(b, 64)} {kind(state[b])} in the checkpoint"
+            return f"tensor {number} is {here}, {there}; check which network it is of"
     if len(ours) == len(theirs):
         return None
     side, names = ("network", ours) if len(ours) > len(theirs) else ("checkpoint", theirs)
-    return (
-        f"the network has {len(ours)} tensors, the checkpoint {len(theirs)} (the first left over is "
-        f"{printable(names[min(len(ours), len(theirs))], 64)} of the {side}); check which network it is of"
-    )
-
-
-def _kind(tensor: Tensor) -> str:
-    shape = printable(list(tensor.shape), 32)
-    return shape if tensor.is_floating_point() else f"{shape} {tensor.dtype}".replace("torch.", "")
+    left_over = f"{printable(names[min(len(ours), len(theirs))], 64)} of the {side}"
+    counts = f"the network has {len(ours)} tensors, the checkpoint {len(theirs)}"
+    return f"{counts} (the first left over is {left_over}); check which network it is of"

@@ -1,15 +1,22 @@
-"""Networks of timm and torchvision: found by name, and built."""
+"""Networks of timm, of torchvision and of one's own: found by name, and built.
+
+One's own is `py:package.module:callable`, imported because the user typed it, and for no other reason. An artifact of
+such a network holds that name for people to read: what builds the network is said anew each time.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import json
 import logging
+import os
 import socket
+import sys
 import urllib.request
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +24,18 @@ from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
+import timm
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
+from torchvision.models import WeightsEnum, get_model, get_model_builder, get_model_weights, list_models
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import own
 from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, set_record
-from retrofit.utils.text import one_line
+from retrofit.utils.text import one_line, printable, with_class
+
+typed: dict[str, Callable[..., Any]] = {}
+"""What builds networks of one's own, by the names that were typed in this process."""
 
 
 def parse(text: str) -> ModelSource:
@@ -31,12 +44,10 @@ def parse(text: str) -> ModelSource:
     It may be a timm name with optional tag, `tv:NAME`, a name that only torchvision has, `hf-hub:ID`,
     `local-dir:FOLDER`, or `py:package.module:callable`, which is imported: a RetrofitError says why it cannot be.
     """
-    import timm
-    from torchvision.models import list_models as list_torchvision
-
     if text.startswith(PREFIX):
-        own.resolve(text.removeprefix(PREFIX))
-        return ModelSource("own", text.removeprefix(PREFIX))
+        name = text.removeprefix(PREFIX)
+        typed[name] = _imported(name)
+        return ModelSource("own", name)
     prefix, colon, rest = text.partition(":")
     prefix = prefix.replace("_", "-").lower()
     if colon and prefix == "hf-hub" and rest:
@@ -45,11 +56,12 @@ def parse(text: str) -> ModelSource:
         if not (Path(rest) / "config.json").is_file():
             raise UsageError(f"no folder with timm's config.json at {rest!r}; check the path after local-dir:")
         return ModelSource("timm", f"local-dir:{rest}")
-    torchvision_names = list_torchvision()
+    torchvision_names = list_models()
+    prefixed = [f"tv:{name}" for name in torchvision_names]
     if colon:
         if prefix in {"tv", "torchvision"} and rest in torchvision_names:
             return ModelSource("torchvision", rest)
-        raise _unknown(text, text, [f"tv:{name}" for name in torchvision_names])
+        raise _unknown(text, text, prefixed)
 
     deprecated = timm.models.get_deprecated_models()
     name = deprecated.get(text, text)
@@ -66,7 +78,7 @@ def parse(text: str) -> ModelSource:
     if text and Path(text).exists():
         kind = "folder" if Path(text).is_dir() else "file"
         raise UsageError(f"{text} is a {kind} and no network; give an artifact (*.safetensors) or a network's name")
-    raise _unknown(text, base, [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)])
+    raise _unknown(text, base, [*timm.list_models(), *prefixed])
 
 
 def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
@@ -75,6 +87,34 @@ def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> U
     forms = "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact"
     hint = f"did you mean {', '.join(close)}?" if close else f"give {forms} (*.safetensors)"
     return UsageError(f"unknown model {text!r}; {hint}")
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    """Import the callable that a user typed, "package.module:callable", also from the working folder."""
+    module_name, _, path = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        raise UsageError(f"{PREFIX}{printable(name, 100)} names no callable; write py:package.module:callable")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        target: Any = importlib.import_module(module_name)
+    except Exception as error:  # anything may come out of the user's own module
+        what = f"cannot import {module_name} ({with_class(error)})"
+        raise RetrofitError(f"{what}; run this in its folder, or set PYTHONPATH") from error
+    for part in path.split("."):
+        if not hasattr(target, part):
+            names = [name for name in dir(target) if not name.startswith("_")]
+            close = difflib.get_close_matches(part, names, n=3) or names[:5] or ["nothing"]
+            raise UsageError(f"{module_name} has no {path}; it has {', '.join(close)}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise UsageError(f"{path} of {module_name} is a {type(target).__name__}; name a function or class that builds")
+    return target
+
+
+def class_source(model: nn.Module) -> ModelSource:
+    """Return the source of a network that no name was typed for: its class."""
+    return ModelSource("own", f"{type(model).__module__}:{type(model).__qualname__}")
 
 
 def with_options(
@@ -98,10 +138,8 @@ def with_options(
         raise UsageError(f"`model_kwargs` means nothing to {source}; write a function that passes them, and name that")
     if in_chans is not None and source.library == "torchvision":
         raise UsageError(f"torchvision's {source.name} has no `in_chans`; take timm's network instead")
-    sizes = {"num_classes": num_classes, "in_chans": in_chans}
-    if img_size is not None and (name := _size_argument(source)):
-        sizes[name] = img_size
-    kwargs = {name: value for name, value in sizes.items() if value is not None}
+    sizes = {"num_classes": num_classes, "in_chans": in_chans, _size_argument(source): img_size}
+    kwargs = {name: value for name, value in sizes.items() if name is not None and value is not None}
     changed = replace(source, kwargs={**source.kwargs, **(model_kwargs or {}), **kwargs})
     changed.refuse_reserved()
     return changed
@@ -109,14 +147,10 @@ def with_options(
 
 def _size_argument(source: ModelSource) -> str | None:
     """Name the builder's argument for the image's side; None where the network takes any size."""
-    if source.library == "own":
-        return "img_size" if own.takes(source.name, "img_size") else None
     if source.library == "torchvision":
         return "image_size" if source.name.startswith("vit_") else None
-    if ":" in source.name:
-        return None
-    import timm
-
+    if source.library == "own":
+        return "img_size" if _takes(source.name, "img_size") else None
     cfg = timm.models.get_pretrained_cfg(source.name)
     return "img_size" if cfg is not None and cfg.fixed_input_size else None
 
@@ -124,21 +158,21 @@ def _size_argument(source: ModelSource) -> str | None:
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     """Build a network, with random weights or the library's trained ones; its record says where it came from.
 
-    A UsageError says that the library does not know the name or an argument, a RetrofitError that the weights do not
-    exist or cannot be fetched.
+    A UsageError says that the library or one's own function does not know the name or an argument, a RetrofitError that
+    the weights do not exist or cannot be fetched, or that nobody typed the name of one's own in this process.
     """
     source.refuse_reserved()
     if ":" not in source.name:
         parse(str(source))
+    fetches = pretrained or source.name.startswith("hf-hub:")
     try:
-        with _quiet(), no_waiting_for_the_hub() if pretrained or source.name.startswith("hf-hub:") else nullcontext():
+        # what the libraries say about defaults that will change is not for the user
+        with warnings.catch_warnings(action="ignore"), no_waiting_for_the_hub() if fetches else nullcontext():
             if source.library == "own":
-                model = own.build(source.name, source.kwargs)
+                model = _build_own(source.name, source.kwargs)
             elif source.library == "torchvision":
                 model, source = _build_torchvision(source, pretrained)
             else:
-                import timm
-
                 model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
                 if ":" in source.name:  # so that the hub or the folder is not needed again
                     source = timm_source(model) or source
@@ -150,9 +184,30 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     return model
 
 
-def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
-    from torchvision.models import get_model, get_model_builder, get_model_weights
+def _build_own(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
+    if name not in typed:
+        raise RetrofitError(f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here")
+    if missing := [key for key in kwargs if not _takes(name, key)]:
+        raise UsageError(f"{name} takes no {missing[0]}; give it that argument, or leave out `{missing[0]}`")
+    try:
+        model = typed[name](**kwargs)
+    except Exception as error:  # anything may come out of the user's own code
+        raise RetrofitError(f"{name} builds no network ({with_class(error)}); mend it") from error
+    if not isinstance(model, nn.Module):
+        raise RetrofitError(f"{name} returns a {type(model).__name__}; let it return a torch.nn.Module")
+    return model
 
+
+def _takes(name: str, argument: str) -> bool:
+    """Whether a builder that was typed has an argument of this name."""
+    try:
+        parameters = inspect.signature(typed[name]).parameters.values()
+    except (ValueError, TypeError):  # a builtin
+        return False
+    return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
     kwargs = dict(source.kwargs)
     name = kwargs.pop("weights", "DEFAULT" if pretrained else None)
     weights = None if name is None else get_model_weights(source.name)[name]
@@ -173,8 +228,6 @@ def _structure_only(weights: Any, classes: int | None) -> Iterator[None]:
 
     Its builders compare another number of classes with the names in the weights' record.
     """
-    from torchvision.models import WeightsEnum
-
     fetch = mock.patch.object(WeightsEnum, "get_state_dict", return_value={})
     load = mock.patch.object(nn.Module, "load_state_dict", return_value=None)
     named = classes is not None and weights is not None and "categories" in weights.meta
@@ -183,36 +236,24 @@ def _structure_only(weights: Any, classes: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what the libraries say about defaults that will change and about requests that will be repeated."""
-    hub = logging.getLogger("huggingface_hub")
-    level = hub.level
-    hub.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        hub.setLevel(level)
-
-
-@contextmanager
 def no_waiting_for_the_hub() -> Iterator[None]:
-    """Without a network use only what is cached: the hub's client would try for 20 seconds a file."""
-    from huggingface_hub import constants
-
-    offline = constants.HF_HUB_OFFLINE
+    """Without a network use only what is cached: the hub's client would try, and say so, for 20 seconds a file."""
+    offline, log = constants.HF_HUB_OFFLINE, logging.getLogger("huggingface_hub")
     if not urllib.request.getproxies():
         try:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname or "", 443)
         except OSError:
             offline = True
-    with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
-        yield
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     said = one_line(error)
     if isinstance(error, LocalEntryNotFoundError):  # its message is three sentences long
         said = "it is not in the cache, and the hub cannot be reached"
@@ -221,19 +262,15 @@ def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> Ret
         instead = "pass `checkpoint=FILE`" + (" with a plain timm name" if on_hub else "")
         return RetrofitError(f"cannot download {source} ({said}); check the network, or {instead}")
     if pretrained and ("No pretrained weights" in said or isinstance(error, KeyError | AttributeError)):
-        return RetrofitError(
-            f"there are no pretrained weights for {source}; pass `checkpoint=FILE` or drop `pretrained`"
-        )
-    given = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
-    if given:
+        return RetrofitError(f"no pretrained weights for {source}; pass `checkpoint=FILE` or drop `pretrained`")
+    if source.kwargs:
+        given = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
         return UsageError(f"cannot build {source} with {given}: {said}; change or drop these options")
     return RetrofitError(f"cannot build {source}: {said}; choose another network")
 
 
 def timm_source(model: nn.Module) -> ModelSource | None:
     """Read the source from what timm writes on its networks; None for others."""
-    import timm
-
     cfg = getattr(model, "pretrained_cfg", None)
     if not isinstance(cfg, dict) or not cfg.get("architecture"):
         return None
@@ -250,10 +287,8 @@ def timm_source(model: nn.Module) -> ModelSource | None:
     try:
         arguments = json.loads(json.dumps(arguments))
     except TypeError as error:
-        raise RetrofitError(
-            f"{name} was built with an argument that a file cannot hold ({error}); build it from names and numbers, or "
-            "save it with `save(source='own')`"
-        ) from error
+        what = f"{name} was built with an argument that a file cannot hold ({error})"
+        raise RetrofitError(f"{what}; build it from names and numbers, or `save(source='own')`") from error
     changed = {key: value for key, value in arguments.items() if defaults.get(key) != value}
     return ModelSource("timm", name, {key: value for key, value in changed.items() if key not in RESERVED_KWARGS})
 

@@ -10,15 +10,16 @@ from typing import Any, Literal
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import artifact, manifest, own
+from retrofit.networks import artifact
 from retrofit.networks.checkpoint import load_into, read_checkpoint
-from retrofit.networks.library import build, parse, with_options
+from retrofit.networks.library import build, class_source, parse, with_options
 from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
 from retrofit.utils.text import plural, printable, shortlist
 
 _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
+_DIGITS = 4  # of a strength that someone has set
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Network:
     @property
     def source(self) -> ModelSource:
         """Where its structure comes from."""
-        return record_of(self.model).source or own.source_of(self.model)
+        return record_of(self.model).source or class_source(self.model)
 
     @property
     def preprocess(self) -> Preprocess:
@@ -65,6 +66,23 @@ def strength_sentence(model: nn.Module) -> str | None:
     low, high = min(values), max(values)
     span = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
     return f"strength: {span} in {plural(len(values), 'converted layer')} (0 is the source, 1 the target)"
+
+
+def odd_strengths(model: nn.Module) -> str | None:
+    """Say that layers stand at a strength that looks like no one's choice; None if none does.
+
+    torch's averages of weights average every buffer, if asked to, and so the strength: after 50 steps of a ramp to 1
+    with decay 0.98 it stands at 0.36, and the average would evaluate as other layers than its model's.
+    """
+    found = {layer.stored_strength for layer in strength_layers(model)}
+    odd = sorted(t for t in found if abs(t - round(t, _DIGITS)) > 1e-6)
+    if not odd:
+        return None
+    where = f"{odd[0]:.4f}" if len(odd) == 1 else f"{odd[0]:.4f} to {odd[-1]:.4f}"
+    return (
+        f"layers stand at strength {where}, as an average of weights or a walk that was stopped leaves them; if it is "
+        "an average, give it its network's strength (retrofit.set_strength) and save it again"
+    )
 
 
 def weights_sentence(weights: Mapping[str, Any]) -> str:
@@ -107,24 +125,18 @@ def open_model(
     A UsageError says that the name is unknown, an option is wrong, or two contradict each other; a RetrofitError that
     weights or the artifact cannot be read or do not fit.
     """
-    options: dict[str, Any] = {
-        "num_classes": num_classes,
-        "in_chans": in_chans,
-        "img_size": img_size,
-        "model_kwargs": model_kwargs,
-    }
-    if (file := manifest.artifact_path(text)) is not None:
+    sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
+    options: dict[str, Any] = {**sizes, "model_kwargs": model_kwargs}
+    if (file := artifact.artifact_path(text)) is not None:
         others = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
         if given := [f"`{name}`" for name, value in others.items() if value not in (None, False)]:
             raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}")
         return _open_artifact(str(file), network)
     if network is not None:
         raise UsageError(f"`network` builds what an artifact of your own network holds; {text} is none, drop it")
-    if text.endswith(".onnx") and ":" not in text:
-        raise UsageError(
-            f"{text} is an exported file, which evaluate and bench alone take; give the artifact it was made of"
-        )
-    if text.endswith(_CHECKPOINTS) and ":" not in text:
+    if ":" not in text and text.endswith(".onnx"):
+        raise UsageError(f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of")
+    if ":" not in text and text.endswith(_CHECKPOINTS):
         raise UsageError(f"{text} is no network's name and no artifact; give the name, and this file as its checkpoint")
     if pretrained and checkpoint is not None:
         raise UsageError("`pretrained` and `checkpoint` are two sources of weights; pass one of them")
@@ -136,7 +148,7 @@ def open_model(
     source = with_options(parse(text), **options)
     if pretrained and source.library == "own":
         raise UsageError(f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`")
-    if checkpoint is not None and manifest.is_artifact(checkpoint):
+    if checkpoint is not None and artifact.is_artifact(checkpoint):
         raise RetrofitError(f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL")
     read = None if checkpoint is None else read_checkpoint(checkpoint, checkpoint_key)
 
@@ -152,35 +164,29 @@ def open_model(
     if read is not None:
         loaded = load_into(model, read.tensors, match or "name", checkpoint_partial)
         warnings += loaded.warnings
-        details = {
-            "key": read.key,
-            "others": list(read.others),
-            "left_random": loaded.left_random,
-            "left_out": [*read.left_out, *loaded.left_out],
-        }
+        left_out = [*read.left_out, *loaded.left_out]
+        known = {"key": read.key, "others": [*read.others], "left_random": loaded.left_random, "left_out": left_out}
         weights = {"kind": "checkpoint", "from": str(checkpoint)}
-        weights |= {name: value for name, value in details.items() if value}
+        weights |= {name: value for name, value in known.items() if value}
     elif pretrained:
         labels = labels_of(model, source)
         weights = {"kind": "pretrained", "from": weights_name(model, source)}
         trained = getattr(model, "pretrained_cfg", {}).get("num_classes")
         if num_classes is not None and trained not in (None, num_classes):
-            warnings.append(
-                f"the classifier is RANDOM: the pretrained weights have {plural(trained, 'class')}, not {num_classes}"
-            )
+            theirs = f"the pretrained weights have {plural(trained, 'class')}, not {num_classes}"
+            warnings.append(f"the classifier is RANDOM: {theirs}")
     set_record(model, preprocess=preprocess, labels=labels, weights=weights)
     return Network(model, tuple(warnings))
 
 
 def _open_artifact(path: str, network: str | None) -> Network:
-    source = manifest.Manifest.read(path).source
+    source, into = artifact.Manifest.read(path).source, None
     if network is None and source.library == "own":
         whose = f"{path} holds a network of one's own, {printable(source, 100)}"
         raise UsageError(f"{whose}; say what builds it with `network='py:MODULE:CALLABLE'`")
-    if network is not None and source.library != "own":
-        raise UsageError(f"{path} holds {source}, which its library builds; drop `network`")
-    into = None
     if network is not None:
+        if source.library != "own":
+            raise UsageError(f"{path} holds {source}, which its library builds; drop `network`")
         typed = parse(network)
         if typed.library == "own":  # with the sizes that the artifact's network was built with
             sizes = {name: source.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}

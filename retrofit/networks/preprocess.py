@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import timm.data
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ImageNetInfo, infer_imagenet_subset
 from torch import nn
+from torchvision.models import get_model_weights
 
 from retrofit.errors import RetrofitError
 from retrofit.record import ModelSource, Preprocess
@@ -18,8 +21,6 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
     one, images of 224 pixels with ImageNet's mean and standard deviation. A RetrofitError says that `pretrained_cfg`
     names sizes or numbers that no images have.
     """
-    import timm.data
-
     if source.library == "torchvision":
         usual = _torchvision_preprocess(source)
     else:
@@ -33,9 +34,8 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
         try:
             usual = Preprocess.from_dict(config)
         except (TypeError, ValueError, OverflowError) as error:
-            raise RetrofitError(
-                f"the network's `pretrained_cfg` is none that images can have ({one_line(error)}); mend it"
-            ) from error
+            what = f"the network's `pretrained_cfg` is none that images can have ({one_line(error)})"
+            raise RetrofitError(f"{what}; mend it") from error
     size = source.kwargs.get("img_size", source.kwargs.get("image_size"))
     height, width = (size, size) if isinstance(size, int) else size or usual.input_size[1:]
     channels = source.kwargs.get("in_chans", usual.input_size[0])
@@ -48,9 +48,6 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
 
 
 def _torchvision_preprocess(source: ModelSource) -> Preprocess:
-    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    from torchvision.models import get_model_weights
-
     try:
         transforms = get_model_weights(source.name)[source.kwargs.get("weights", "DEFAULT")].transforms()
     except (ValueError, KeyError):  # a network that the user registered, without weights
@@ -68,11 +65,7 @@ def _torchvision_preprocess(source: ModelSource) -> Preprocess:
 
 def labels_of(model: nn.Module, source: ModelSource) -> list[str] | None:
     """Name a pretrained network's outputs, ImageNet's by WordNet id; None where the library does not tell."""
-    from timm.data import ImageNetInfo, infer_imagenet_subset
-
     if source.library == "torchvision":
-        from torchvision.models import get_model_weights
-
         weights = source.kwargs.get("weights")
         names = get_model_weights(source.name)[weights].meta.get("categories") if weights else None
         return list(ImageNetInfo().label_names() if len(names) == 1000 else names) if names else None

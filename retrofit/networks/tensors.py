@@ -21,11 +21,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of the state dict."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors_of(model).items()}
-
-
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Map each further name of a tensor that goes by several to its first name."""
     first: dict[int, str] = {}
@@ -41,9 +36,8 @@ def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
     tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
     for name, original in _aliases(twin).items():
         if not torch.equal(tensors[name], tensors[original]):
-            raise RetrofitError(
-                f"{name} and {original} are one tensor in the library's network, two here; make them equal to save it"
-            )
+            both = f"{name} and {original} are one tensor in the library's network"
+            raise RetrofitError(f"{both}, two here; make them equal to save it")
         del tensors[name]
     form = torch.contiguous_format
     return {name: tensor.to("cpu", copy=True, memory_format=form) for name, tensor in tensors.items()}
@@ -66,8 +60,8 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def fits(ours: Tensor, theirs: Tensor) -> bool:
     """Whether a tensor can take another's values: of its shape, and a number with a fraction if it is one."""
-    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, theirs)]
-    return ours.shape == theirs.shape and kinds[0] == kinds[1]
+    kinds = [(tensor.shape, tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, theirs)]
+    return kinds[0] == kinds[1]
 
 
 def misfit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:

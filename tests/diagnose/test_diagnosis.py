@@ -31,7 +31,7 @@ from retrofit.diagnose.plots import Plot, plots
 from retrofit.diagnose.probe import Probe, probes
 from retrofit.diagnose.robustness import input_noise, under_attack
 from retrofit.errors import RetrofitError
-from retrofit.evaluation.attack import Attack
+from retrofit.evaluation.accuracy import Attack
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network
 from retrofit.record import set_record

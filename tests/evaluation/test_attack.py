@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import UsageError
-from retrofit.evaluation.accuracy import evaluate
-from retrofit.evaluation.attack import Attack, Kind, attack_on
+from retrofit.evaluation.accuracy import Attack, Kind, attack_on, evaluate
 from retrofit.images.dataset import open_images
 from retrofit.record import Preprocess
 from tests.pictures import write_folder

@@ -9,7 +9,7 @@ from timm.utils import ModelEmaV3
 from torch.optim.swa_utils import AveragedModel
 
 import retrofit
-from retrofit.evaluation.strengths import odd_strengths
+from retrofit.networks.models import odd_strengths
 from tests.finetune.conftest import small_network
 
 

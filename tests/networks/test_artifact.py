@@ -23,9 +23,8 @@ import retrofit
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
-from retrofit.networks.artifact import load, save
+from retrofit.networks.artifact import is_artifact, load, read_manifest, save
 from retrofit.networks.library import build
-from retrofit.networks.manifest import is_artifact, read_manifest
 from retrofit.networks.tensors import checksum
 from retrofit.record import ModelSource, Preprocess, Record, record_of
 from tests.networks import mynet

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from retrofit.networks.artifact import load
-from retrofit.networks.budget import TooLargeError, bounded_by, check_numbers
+from retrofit.networks.rebuild import TooLargeError, bounded_by, check_numbers
 from tests.networks.conftest import refused, rewrite
 
 SECONDS = 5  # of this process's own time: the machine may be busy

@@ -106,7 +106,7 @@ def _saves(content: Any, **options: Any) -> Callable[[Path], None]:
 OLD = {"_use_new_zipfile_serialization": False}
 UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.pth", lambda path: None, "there is no checkpoint"),
-    ("a.pth", Path.mkdir, "is a folder"),
+    ("a.pth", Path.mkdir, "there is no checkpoint file"),
     ("a.pth", _cut, "not a whole checkpoint"),
     ("a.safetensors", _cut, "not a whole safetensors"),
     ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),

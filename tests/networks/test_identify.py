@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torchvision.models import WeightsEnum, get_model
 
-from retrofit.networks.identify import identify, skeleton
 from retrofit.networks.library import build, parse
+from retrofit.networks.rebuild import identify, skeleton
 from retrofit.record import ModelSource
 from tests.networks.conftest import refused, shapes
 

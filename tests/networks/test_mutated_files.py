@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.networks.artifact import load
+from retrofit.networks.artifact import load, read_manifest
 from retrofit.networks.checkpoint import load_into, read_checkpoint
-from retrofit.networks.manifest import read_manifest
 from retrofit.networks.tensors import checksum
 
 _SECONDS = 5  # of the process itself: other work on the machine is not the file's fault

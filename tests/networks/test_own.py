@@ -18,9 +18,9 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import artifact, own
+from retrofit.networks import artifact, library
+from retrofit.networks.artifact import read_manifest
 from retrofit.networks.library import build
-from retrofit.networks.manifest import read_manifest
 from retrofit.networks.models import open_model
 from retrofit.record import ModelSource, record_of
 from tests.networks import mynet
@@ -32,7 +32,7 @@ NAME = "py:tests.networks.mynet:build"
 @pytest.fixture(autouse=True)
 def _nothing_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start as a process in which nobody named a network."""
-    monkeypatch.setattr(own, "typed", {})
+    monkeypatch.setattr(library, "typed", {})
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def test_the_whole_way(tmp_path: Path) -> None:
 def test_loading_without_the_network_is_refused_and_imports_nothing(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own, "resolve", lambda *_: pytest.fail("nobody typed it"))
+    monkeypatch.setattr(library, "_imported", lambda *_: pytest.fail("nobody typed it"))
     with pytest.raises(RetrofitError, match=r"tests.networks.mynet:UNet; build that network .* as `into`"):
         retrofit.load(saved)
     with pytest.raises(RetrofitError, match="holds a network of one's own"):

@@ -21,8 +21,8 @@ from torch import nn
 import retrofit
 from retrofit.errors import UsageError
 from retrofit.networks import sampled_outputs
+from retrofit.networks.artifact import read_manifest
 from retrofit.networks.library import build
-from retrofit.networks.manifest import read_manifest
 from retrofit.record import ModelSource, Preprocess
 from tests.networks.conftest import built, refused, same_tensors
 
