@@ -45,13 +45,9 @@ class ModelSource:
         """Return the name as the command line takes it."""
         return {"torchvision": "tv:", "own": PREFIX}.get(self.library, "") + self.name
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSource:
-        """Rebuild from `to_dict`'s values, which may come from anyone: only registered names, no weights to fetch.
+        """Rebuild from `asdict`'s values, which may come from anyone: only registered names, no weights to fetch.
 
         Values of another kind raise KeyError, TypeError or ValueError.
         """
@@ -64,9 +60,8 @@ class ModelSource:
     def refuse_reserved(self) -> None:
         """Raise UsageError if an argument would fetch or read weights."""
         if refused := sorted(RESERVED_KWARGS & self.kwargs.keys()):
-            raise UsageError(
-                f"{refused[0]!r} is not a model argument to set here; use `pretrained=True` or `checkpoint=FILE`"
-            )
+            what = f"{refused[0]!r} is not a model argument to set here"
+            raise UsageError(f"{what}; use `pretrained=True` or `checkpoint=FILE`")
 
 
 @dataclass(frozen=True)

@@ -175,16 +175,9 @@ def evaluate(
                 progress(done, total)
     if not images:
         raise RetrofitError(f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files")
-    return Accuracy(
-        images,
-        correct1,
-        correct5,
-        outputs,
-        tuple(skipped),
-        not_finite=images - finite_images,
-        loss=loss / finite_images if finite_images else math.nan,
-        attacked1=None if attack is None else attacked1,
-    )
+    loss = loss / finite_images if finite_images else math.nan
+    attacked = None if attack is None else attacked1
+    return Accuracy(images, correct1, correct5, outputs, tuple(skipped), images - finite_images, loss, attacked)
 
 
 def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
@@ -199,8 +192,9 @@ def _scores(answer: Any, outputs_needed: int | None) -> Tensor:
         shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise RetrofitError(f"the model gives no class scores (its output: {shape}); use an image classifier")
     if outputs_needed is not None and outputs_needed > answer.shape[1]:
-        raise RetrofitError(
-            f"the data has class {outputs_needed - 1} (from 0) but the model gives {plural(answer.shape[1], 'score')}; "
-            "use the model's own data, a `class_map`, or `num_classes` with a matching checkpoint"
+        what = (
+            f"the data has class {outputs_needed - 1} (from 0) but the model gives {plural(answer.shape[1], 'score')}"
         )
+        advice = "use the model's own data, a `class_map`, or `num_classes` with a matching checkpoint"
+        raise RetrofitError(f"{what}; {advice}")
     return answer.float()

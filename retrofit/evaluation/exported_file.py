@@ -32,8 +32,6 @@ class ExportedNetwork(nn.Module):
 class ExportedFile:
     """A file that export wrote, ready to run."""
 
-    path: Path
-    runtime: Runtime
     model: ExportedNetwork
     preprocess: Preprocess
     labels: list[str] | None  # of its outputs
@@ -41,12 +39,11 @@ class ExportedFile:
 
     def __str__(self) -> str:
         """Say which network it is, and what runs it."""
-        parts = [f"{self.path}: {self.facts['model'] or 'a network'}"]
-        if self.facts["target"]:
-            parts.append(f"converted to {self.facts['target']}")
-        if self.facts["strength"] is not None:
-            parts.append(f"strength {self.facts['strength']:.3g}")
-        return ", ".join([*parts, f"fold {self.facts['fold'] or 'unknown'}, run by {RUNTIMES[self.runtime]}"])
+        facts = self.facts
+        target = f", converted to {facts['target']}" if facts["target"] else ""
+        strength = "" if facts["strength"] is None else f", strength {facts['strength']:.3g}"
+        run = f"fold {facts['fold'] or 'unknown'}, run by {RUNTIMES[facts['runtime']]}"
+        return f"{facts['weights']['from']}: {facts['model'] or 'a network'}{target}{strength}, {run}"
 
 
 def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
@@ -59,22 +56,18 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
     strength, labels = known.get("strength"), known.get("labels")
     try:
         preprocess = Preprocess.from_dict({field.name: known[field.name] for field in fields(Preprocess)})
-        facts: dict[str, Any] = {
-            name: None if known.get(name) is None else printable(known[name], limit)
-            for name, limit in (("model", 200), ("target", 64), ("fold", 64))
-        }
+        texts = {name: known.get(name) for name in ("model", "target", "fold")}
+        facts: dict[str, Any] = {name: None if text is None else printable(text, 200) for name, text in texts.items()}
         facts |= {"strength": None if strength is None else float(strength), "runtime": runtime}
         facts["weights"] = {"kind": "onnx", "from": str(path)}
         if labels is not None and (not isinstance(labels, list) or not all(isinstance(one, str) for one in labels)):
             raise ValueError(f"labels {shown(labels)}")
     except KeyError as lacking:
-        raise RetrofitError(
-            f"{path} does not say how its images are prepared (its metadata lack {lacking}); "
-            "evaluate takes files that `retrofit.export_onnx` or `retrofit export` wrote"
-        ) from None
+        what = f"{path} does not say how its images are prepared (its metadata lack {lacking})"
+        advice = "evaluate takes files that `retrofit.export_onnx` or `retrofit export` wrote"
+        raise RetrofitError(f"{what}; {advice}") from None
     except (TypeError, ValueError, OverflowError) as error:
-        raise RetrofitError(
-            f"{path} has metadata that export does not write ({one_line(error)}); export it again"
-        ) from error
+        what = f"{path} has metadata that export does not write ({one_line(error)})"
+        raise RetrofitError(f"{what}; export it again") from error
     run = open_onnx(path, runtime, advice="export it again")
-    return ExportedFile(path, runtime, ExportedNetwork(run), preprocess, labels, facts)
+    return ExportedFile(ExportedNetwork(run), preprocess, labels, facts)

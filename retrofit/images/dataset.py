@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.images.image_files import ImageFiles
+from retrofit.images.image_files import ADVICE, ImageFiles
 from retrofit.record import Preprocess
 from retrofit.utils.text import one_line, plural, shortlist, shown
 
+FileName = str | os.PathLike[str]
 Matched = Literal["class map", "labels", "order"]
 
 _TRAIN_NAMES = ("train", "training")  # of one part, to timm
@@ -123,18 +124,15 @@ class ImageData:
         """Say why the data's classes, in their order, may not be a model's outputs; empty if they may."""
         if self.matched != "order" or self.classes is None:
             return ""
-        taken = f"the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
+        problem = ""
         if self.classes != outputs:
-            return (
-                f"the data has {plural(self.classes, 'class')} and the model {plural(outputs or 0, 'output')}: {taken}"
-            )
-        if self.contradicts(labels):
-            return (
-                f"the data's classes ({shortlist(self.names or ())}) are not what the model calls its outputs: {taken}"
-            )
-        return ""
+            problem = f"the data has {plural(self.classes, 'class')} and the model {plural(outputs or 0, 'output')}"
+        elif self.contradicts(labels):
+            problem = f"the data's classes ({shortlist(self.names or ())}) are not what the model calls its outputs"
+        taken = f"the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
+        return f"{problem}: {taken}" if problem else ""
 
-    def mapped(self, class_map: str | os.PathLike[str] | None = None, labels: Sequence[str] | None = None) -> ImageData:
+    def mapped(self, class_map: FileName | None = None, labels: Sequence[str] | None = None) -> ImageData:
         """Return the data with targets by a class map, or by labels if these hold every class, as for `open_images`."""
         if self.names is None:
             return self
@@ -143,10 +141,8 @@ class ImageData:
             outputs, matched = _read_class_map(class_map), "class map"
             names = tuple(sorted(outputs, key=outputs.__getitem__))
             if lacking := [name for name in self.names if name not in outputs]:
-                raise RetrofitError(
-                    f"{len(lacking)} of the data's {plural(len(self.names), 'class')} are not in {class_map} "
-                    f"({shortlist(lacking)}); use the class map that names the data's folders"
-                )
+                what = f"{len(lacking)} of the data's {plural(len(self.names), 'class')} are not in {class_map}"
+                raise RetrofitError(f"{what} ({shortlist(lacking)}); use the class map that names the data's folders")
         elif labels and set(self.names) <= set(labels):
             outputs, matched, names = {name: list(labels).index(name) for name in self.names}, "labels", self.names
         else:
@@ -156,14 +152,15 @@ class ImageData:
         return replace(self, outputs=max(targets) + 1, matched=matched, names=names)
 
 
-def _part_folder(data_dir: str | os.PathLike[str], split: str) -> Path | None:
+def _part_folder(data_dir: FileName, split: str) -> Path | None:
     """Return the sub-folder of a part, or the folder itself for "."; None if there is none."""
+    if split == ".":
+        return Path(data_dir)
     names = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), ())
-    folders = [Path(data_dir) / name for name in (split, *names)]
-    return next((folder for folder in folders if split == "." or folder.is_dir()), None)
+    return next((Path(data_dir) / name for name in (split, *names) if (Path(data_dir) / name).is_dir()), None)
 
 
-def has_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) -> bool:
+def has_part(data_dir: FileName | None, dataset: str, split: str) -> bool:
     """Whether the data has a part of that name, "." being all of a folder or tar.
 
     Folders have it as a sub-folder, tars have none. The digits, and torchvision's datasets, have parts of the usual
@@ -177,7 +174,7 @@ def has_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) 
     return True
 
 
-def parts_in(data_dir: str | os.PathLike[str] | None) -> list[str]:
+def parts_in(data_dir: FileName | None) -> list[str]:
     """Return the sub-folders of a folder that hold folders and are called as parts of data usually are."""
     if data_dir is None or not Path(data_dir).is_dir():
         return []
@@ -186,11 +183,11 @@ def parts_in(data_dir: str | os.PathLike[str] | None) -> list[str]:
 
 
 def open_images(
-    data_dir: str | os.PathLike[str] | None,
+    data_dir: FileName | None,
     *,
     dataset: str = "",
     split: str = "validation",
-    class_map: str | os.PathLike[str] | None = None,
+    class_map: FileName | None = None,
     labels: Sequence[str] | None = None,
     channels: int = 3,
 ) -> ImageData:
@@ -205,17 +202,15 @@ def open_images(
     the class map cannot be read, that the map is not one to one or lacks a class, or that `channels` is not 1 or 3.
     """
     if channels not in (1, 3):
-        raise RetrofitError(
-            f"the model takes {channels} channels, images give 1 or 3; build it with `in_chans=3` or `in_chans=1`"
-        )
+        advice = "build it with `in_chans=3` or `in_chans=1`"
+        raise RetrofitError(f"the model takes {channels} channels, images give 1 or 3; {advice}")
     if dataset == "digits" and data_dir is not None:
-        raise UsageError(
-            f"the digits are built in and lie in no folder; drop `dataset='digits'` or `data_dir={str(data_dir)!r}`"
-        )
+        advice = f"drop `dataset='digits'` or `data_dir={str(data_dir)!r}`"
+        raise UsageError(f"the digits are built in and lie in no folder; {advice}")
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to read images from; give `data_dir` or `dataset`")
     if not dataset and not Path(str(data_dir)).exists():
-        raise RetrofitError(f"there is no data at {data_dir}; give a folder or tar with one folder a class")
+        raise RetrofitError(f"there is no data at {data_dir}; {ADVICE}")
     _check_part(data_dir, dataset, split)
     mode = "RGB" if channels == 3 else "L"
     if dataset == "digits":
@@ -233,7 +228,7 @@ def _of_classes(images: Any, classes: Sequence[str], notes: tuple[str, ...] = ()
     return ImageData(images, len(classes), len(classes), names=tuple(classes), notes=notes)
 
 
-def _check_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: str) -> None:
+def _check_part(data_dir: FileName | None, dataset: str, split: str) -> None:
     """Refuse a part that the data does not have: torchvision would give its test images for any other word."""
     if has_part(data_dir, dataset, split):
         return
@@ -241,31 +236,21 @@ def _check_part(data_dir: str | os.PathLike[str] | None, dataset: str, split: st
         raise UsageError(f"{dataset} has no part {shown(split)}; give `split='train'` or `split='validation'`")
     if split == "validation":  # the default: a folder without parts is read as it is
         if parts := parts_in(data_dir):
-            raise UsageError(
-                f"{data_dir} has no part to validate on, but {shortlist(parts)}; give `split` one of these names, or "
-                "`split='.'` for all of it"
-            )
+            what = f"{data_dir} has no part to validate on, but {shortlist(parts)}"
+            raise UsageError(f"{what}; give `split` one of these names, or `split='.'` for all of it")
     elif Path(str(data_dir)).is_dir() or split not in _PARTS:  # a tar is one part, whatever it is called
         raise UsageError(f"the data has no part {shown(split)}; give `split` the name of a sub-folder, or leave it out")
 
 
-def _named(
-    data_dir: str | os.PathLike[str] | None,
-    dataset: str,
-    split: str,
-    mode: str,
-    class_map: str | os.PathLike[str] | None,
-) -> ImageData:
+def _named(data_dir: FileName | None, dataset: str, split: str, mode: str, class_map: FileName | None) -> ImageData:
     """Open one of timm's named datasets; one that does not tell its classes is given the class map."""
     root = None if data_dir is None else str(data_dir)
     mapped = {} if class_map is None else {"class_map": _read_class_map(class_map)}
     try:
         images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
     except Exception as error:  # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
-        raise RetrofitError(
-            f"no images found in {data_dir or dataset} ({one_line(error)}); "
-            "give a folder or tar with one folder a class"
-        ) from error
+        what = f"no images found in {data_dir or dataset} ({one_line(error)})"
+        raise RetrofitError(f"{what}; {ADVICE}") from error
     if isinstance(images, ImageDataset):
         return ImageData(LabelledImages(images.reader, mode))
     classes = getattr(images, "classes", None)  # torchvision's
@@ -276,7 +261,7 @@ def _named(
     return ImageData(images)
 
 
-def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
+def _read_class_map(class_map: FileName) -> dict[str, int]:
     """Return the model's output for each class name of a class map's file: 0 to n - 1, each once."""
     path = Path(class_map)
     try:
@@ -286,9 +271,8 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
         else:
             pairs = list(load_class_map(str(path)).items())
     except Exception as error:
-        raise RetrofitError(
-            f"cannot read the class map {class_map} ({one_line(error)}); give a .txt file with one class name a line"
-        ) from error
+        what = f"cannot read the class map {class_map} ({one_line(error)})"
+        raise RetrofitError(f"{what}; give a .txt file with one class name a line") from error
     outputs: dict[str, int] = {}
     free = set(range(len(pairs)))
     for name, index in pairs or [("", 0)]:
@@ -298,13 +282,10 @@ def _read_class_map(class_map: str | os.PathLike[str]) -> dict[str, int]:
         elif name in outputs:
             problem = f"has {shown(name)} for outputs {outputs[name]} and {index}"
         elif type(index) is not int or index not in free:
-            problem = (
-                f"has output {shown(index)} for {shown(name)}, which is not one of its own from 0 to {len(pairs) - 1}"
-            )
+            problem = f"has output {shown(index)} for {shown(name)}, not one of its own from 0 to {len(pairs) - 1}"
         if problem:
-            raise RetrofitError(
-                f"the class map {class_map} {problem}; give each output one name, and each name one output"
-            )
+            advice = "give each output one name, and each name one output"
+            raise RetrofitError(f"the class map {class_map} {problem}; {advice}")
         outputs[name] = index
         free.discard(index)
     return outputs
@@ -332,9 +313,7 @@ def sample_loader(
     return DataLoader(Subset(data.images, rows), batch_size, collate_fn=batch, generator=own_random)
 
 
-def sample_batches(
-    data_dir: str | os.PathLike[str], preprocess: Preprocess, images: int = 128, batch_size: int = 32
-) -> list[Tensor]:
+def sample_batches(data_dir: FileName, preprocess: Preprocess, images: int = 128, batch_size: int = 32) -> list[Tensor]:
     """Read at most `images` images, spread evenly over a folder or tar, as batches (N, C, H, W) that a model takes.
 
     Of a folder, a part to validate on is taken if there is one; classes do not matter. A RetrofitError says if there is

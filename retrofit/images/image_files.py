@@ -20,7 +20,7 @@ _SUFFIXES = (
 )
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
-_ADVICE = "give a folder or tar with one folder a class"
+ADVICE = "give a folder or tar with one folder a class"
 
 Place = tuple[int, int]  # offset and size in a file
 _WHOLE: Place = (0, -1)
@@ -45,7 +45,7 @@ class ImageFiles:
         if topmost:
             places = {name: place for name, place in places.items() if "/" in name}
         if not places:
-            raise RetrofitError(f"no images found in {root} (.png, .jpg, .webp, .tif, ...); {_ADVICE}")
+            raise RetrofitError(f"no images found in {root} (.png, .jpg, .webp, .tif, ...); {ADVICE}")
         self._names = sorted(places, key=_natural)
         self._places = [places[name] for name in self._names]
         labels = [name.split("/")[0] if topmost else os.path.basename(os.path.dirname(name)) for name in self._names]
@@ -79,10 +79,8 @@ def _in_folder(root: Path) -> tuple[list[str], tuple[str, ...]]:
     """Return the images below a folder, and the folders without any; a link to a folder above holds nothing new."""
 
     def refuse(error: OSError) -> None:
-        raise RetrofitError(
-            f"cannot read the folder {printable(error.filename, 200)} ({error.strerror}); its images would be missing: "
-            "make it readable or remove it"
-        ) from error
+        what = f"cannot read the folder {printable(error.filename, 200)} ({error.strerror})"
+        raise RetrofitError(f"{what}; its images would be missing: make it readable or remove it") from error
 
     images: list[str] = []
     empty: list[str] = []
@@ -95,9 +93,8 @@ def _in_folder(root: Path) -> tuple[list[str], tuple[str, ...]]:
             folders.clear()
             continue
         if first != path:
-            raise RetrofitError(
-                f"{first} and {path} in {root} are the same folder, whose images would count twice; remove one"
-            )
+            what = f"{first} and {path} in {root} are the same folder"
+            raise RetrofitError(f"{what}, whose images would count twice; remove one")
         prefix = "" if path == Path() else f"{path}/"
         names = [prefix + name for name in files if _is_image(name)]
         images += names
@@ -109,18 +106,16 @@ def _in_folder(root: Path) -> tuple[list[str], tuple[str, ...]]:
 def _in_tar(path: Path) -> Iterator[tuple[str, Place]]:
     """Give the paths and places of the images in a tar; a tar in it counts as a folder."""
     if not path.name.lower().endswith(_TARS):
-        raise RetrofitError(f"no images found in {path}, which is neither a folder nor a .tar; {_ADVICE}")
+        raise RetrofitError(f"no images found in {path}, which is neither a folder nor a .tar; {ADVICE}")
     try:
         with open(path, "rb") as file:
             if file.read(6).startswith(_COMPRESSED):
-                raise RetrofitError(
-                    f"{path} is compressed, so its images cannot be read in any order; decompress it "
-                    "to a .tar, or unpack it into a folder"
-                )
+                what = f"{path} is compressed, so its images cannot be read in any order"
+                raise RetrofitError(f"{what}; decompress it to a .tar, or unpack it into a folder")
             file.seek(0)
             yield from _members(file, "", 0)
     except (OSError, tarfile.TarError) as error:
-        raise RetrofitError(f"no images found in {path} ({error}); {_ADVICE}") from error
+        raise RetrofitError(f"no images found in {path} ({error}); {ADVICE}") from error
 
 
 def _members(file: IO[bytes] | None, folder: str, start: int) -> Iterator[tuple[str, Place]]:

@@ -24,8 +24,7 @@ from torch import nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.library import class_source, no_waiting_for_the_hub, parse, with_options
-from retrofit.networks.preprocess import preprocess_of
+from retrofit.networks.library import class_source, no_waiting_for_the_hub, parse, preprocess_of, with_options
 from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
 from retrofit.networks.sampled_outputs import SampledOutputs, is_small, sample_outputs, sample_outputs_at
 from retrofit.networks.tensors import (
@@ -182,12 +181,10 @@ def save(
 ) -> None:
     """Write a network, converted or not, as an artifact.
 
-    What is not given is taken from the network's record. A network of timm or torchvision is built again before
-    anything is written, and compared with this one: every module's class and plain attributes, and what it answers. So
-    what is written can be loaded, and is the same function. Any other network is one of the user's own: `load` asks for
-    one that the user built, and compares what it answers.
-
-    A network that is very large, or takes no images, is not run; the file says so, and `load` repeats it.
+    What is not given is taken from the network's record. A network of timm or torchvision is built again first, and
+    compared with this one: what is written can be loaded, and is the same function. Any other is the user's own: `load`
+    asks for one that the user built, and compares what it answers. A network that is very large, or takes no images, is
+    not run; the file says so, and `load` repeats it.
 
     Args:
         model: The network; wrappers of DistributedDataParallel and torch.compile are taken off.

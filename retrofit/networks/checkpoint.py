@@ -10,6 +10,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,8 +68,6 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     file = Path(path)
     if not file.is_file():
         raise RetrofitError(f"there is no checkpoint file at {path}; check the path")
-    if file.suffix in {".npz", ".npy"}:
-        raise RetrofitError(f"{path} is a NumPy file; give a .safetensors, .pth, .pt or .bin checkpoint")
     try:
         content = load_file(file) if file.suffix == ".safetensors" else _unpickled(file)
     except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
@@ -115,7 +114,7 @@ def _unpickled(file: Path) -> Any:
     except RetrofitError:
         raise
     except Exception as error:  # zipfile and torch.load raise anything on a damaged file
-        problem = "is not a whole checkpoint that torch can read; fetch or save it again"
+        problem = "is not a whole checkpoint of torch or safetensors; fetch or save it again"
         if "TorchScript" in str(error):
             problem = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
         elif isinstance(error, pickle.UnpicklingError):
@@ -303,8 +302,9 @@ def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
     if len(counters[0]) == len(counters[1]):
         pairs += zip(*counters, strict=True)
     model.load_state_dict({ours: state[theirs] for ours, theirs in pairs}, strict=False)
-    roles = {pair: {name.rpartition(".")[2] for name in pair} for pair in pairs}
-    odd = [f"{printable(theirs, 64)} as {ours}" for (ours, theirs), ends in roles.items() if len(ends & _ROLES) == 2]
+    ends = [{name.rpartition(".")[2] for name in pair} for pair in pairs]
+    against = [pair for pair, roles in zip(pairs, ends, strict=True) if len(roles & _ROLES) == 2]
+    odd = [f"{printable(theirs, 64)} as {ours}" for ours, theirs in against]
     said = f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"
     return Loaded(warnings=[said] if odd else [])
 
@@ -312,18 +312,12 @@ def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
 def _order_problem(own: Tensors, state: Tensors) -> str | None:
     """Say where the tensors of a network and of a checkpoint stop pairing up; None if they all do."""
 
-    def kind(tensor: Tensor) -> str:
-        shape = printable(list(tensor.shape), 32)
-        return shape if tensor.is_floating_point() else f"{shape} {tensor.dtype}".replace("torch.", "")
+    def said(tensors: Tensors, name: str | None) -> str:
+        kind = "" if name is None else f"{list(tensors[name].shape)} {tensors[name].dtype}".replace("torch.", "")
+        return f"{printable(name or 'nothing', 64)} {printable(kind, 48)}".strip()
 
-    ours, theirs = _weights(own), _weights(state)
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
-        if not _alike(own[a], state[b], a):
-            here, there = f"{a} {kind(own[a])} in the network", f"{printable(b, 64)} {kind(state[b])} in the checkpoint"
+    for number, (ours, theirs) in enumerate(zip_longest(_weights(own), _weights(state)), start=1):
+        if ours is None or theirs is None or not _alike(own[ours], state[theirs], ours):
+            here, there = f"{said(own, ours)} in the network", f"{said(state, theirs)} in the checkpoint"
             return f"tensor {number} is {here}, {there}; check which network it is of"
-    if len(ours) == len(theirs):
-        return None
-    side, names = ("network", ours) if len(ours) > len(theirs) else ("checkpoint", theirs)
-    left_over = f"{printable(names[min(len(ours), len(theirs))], 64)} of the {side}"
-    counts = f"the network has {len(ours)} tensors, the checkpoint {len(theirs)}"
-    return f"{counts} (the first left over is {left_over}); check which network it is of"
+    return None

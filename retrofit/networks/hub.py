@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+import huggingface_hub
+from huggingface_hub import ModelCardData
+from timm.models._hub import save_config_for_hf
 from torch import nn
 
 from retrofit.errors import RetrofitError
@@ -100,11 +102,9 @@ def push_to_hub(
     Raises:
         RetrofitError: As `retrofit.save`; nothing is uploaded then.
     """
-    from huggingface_hub import HfApi
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = save_for_hub(model, temporary, **options)
-        api = HfApi(token=token, library_name=LIBRARY)
+        api = huggingface_hub.HfApi(token=token, library_name=LIBRARY)
         commit = api.upload_folder(
             repo_id=api.create_repo(repo_id, private=private, exist_ok=True).repo_id,
             folder_path=folder,
@@ -120,8 +120,6 @@ def _write_config(model: nn.Module, manifest: Mapping[str, Any], path: Path) -> 
     source, to = ModelSource.from_dict(manifest["model"]), manifest["conversion"]["to"]
     ours = {"library_name": LIBRARY, "pretrained_cfg": manifest["preprocess"]}
     if source.library == "timm" and not to:
-        from timm.models._hub import save_config_for_hf
-
         save_config_for_hf(unwrapped(model), str(path), ours, source.kwargs)
         return
     what = f"{to} of {source}" if to else f"network {source}"  # timm reads a name up to its first dot
@@ -135,9 +133,8 @@ def _model_card(manifest: Mapping[str, Any], license: str | None, details: Mappi
     """Return the card of an artifact, from what `read_manifest` returns."""
     model, weights, to = manifest["model"], manifest["weights"], manifest["conversion"]["to"]
     name = printable(model["name"], 100)
-    head: dict[str, Any] = {"library_name": "retrofit", "tags": ["retrofit", *([to] if to else []), model["library"]]}
-    if license is not None:
-        head["license"] = license
+    tags = ["retrofit", *([to] if to else []), model["library"]]
+    head = ModelCardData(license=license, library_name="retrofit", tags=tags).to_yaml()
     facts = {"Base model": f"{model['library']} {name}"}
     if to:
         strength, rows = manifest["strength"], [row["status"] for row in manifest["layers"]]
@@ -156,7 +153,7 @@ def _model_card(manifest: Mapping[str, Any], license: str | None, details: Mappi
     into = ", into=network" if model["library"] == "own" else ""
     opens = model["library"] == "timm" and not to
     lines = [
-        *("---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""),
+        *("---", head, "---", ""),
         *(f"# {name}, {f'converted to {to}' if to else 'not converted'}", ""),
         *(f"- {key}: {value}" for key, value in facts.items()),
         *(("", _PATENT) if patented else ()),

@@ -12,8 +12,7 @@ from torch import nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.checkpoint import load_into, read_checkpoint
-from retrofit.networks.library import build, class_source, parse, with_options
-from retrofit.networks.preprocess import labels_of, preprocess_of, weights_name
+from retrofit.networks.library import build, class_source, labels_of, parse, preprocess_of, weights_name, with_options
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
 from retrofit.utils.text import plural, printable, shortlist
@@ -134,8 +133,6 @@ def open_model(
         return _open_artifact(str(file), network)
     if network is not None:
         raise UsageError(f"`network` builds what an artifact of your own network holds; {text} is none, drop it")
-    if ":" not in text and text.endswith(".onnx"):
-        raise UsageError(f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of")
     if ":" not in text and text.endswith(_CHECKPOINTS):
         raise UsageError(f"{text} is no network's name and no artifact; give the name, and this file as its checkpoint")
     if pretrained and checkpoint is not None:

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchvision.models import get_model_builder, list_models
 
 from retrofit.errors import RetrofitError
@@ -206,15 +207,9 @@ def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
     A TooLargeError says that a number is beyond any size that these tensors show, or that there are too many values.
     """
     largest = max([_NUMBER, *(2 * size for tensor in tensors.values() for size in tensor.shape)])
-    pending, seen = [values], 0
-    while pending:
-        value = pending.pop()
-        seen += 1
-        if isinstance(value, Mapping):
-            pending += value.values()
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            pending += value
-        if seen + len(pending) > _ITEMS or (isinstance(value, str) and len(value) > _ITEMS):
-            raise TooLargeError("its manifest gives it more arguments than a network has")
-        if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) > largest:
-            raise TooLargeError(f"its manifest asks for {value:.6g} of something, far more than its tensors show")
+    leaves = tree_leaves(values)
+    if len(leaves) > _ITEMS or any(isinstance(leaf, str) and len(leaf) > _ITEMS for leaf in leaves):
+        raise TooLargeError("its manifest gives it more arguments than a network has")
+    for leaf in leaves:
+        if isinstance(leaf, int | float) and math.isfinite(leaf) and abs(leaf) > largest:
+            raise TooLargeError(f"its manifest asks for {leaf:.6g} of something, far more than its tensors show")

@@ -86,11 +86,20 @@ def test_parts_that_a_folder_lacks(tmp_path: Path, parts: tuple[str, ...], split
         open_images(tmp_path / "data", split=split)
 
 
-@pytest.mark.parametrize(("split", "count"), [("test", 3), ("training", 12), (".", 15)])
-def test_parts_that_a_folder_has(tmp_path: Path, split: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "split", "count"),
+    [
+        *(("folder", "test", 3), ("folder", "training", 12), ("folder", ".", 15)),
+        *(("digits", "training", 1437), ("digits", "val", 360)),
+        *(("tar", "train", 12), ("tar", ".", 12)),  # it is one part
+    ],
+)
+def test_parts_that_data_have(folder: Path, tmp_path: Path, kind: str, split: str, count: int) -> None:
     write_folder(tmp_path / "data" / "train")
     write_folder(tmp_path / "data" / "test", each=1)
-    assert len(open_images(tmp_path / "data", split=split).images) == count
+    places = {"folder": tmp_path / "data", "digits": None, "tar": write_tar(folder, tmp_path / "p.tar")}
+    data = open_images(places[kind], dataset="digits" if kind == "digits" else "", split=split)
+    assert len(data.images) == count
     assert sum(map(len, sample_batches(tmp_path / "data", PLAIN))) == 15  # their classes do not matter
 
 
@@ -108,16 +117,6 @@ def test_parts_that_other_data_lack(folder: Path, tmp_path: Path, dataset: str, 
     place = None if dataset == "digits" else tmp_path if dataset else write_tar(folder, tmp_path / "p.tar")
     with pytest.raises(UsageError, match=f"has no part {split!r}; give `split"):
         open_images(place, dataset=dataset, split=split)
-
-
-@pytest.mark.parametrize(("split", "count"), [("training", 1437), ("val", 360)])
-def test_parts_of_the_digits(split: str, count: int) -> None:
-    assert len(open_images(None, dataset="digits", split=split).images) == count
-
-
-@pytest.mark.parametrize("split", ["train", "."])
-def test_a_tar_is_one_part(folder: Path, tmp_path: Path, split: str) -> None:
-    assert len(open_images(write_tar(folder, tmp_path / "p.tar"), split=split).images) == 12
 
 
 @pytest.mark.parametrize(("dataset", "way"), [("digits", "class map"), ("torch/image_folder", "labels")])
@@ -154,7 +153,7 @@ def class_map(folder: Path, content: str | dict[str, Any]) -> Path:
         ("cat\n\nbee\nant\n", "has no name for output 1;"),
         ("\ncat\nbee\nant", "has no name for output 0;"),
         ("cat\nbee\nbee \nant\n", "has 'bee' for outputs 1 and 2;"),
-        ({"cat": 0, "bee": 1, "ant": 3}, "has output 3 for 'ant', which is not one of its own from 0 to 2;"),
+        ({"cat": 0, "bee": 1, "ant": 3}, "has output 3 for 'ant', not one of its own from 0 to 2;"),
         ({"cat": 0, "bee": 1, "ant": 1}, "has output 1 for 'ant'"),
         ({"cat": 0, "bee": 1, "ant": "2"}, "has output '2' for 'ant'"),
         ({}, "has no name for output 0;"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,22 +79,18 @@ def test_nothing_is_overwritten_unasked_and_nothing_half_written(tmp_path: Path)
 
 
 class Hub:
-    """The hub's client, with a folder in its place."""
+    """The hub and its client, with a folder in its place."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked: list[tuple[str, str, str | None]] = []
 
-    def api(self, **_: Any) -> Any:
-        def upload(folder_path: Path, **options: Any) -> Any:
-            self.folder.mkdir()
-            for file in Path(folder_path).iterdir():
-                (self.folder / file.name).write_bytes(file.read_bytes())
-            return SimpleNamespace(commit_url=f"https://hub/{options['repo_id']}/commit/1")
+    def create_repo(self, repo_id: str, **_: Any) -> Any:
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
 
-        return SimpleNamespace(
-            create_repo=lambda repo_id, **_: SimpleNamespace(repo_id=f"me/{repo_id}"), upload_folder=upload
-        )
+    def upload_folder(self, repo_id: str, folder_path: Path, **_: Any) -> Any:
+        shutil.copytree(folder_path, self.folder)
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
 
     def download(self, repo_id: str, name: str, revision: str | None = None) -> str:
         self.asked.append((repo_id, name, revision))
@@ -105,7 +102,7 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub(tmp_path / "hub")
-    monkeypatch.setattr(huggingface_hub, "HfApi", hub.api)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: hub)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
     return hub
 

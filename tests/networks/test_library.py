@@ -1,8 +1,9 @@
-"""Networks found by name and built."""
+"""Networks found by name and built, and what they expect of their images."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import urllib.request
@@ -10,16 +11,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
-import torchvision
+from PIL import Image
+from timm.data import create_transform
 from torch import nn
-from torchvision.models import WeightsEnum
+from torchvision.models import WeightsEnum, get_model_weights, list_models
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.library import build, parse, with_options
-from retrofit.record import ModelSource, record_of
+from retrofit.networks.library import build, labels_of, parse, preprocess_of, with_options
+from retrofit.record import ModelSource, Preprocess, record_of
 from tests.networks.conftest import refused, shapes
 
 
@@ -55,13 +58,6 @@ def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_finds(text: str, library: str, name: str) -> None:
     assert parse(text) == ModelSource(library, name)  # type: ignore[arg-type]
-
-
-def test_every_name_of_both_libraries_is_found() -> None:
-    for name in timm.list_models(include_tags=True):
-        assert parse(name) == ModelSource("timm", name)
-    for name in torchvision.models.list_models():
-        assert str(parse(f"tv:{name}")) == f"tv:{name}"
 
 
 @pytest.mark.parametrize(
@@ -185,3 +181,90 @@ def test_torchvisions_structure_for_weights_is_built_again_without_them(monkeypa
     assert again.state_dict().keys() == trained.state_dict().keys()
     again.load_state_dict(trained.state_dict())  # the real method is back in its place
     assert torch.equal(again.conv1.conv.weight, plain.conv1.conv.weight)
+
+
+# --- preprocessing, against what torchvision's own transforms do to an image
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "resnet50", "inception_v3", "efficientnet_b3"])
+def test_torchvisions_images_come_out_the_same(name: str) -> None:
+    weights = get_model_weights(name)["DEFAULT"]
+    preprocess = preprocess_of(torch.nn.Identity(), ModelSource("torchvision", name, {"weights": weights.name}))
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 53, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((530, 400), Image.Resampling.BICUBIC)
+    ours, theirs = create_transform(**preprocess.to_dict())(image), weights.transforms()(image)
+    assert ours.shape == preprocess.input_size == theirs.shape
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_every_torchvision_network_has_some() -> None:
+    for name in list_models():
+        preprocess = preprocess_of(torch.nn.Identity(), ModelSource("torchvision", name))
+        assert preprocess.input_size[0] == len(preprocess.mean) == len(preprocess.std) == 3, name
+        assert min(preprocess.input_size) >= 3
+        assert 0 < preprocess.crop_pct <= 1
+        resize = getattr(get_model_weights(name)["DEFAULT"].transforms(), "resize_size", None)
+        if resize:  # timm divides back and rounds down
+            assert math.floor(preprocess.input_size[1] / preprocess.crop_pct) == resize[0], name
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "size", "mean"),
+    [
+        ({}, (3, 160, 160), (0.5, 0.5, 0.5)),
+        ({"img_size": 96}, (3, 96, 96), (0.5, 0.5, 0.5)),
+        ({"img_size": [96, 64]}, (3, 96, 64), (0.5, 0.5, 0.5)),
+        ({"in_chans": 1}, (1, 160, 160), (0.5,)),
+        ({"in_chans": 4}, (4, 160, 160), (0.5,) * 4),
+    ],
+)
+def test_timms_follows_the_networks_input(
+    kwargs: dict[str, object], size: tuple[int, ...], mean: tuple[float, ...]
+) -> None:
+    model = build(source := ModelSource("timm", "test_vit", kwargs))
+    preprocess = preprocess_of(model, source)
+    assert (preprocess.input_size, preprocess.mean, len(preprocess.std)) == (size, mean, size[0])
+    model(torch.zeros(1, *preprocess.input_size))
+
+
+@pytest.mark.parametrize("cfg", [{"std": (0.0, 0.0, 0.0)}, {"interpolation": "area"}, {"input_size": (3, 0, 64)}])
+@pytest.mark.parametrize("source", [ModelSource("own", "mine:Net"), ModelSource("timm", "resnet18")])
+def test_what_a_network_says_of_images_is_checked(cfg: dict[str, object], source: ModelSource) -> None:
+    model = torch.nn.Conv2d(3, 4, 1)
+    model.pretrained_cfg = {"input_size": (3, 64, 64), **cfg}
+    with pytest.raises(RetrofitError, match="the network's `pretrained_cfg` is none that images can have"):
+        preprocess_of(model, source)
+
+
+def test_images_that_cannot_be_are_no_preprocessing() -> None:
+    with pytest.raises(UsageError, match=r"no images have std \(0.0, 0.0, 0.0\)"):
+        Preprocess((3, 64, 64), mean=(0.0,) * 3, std=(0.0,) * 3)
+
+
+def test_timms_crop_mode_is_kept() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("coat_lite_medium_384.in1k")
+    assert preprocess_of(model, ModelSource("timm", "coat_lite_medium_384.in1k")).crop_mode == "squash"
+
+
+@pytest.mark.parametrize(
+    "source", [ModelSource("torchvision", "resnet18", {"weights": "IMAGENET1K_V1"}), ModelSource("timm", "resnet18")]
+)
+def test_imagenets_labels_are_the_names_of_its_folders(source: ModelSource) -> None:
+    with torch.device("meta"):
+        model = build(source)
+    labels = labels_of(model, source)
+    assert labels is not None
+    assert (len(labels), labels[:2]) == (1000, ["n01440764", "n01443537"])
+    assert labels == sorted(labels)
+
+
+def test_labels_of_other_data() -> None:
+    coco = ModelSource("torchvision", "fcn_resnet50", {"weights": "DEFAULT"})
+    assert "cat" in (labels_of(torch.nn.Identity(), coco) or [])
+    assert labels_of(torch.nn.Identity(), ModelSource("torchvision", "resnet18")) is None
+    assert labels_of(torch.nn.Identity(), ModelSource("torchvision", "raft_small", {"weights": "DEFAULT"})) is None
+    model, source = timm.create_model("resnet18", num_classes=3), ModelSource("timm", "resnet18", {"num_classes": 3})
+    assert labels_of(model, source) is None
+    model.pretrained_cfg["label_names"] = ["a", "b", "c"]
+    assert labels_of(model, source) == ["a", "b", "c"]

@@ -113,11 +113,9 @@ def _tensors(rng: random.Random, tensors: dict[str, Any], pickled: bool = True) 
         odd += [tensor.to_sparse(), tensor.to("meta"), tensor.reshape(-1)[:1].expand(10**9), None, [tensor], _Harm()]
     kind = rng.randrange(4)
     others = {key: value for key, value in tensors.items() if key != name or kind == 1}
-    return (
-        others
-        if kind == 0
-        else {**others, **({rng.choice(names): tensor.clone()} if kind < 3 else {name: rng.choice(odd)})}
-    )
+    if kind == 0:
+        return others
+    return {**others, rng.choice(names): tensor.clone()} if kind < 3 else {**others, name: rng.choice(odd)}
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
-from torch.nn import functional
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
@@ -51,22 +50,6 @@ def saved(tmp_path: Path) -> Path:
     """A converted network of one's own, saved from Python."""
     retrofit.save(retrofit.convert(mynet.build(), "gn-pn")[0], tmp_path / "a.safetensors")
     return tmp_path / "a.safetensors"
-
-
-def test_the_whole_way(tmp_path: Path) -> None:
-    model, _ = retrofit.convert(mynet.build(), "gn-pn")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    images, masks = torch.rand(4, 3, 64, 64), torch.randint(2, (4, 64, 64))
-    for step in range(4):
-        retrofit.set_strength(model, step / 3)
-        functional.cross_entropy(model.train()(images), masks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    retrofit.save(model, tmp_path / "a.safetensors")
-    fresh = mynet.build()
-    again = retrofit.load(tmp_path / "a.safetensors", into=fresh)
-    assert again is fresh
-    assert_same_answers(again, model, images)
 
 
 def test_loading_without_the_network_is_refused_and_imports_nothing(
