@@ -31,15 +31,14 @@ def write_tar(root: Path, path: Path) -> Path:
 
 
 class Colours(nn.Module):
-    """Scores a picture in [0, 1] by how near its mean colour is to each class's, at the given outputs of several."""
+    """Scores a picture in [0, 1] by how near its mean colour is to each class's, at the first 3 of 7 outputs."""
 
-    def __init__(self, outputs: int = 7, places: tuple[int, int, int] = (0, 1, 2)) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.outputs, self.places = outputs, places
         self.register_buffer("palette", torch.tensor(list(COLOURS.values())) / 255)
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.mean((2, 3))
-        scores = torch.full((len(x), self.outputs), -9.0)
-        scores[:, list(self.places)] = -torch.cdist(mean, self.palette)
+        scores = torch.full((len(x), 7), -9.0)
+        scores[:, :3] = -torch.cdist(mean, self.palette)
         return scores

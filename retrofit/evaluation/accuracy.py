@@ -147,9 +147,10 @@ def evaluate(
         worker_seeding=heed_no_signals,
     )
     total = len(data.images) if hasattr(data.images, "__len__") else None
-    images = correct1 = correct5 = outputs = finite_images = done = attacked1 = 0
-    loss = 0.0
+    done = outputs = attacked = 0
     skipped: list[str] = []
+    rights: list[Tensor] = []  # whether an image's class has the highest score, the second, ...
+    losses: list[Tensor] = []  # of images whose scores are finite
     with torch.inference_mode(attack is None), torch.no_grad(), autocast(device, amp):
         for pixels, targets in loader:
             readable = targets >= 0
@@ -161,23 +162,28 @@ def evaluate(
                 outputs = scores.shape[1]
                 finite = scores.isfinite().all(dim=1)
                 right = scores.topk(min(5, outputs), dim=1).indices.eq(labels[:, None]) & finite[:, None]
+                rights.append(right)
+                losses.append(functional.cross_entropy(scores[finite], labels[finite], reduction="none").double())
                 hit = right[:, 0]
-                images += len(labels)
-                finite_images += int(finite.sum())
-                correct1 += int(hit.sum())
-                correct5 += int(right.sum())
-                loss += float(functional.cross_entropy(scores[finite], labels[finite], reduction="sum"))
                 if attack is not None and hit.any():
                     changed = attack(model, inputs[hit], labels[hit])
-                    attacked1 += int((model(changed).argmax(1) == labels[hit]).sum())
+                    attacked += int((model(changed).argmax(1) == labels[hit]).sum())
             done += len(targets)
             if progress is not None:
                 progress(done, total)
-    if not images:
+    if not rights:
         raise RetrofitError(f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files")
-    loss = loss / finite_images if finite_images else math.nan
-    attacked = None if attack is None else attacked1
-    return Accuracy(images, correct1, correct5, outputs, tuple(skipped), images - finite_images, loss, attacked)
+    right, loss = torch.cat(rights), torch.cat(losses)
+    return Accuracy(
+        images=len(right),
+        correct1=int(right[:, 0].sum()),
+        correct5=int(right.sum()),
+        outputs=outputs,
+        skipped=tuple(skipped),
+        not_finite=len(right) - len(loss),
+        loss=float(loss.mean()),
+        attacked1=None if attack is None else attacked,
+    )
 
 
 def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:

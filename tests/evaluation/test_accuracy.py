@@ -41,13 +41,6 @@ def test_counts_of_a_folder(folder: Path, batch_size: int, workers: int) -> None
     assert result.loss == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_classes_find_their_outputs(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "map.txt").write_text("cat\ndog\nant\nelk\nbee")
-    model = Colours(5, places=(2, 4, 0))
-    assert measure(folder, model, class_map=tmp_path / "map.txt").correct1 == 10
-    assert measure(folder, model).correct1 != 10
-
-
 def test_unreadable_images_are_listed_and_not_replaced(folder: Path, tmp_path: Path) -> None:
     (folder / "ant" / "0.png").write_bytes(b"not a picture")
     whole = (folder / "cat" / "1.png").read_bytes()

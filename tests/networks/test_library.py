@@ -7,7 +7,6 @@ import math
 import re
 import socket
 import urllib.request
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +109,6 @@ def test_wrong_options(name: str, options: Any, message: str) -> None:
 
 
 # --- building
-
-
-@pytest.mark.usefixtures("_no_network")
-@pytest.mark.parametrize("name", ["googlenet", "deeplabv3_resnet50"])
-def test_builds_without_the_libraries_warnings_and_fetches_nothing(name: str) -> None:
-    with warnings.catch_warnings(record=True) as said, torch.device("meta"):
-        warnings.simplefilter("always")
-        build(ModelSource("torchvision", name))
-    assert not said
 
 
 @pytest.mark.parametrize(
