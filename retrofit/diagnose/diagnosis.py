@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -16,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from retrofit.diagnose import gaussianity
+from retrofit.diagnose import meters
 from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter
-from retrofit.diagnose.probe import Probe, probes, unmeasured
-from retrofit.diagnose.robustness import Attenuation, InputNoise, UnderAttack, attenuation, input_noise, under_attack
+from retrofit.diagnose.probe import Probe, probes
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import Attack
 from retrofit.graph.sites import find_sites
@@ -70,7 +70,33 @@ class Layer:
     # Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a running average is
     # used, else over the normalized sets of the first images; None without a transform.
     lmbda: tuple[float, ...] | None
-    plot: gaussianity.QQ | None = field(repr=False, compare=False)  # of the channel whose R^2 is the median one
+    plot: meters.QQ | None = field(repr=False, compare=False)  # of the channel whose R^2 is the median one
+
+
+@dataclass(frozen=True)
+class Attenuation:
+    """What is left, layer by layer, of noise added at one layer."""
+
+    source: str  # the layer whose output got the noise
+    layers: tuple[str, ...]  # it and those after it whose output varies, in the order in which they are called
+    errors: tuple[float, ...]  # of each one's output: |noisy - clean| / |clean - its mean over images and positions|
+
+
+@dataclass(frozen=True)
+class InputNoise:
+    """Answers under noise on the images."""
+
+    level: float  # standard deviation of the noise, in units of the normalized image
+    top1: float | None  # percent right; None without labels
+    agreement: float  # percent of answers that are those without noise
+
+
+@dataclass(frozen=True)
+class UnderAttack:
+    """Answers under attack: its kind and size, and the percentage of answers that stay right."""
+
+    attack: str
+    top1: float
 
 
 @dataclass(frozen=True)
@@ -87,14 +113,11 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the points of the Q-Q plots."""
-        return {
-            "images": self.images,
-            "layers": [{key: value for key, value in asdict(layer).items() if key != "plot"} for layer in self.layers],
-            "noise": [asdict(entry) for entry in self.noise],
-            "input_noise": [asdict(entry) for entry in self.input_noise],
-            "unmeasured": list(self.unmeasured),
-            "attack": None if self.under_attack is None else asdict(self.under_attack),
-        }
+        values = asdict(self)
+        for layer in values["layers"]:
+            del layer["plot"]
+        values["attack"] = values.pop("under_attack")
+        return values
 
 
 def labelled_batches(network: Network, data: ImageData, images: int, batch_size: int) -> Batches:
@@ -110,10 +133,7 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
 
 
 def diagnose(
-    model: nn.Module,
-    batches: Batches,
-    options: DiagnosisOptions | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, batches: Batches, options: DiagnosisOptions | None = None, progress: Progress | None = None
 ) -> Diagnosis:
     """Measure a network with normalization layers, on any device; its mode, hooks and statistics end as they were.
 
@@ -123,7 +143,7 @@ def diagnose(
     are no images.
     """
     options = options or DiagnosisOptions()
-    every_probe = probes(model)
+    every_probe, unmeasured = probes(model)
     if not every_probe:
         raise RetrofitError(
             "the model has no normalization layer to diagnose; `retrofit inspect` lists what a model has"
@@ -171,18 +191,17 @@ def diagnose(
         noise = []
         for source in _reported("noise", sources, progress):
             generator = torch.Generator().manual_seed(options.seed)
-            noise.append(attenuation(model, live, source, pixels, INJECTED, generator))
+            followed = attenuation(model, live, source, pixels, INJECTED, generator)
+            noise += [followed] if followed.errors else []
         answers, attacked = [], None
         if clean:
             answers = input_noise(model, passed_over("input noise"), clean, NOISE_LEVELS, options.seed)
         if clean and options.attack is not None:
             attacked = under_attack(model, passed_over("attack"), clean, options.attack)
-    left = tuple(followed for followed in noise if followed.errors)
-    return Diagnosis(images, tuple(layers), left, tuple(answers), (*unmeasured(model), *rowless), attacked)
+    return Diagnosis(images, tuple(layers), tuple(noise), tuple(answers), (*unmeasured, *rowless), attacked)
 
 
 def _reported(what: str, items: Sequence[Item] | DataLoader[Item], progress: Progress | None) -> Iterator[Item]:
-    """Yield items; report each when it is done."""
     for number, item in enumerate(items, 1):
         yield item
         if progress is not None:
@@ -212,9 +231,9 @@ class _Observer:
         self._options, self._every = options, every
         self._generator = torch.Generator().manual_seed(options.seed)
         self._power, self._linearity = PowerMeter(), LinearityMeter()
-        self._plots: list[gaussianity.QQ] = []
+        self._plots: list[meters.QQ] = []
         self._before: list[float] = []
-        self._pairs: list[gaussianity.FloatArray] = []
+        self._pairs: list[meters.FloatArray] = []
 
     def observe(self, _layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Look at what the layer is given."""
@@ -232,16 +251,15 @@ class _Observer:
         self.seen += 1
 
     def _look_closely(self, x: Tensor, y: Tensor) -> None:
-        """Sample a few channels."""
         drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
         channels = drawn[: self._options.channels].sort().values
         state = self._generator.get_state()
-        values = gaussianity.sample(y, channels, _VALUES, self._generator)
-        self._plots += [plot for column in values.T if (plot := gaussianity.qq(column)) is not None]
+        values = meters.sample(y, channels, _VALUES, self._generator)
+        self._plots += [plot for column in values.T if (plot := meters.qq(column)) is not None]
         if self.probe.transforms:
             self._generator.set_state(state)
-            before = gaussianity.sample(self.probe.standardised(x), channels, _VALUES, self._generator)
-            self._before += [plot.r2 for column in before.T if (plot := gaussianity.qq(column)) is not None]
+            before = meters.sample(self.probe.standardised(x), channels, _VALUES, self._generator)
+            self._before += [plot.r2 for column in before.T if (plot := meters.qq(column)) is not None]
         if not self._pairs:
             enough = values[:_PAIR_VALUES].T if len(values) >= FEWEST else ()
             live = [column for column in enough if column.std() > 0]
@@ -249,6 +267,10 @@ class _Observer:
 
     def result(self, lmbda: Tensor | None) -> Layer:
         """Return the layer's figures; `lmbda` are its estimates, if it has any."""
+        quantiles = None
+        if lmbda is not None:
+            used = 1 + float(self.probe.layer.effective_alpha) * (lmbda.double() - 1)  # type: ignore[arg-type]
+            quantiles = tuple(np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist())
         ranked = sorted(self._plots, key=lambda plot: plot.r2)
         return Layer(
             name=self.probe.name,
@@ -256,19 +278,91 @@ class _Observer:
             r2=mean_of(plot.r2 for plot in ranked),
             r2_before=mean_of(self._before),
             power=self._power.result(),
-            henze_zirkler=mean_of(map(gaussianity.henze_zirkler, self._pairs)),
-            dependence=mean_of(map(gaussianity.dependence, self._pairs)),
+            henze_zirkler=mean_of(map(meters.henze_zirkler, self._pairs)),
+            dependence=mean_of(map(meters.dependence, self._pairs)),
             linearity=self._linearity.result() if self.activation is not None else None,
-            lmbda=None if lmbda is None else self._quantiles(lmbda),
+            lmbda=quantiles,
             plot=ranked[len(ranked) // 2] if ranked else None,
         )
-
-    def _quantiles(self, lmbda: Tensor) -> tuple[float, ...]:
-        used = 1 + float(self.probe.layer.effective_alpha) * (lmbda.double() - 1)  # type: ignore[arg-type]
-        return tuple(np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist())
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Return the mean of those values that are there and finite; None if none is."""
     finite = [value for value in values if value is not None and np.isfinite(value)]
     return float(np.mean(finite)) if finite else None
+
+
+def attenuation(
+    model: nn.Module, live: Sequence[Probe], source: Probe, pixels: Tensor, level: float, generator: torch.Generator
+) -> Attenuation:
+    """Add Gaussian noise, `level` times each channel's standard deviation, to one layer's output and follow it.
+
+    Eftekhari & Papyan (2025, section 2.1.2 and appendix A.1) follow the mean squared error between noisy and clean
+    activations. Here it is its root, divided by the spread of the clean ones, so that layers of any scale compare. The
+    batch goes through twice as one, its second half with noise; so nothing of the clean run is stored.
+    """
+    errors: dict[str, float] = {}
+
+    def perturb(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        clean, _ = out.chunk(2)
+        shape = [1] * clean.ndim
+        shape[source.channel_axis(clean)] = -1
+        spread = source.by_channel(clean).std((0, 2), correction=0).to(clean).view(shape)
+        drawn = torch.randn(clean.shape, generator=generator, dtype=torch.float32, device="cpu").to(clean)
+        return torch.cat([clean, clean + level * spread * drawn])
+
+    def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
+        if probe.name not in errors and (errors or probe is source):
+            clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
+            scale = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
+            if scale > 0:
+                errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / scale)
+
+    watched = hooked(probe.layer.register_forward_hook(partial(compare, probe)) for probe in live)
+    with source.layer.register_forward_hook(perturb), watched:
+        model(torch.cat([pixels, pixels]))
+    return Attenuation(source.name, tuple(errors), tuple(errors.values()))
+
+
+def input_noise(
+    model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], levels: Sequence[float], seed: int
+) -> list[InputNoise]:
+    """Measure a classifier's answers on images with Gaussian noise, the same noise for every network.
+
+    `answers` are the classes (N,) that it names for each batch without noise, `levels` standard deviations.
+    """
+    images, right, same = 0, [0] * len(levels), [0] * len(levels)
+    labelled = True
+    generator = torch.Generator().manual_seed(seed)
+    for (pixels, labels), clean in zip(batches, answers, strict=True):
+        drawn = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu").to(pixels)
+        images += len(pixels)
+        labelled &= labels is not None
+        for place, level in enumerate(levels):
+            noisy = model(pixels + level * drawn).argmax(1) if level else clean
+            same[place] += int((noisy == clean).sum())
+            if labels is not None:
+                right[place] += int((noisy == labels.to(noisy)).sum())
+    return [
+        InputNoise(level, 100 * r / images if labelled else None, 100 * s / images)
+        for level, r, s in zip(levels, right, same, strict=True)
+    ]
+
+
+def under_attack(
+    model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], attack: Attack
+) -> UnderAttack | None:
+    """Attack what a classifier gets right, and count what stays right; None without labels.
+
+    `answers` are the classes (N,) that it names for each batch without attack.
+    """
+    images = right = 0
+    for (pixels, labels), clean in zip(batches, answers, strict=True):
+        if labels is None:
+            return None
+        hit = clean == labels.to(clean)
+        images += len(pixels)
+        if hit.any():
+            changed = attack(model, pixels[hit], clean[hit])
+            right += int((model(changed).argmax(1) == clean[hit]).sum())
+    return UnderAttack(str(attack), 100 * right / images)

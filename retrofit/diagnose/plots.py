@@ -30,51 +30,37 @@ _COLOURS = ("#2f81f7", "#e2701a")
 _SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
 _SHARE_NAMES = ("P1 data set", "P2 between images, mean", "P3 within images", "P4 between images, spread")
 
-_GAUSSIANITY = (
-    "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is normal. Dotted: the "
-    "same layers before their power transform (Eftekhari & Papyan 2025, figure 6)."
-)
-_QQ = (
-    "The channel with the median R² at four depths. Points on the line are normal; bends at the ends are tails heavier "
-    "or lighter than normal ones (figure 5)."
-)
-_POWER = (
-    "Shares of each layer's power. P1 growing with depth is collapse: channels that are nearly constant over the data "
-    "set, on which the activation acts almost linearly (Labatie et al. 2021, figure 2)."
-)
-_CHANNELS = (
-    "Above: 1 where all channels have equal power, near 0 where a few have all of it. Below: the share of the variance "
-    "of the activation's output that a straight line explains; near 1 the nonlinearity is not used."
-)
-_NOISE = (
-    f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. The curve is "
-    "the relative error that is left at that layer and those called after it. Falling curves: the network attenuates "
-    "noise (appendix A.1 follows its mean square). A layer has no mark if the noise does not reach it, or if its "
-    "output does not vary."
-)
-_INDEPENDENCE = (
-    "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted mutual "
-    f"information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} values of a channel in a batch "
-    "are left out: their figures would be chance."
-)
-_LAMBDA = (
-    "Lambda over each layer's channels as used in evaluation: median, 25 to 75% (dark), 5 to 95% (light). At 1 the "
-    "transform is the identity; below 1 it pulls in a right tail, above 1 a left one."
-)
-_INPUT_NOISE = (
-    "Top-1 accuracy (agreement with the clean answer, where there are no labels) under Gaussian noise on the "
-    "normalized image (table 4)."
-)
+TEXTS = {
+    "gaussianity": "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is "
+    "normal. Dotted: the same layers before their power transform (Eftekhari & Papyan 2025, figure 6).",
+    "qq": "The channel with the median R² at four depths. Points on the line are normal; bends at the ends are tails "
+    "heavier or lighter than normal ones (figure 5).",
+    "power": "Shares of each layer's power. P1 growing with depth is collapse: channels that are nearly constant "
+    "over the data set, on which the activation acts almost linearly (Labatie et al. 2021, figure 2).",
+    "channels": "Above: 1 where all channels have equal power, near 0 where a few have all of it. Below: the share "
+    "of the variance of the activation's output that a straight line explains; near 1 the nonlinearity is not used.",
+    "noise": f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. The "
+    "curve is the relative error that is left at that layer and those called after it. Falling curves: the network "
+    "attenuates noise (appendix A.1 follows its mean square). A layer has no mark if the noise does not reach it, or "
+    "if its output does not vary.",
+    "independence": "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted "
+    f"mutual information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} values of a channel in a "
+    "batch are left out: their figures would be chance.",
+    "lambda": "Lambda over each layer's channels as used in evaluation: median, 25 to 75% (dark), 5 to 95% (light). "
+    "At 1 the transform is the identity; below 1 it pulls in a right tail, above 1 a left one.",
+    "input-noise": "Top-1 accuracy (agreement with the clean answer, where there are no labels) under Gaussian noise "
+    "on the normalized image (table 4).",
+}
+"""What each figure shows, and how to read it."""
 
 
 class Plot(NamedTuple):
-    """A figure with what to read from it."""
+    """A figure of a report."""
 
     name: str  # of the file, without ending
     title: str
     draw: Callable[[Figure, Networks], None]
     height: float  # inches
-    text: str  # what it shows and how to read it
 
     def png(self, networks: Networks) -> bytes:
         """Return the figure as PNG."""
@@ -91,19 +77,18 @@ def plots(networks: Networks) -> list[Plot]:
     count = len(networks)
     layers = [layer for diagnosis in networks.values() for layer in diagnosis.layers]
     shown = [
-        Plot("gaussianity", "Gaussianity by layer", _gaussianity, 3.0, _GAUSSIANITY),
-        Plot("qq", "Q-Q plots", _qq, 4.2 * count, _QQ),
-        Plot("power", "Where the power lies", _power, 0.8 + 2.4 * count, _POWER),
-        Plot("channels", "Channel balance, and linearity of the activation", _channels, 5.0, _CHANNELS),
-        Plot("noise", "Noise through the layers", _noise, 3.6, _NOISE),
+        Plot("gaussianity", "Gaussianity by layer", _gaussianity, 3.0),
+        Plot("qq", "Q-Q plots", _qq, 4.2 * count),
+        Plot("power", "Where the power lies", _power, 0.8 + 2.4 * count),
+        Plot("channels", "Channel balance, and linearity of the activation", _channels, 5.0),
+        Plot("noise", "Noise through the layers", _noise, 3.6),
     ]
     if any(layer.henze_zirkler is not None for layer in layers):
-        title = "Joint normality and dependence of channel pairs"
-        shown.append(Plot("independence", title, _independence, 5.0, _INDEPENDENCE))
+        shown.append(Plot("independence", "Joint normality and dependence of channel pairs", _independence, 5.0))
     if any(layer.lmbda for layer in layers):
-        shown.append(Plot("lambda", "The transform's parameter", _lambda, 3.0, _LAMBDA))
+        shown.append(Plot("lambda", "The transform's parameter", _lambda, 3.0))
     if any(diagnosis.input_noise for diagnosis in networks.values()):
-        shown.append(Plot("input-noise", "Noise on the images", _input_noise, 3.0, _INPUT_NOISE))
+        shown.append(Plot("input-noise", "Noise on the images", _input_noise, 3.0))
     return shown
 
 
@@ -212,10 +197,9 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     labelled = all(d.input_noise and d.input_noise[0].top1 is not None for d in networks.values())
     for name, diagnosis, colour in _coloured(networks):
-        values = [
-            entry.agreement if entry.top1 is None or not labelled else entry.top1 for entry in diagnosis.input_noise
-        ]
-        axes.plot([entry.level for entry in diagnosis.input_noise], values, "o-", color=colour, label=name)
+        levels = [entry.level for entry in diagnosis.input_noise]
+        shares: list[Any] = [entry.top1 if labelled else entry.agreement for entry in diagnosis.input_noise]
+        axes.plot(levels, shares, "o-", color=colour, label=name)
     what = "top-1, %" if labelled else "same answer, %"
     axes.set(xlabel="standard deviation of the noise", ylabel=what, ylim=(0, 102))
     _legend(figure, axes)

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm
 from retrofit.layers.base import strength_code
-from retrofit.surgery.families import NormLayer, find_norms
+from retrofit.surgery.families import find_norms
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
@@ -33,11 +33,7 @@ class Probe:
         for hooks in _HOOKS:
             setattr(self._bare, hooks, OrderedDict())
         self._bare.training = False
-
-    @property
-    def transforms(self) -> bool:
-        """Whether the layer applies the power transform."""
-        return isinstance(self.layer, NormalityMixin)
+        self.transforms = isinstance(layer, NormalityMixin)  # by the power transform
 
     def standardised(self, x: Tensor) -> Tensor:
         """Return `x` normalized, before transform and affine, as (N, C, positions)."""
@@ -81,19 +77,16 @@ class Probe:
         return neutral
 
 
-def probes(model: nn.Module) -> list[Probe]:
-    """Return a probe for every normalization layer that standardises, each module once, in the model's order."""
-    names: dict[nn.Module, str] = {}
+def probes(model: nn.Module) -> tuple[list[Probe], list[str]]:
+    """Return a probe for every normalization layer that standardises, and the names of those that do not, or do more.
+
+    Each module has one probe; both lists are in the model's order.
+    """
+    found: dict[nn.Module, Probe] = {}
+    others = []
     for norm in find_norms(model):
-        if _measurable(norm) and not isinstance(norm.module, ProxyNorm):
-            names.setdefault(norm.module, norm.name)
-    return [Probe(name, layer) for layer, name in names.items()]
-
-
-def unmeasured(model: nn.Module) -> list[str]:
-    """Return the names of the normalization layers without a probe: they do not standardise, or do more besides."""
-    return [norm.name for norm in find_norms(model) if not _measurable(norm)]
-
-
-def _measurable(norm: NormLayer) -> bool:
-    return norm.family is not None or norm.status == "kept"
+        if norm.family is None and norm.status != "kept":
+            others.append(norm.name)
+        elif norm.module not in found and not isinstance(norm.module, ProxyNorm):
+            found[norm.module] = Probe(norm.name, norm.module)
+    return list(found.values()), others

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from html import escape
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer, mean_of
-from retrofit.diagnose.plots import plots
+from retrofit.diagnose.plots import TEXTS, plots
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import atomic_folder, ensure_writable
-from retrofit.utils.html_page import as_html, html_page, html_table
-from retrofit.utils.text import shortlist
+from retrofit.utils.text import printable, shortlist
 
 _RESULTS = "results.json"  # marks a folder as a report of ours, which may be replaced
-_COLUMNS = ("#", "layer", "class", "R²", "R² before", "P1", "P2", "P3", "P4", "balance", "linearity", "HZ", "AMI")
+_STYLE = Path(__file__).with_name("report.css")
+_FIGURES = {
+    **{"R²": "r2", "R² before": "r2_before"},
+    **{"P1": "power.p1", "P2": "power.p2", "P3": "power.p3", "P4": "power.p4", "balance": "power.balance"},
+    **{"linearity": "linearity", "HZ": "henze_zirkler", "AMI": "dependence"},
+}
+"""The columns of numbers: a title, and the attribute of a layer."""
 _COLLAPSED = 0.5
 _LINEAR = 0.95
 
@@ -39,33 +46,54 @@ def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], fo
     A folder that is there is replaced once the new one is whole.
     """
     models = facts.get("models", {})
-    title = "Diagnosis of " + " and ".join(_titled(name, models.get(name, {})) for name in networks)
-    about = (_about(name, diagnosis, models.get(name, {})) for name, diagnosis in networks.items())
-    parts = [f'<p class="soft">{as_html(line)}</p>' for line in about]
-    parts += ["<ul>", *(f"<li>{as_html(sentence)}</li>" for sentence in sentences(networks)), "</ul>"]
-    parts += ['<div class="figures">']
+    title = _as_html("Diagnosis of " + " and ".join(_titled(name, models.get(name, {})) for name in networks))
+    page = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title><style>{_STYLE.read_text()}</style></head><body>",
+        f"<h1>{title}</h1>",
+    ]
+    for name, diagnosis in networks.items():
+        page.append(f'<p class="soft">{_as_html(_about(name, diagnosis, models.get(name, {})))}</p>')
+    page += ["<ul>", *(f"<li>{_as_html(sentence)}</li>" for sentence in sentences(networks)), "</ul>"]
+    page.append('<div class="figures">')
     with atomic_folder(folder) as staged:
         for plot in plots(networks):
             png = plot.png(networks)
             (staged / f"{plot.name}.png").write_bytes(png)
-            heading, data = as_html(plot.title), base64.b64encode(png).decode()
+            heading, data = _as_html(plot.title), base64.b64encode(png).decode()
             picture = f'<img src="data:image/png;base64,{data}" alt="{heading}">'
-            caption = f"<figcaption>{as_html(plot.text)}</figcaption>"
-            parts.append(f"<figure><h2>{heading}</h2>{picture}{caption}</figure>")
-        parts.append("</div>")
+            caption = f"<figcaption>{_as_html(TEXTS[plot.name])}</figcaption>"
+            page.append(f"<figure><h2>{heading}</h2>{picture}{caption}</figure>")
+        page.append("</div>")
         for name, diagnosis in networks.items():
-            rows = [[str(number), *_row(layer)] for number, layer in enumerate(diagnosis.layers)]
-            parts.append(f"<h2>{as_html(name)}</h2>{html_table(_COLUMNS, rows)}")
+            page.append(f"<h2>{_as_html(name)}</h2>{_table(diagnosis.layers)}")
         results = {**facts, "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()}}
         (staged / _RESULTS).write_text(json.dumps(results, indent=1) + "\n")
-        (staged / "index.html").write_text(html_page(title, parts), encoding="utf-8")
+        (staged / "index.html").write_text("\n".join([*page, "</body></html>"]) + "\n", encoding="utf-8")
 
 
-def _row(layer: Layer) -> list[str]:
-    power = layer.power
-    figures: list[Any] = [layer.r2, layer.r2_before, power.p1, power.p2, power.p3, power.p4, power.balance]
-    figures += [layer.linearity, layer.henze_zirkler, layer.dependence]
-    return [layer.name or "(root)", layer.kind, *("" if v is None else f"{v:z.3f}" for v in figures)]
+def _as_html(text: object) -> str:
+    """Return a text on one line, as HTML that shows it and does nothing else."""
+    return escape(printable(text))
+
+
+def _table(layers: Sequence[Layer]) -> str:
+    """Return the figures of the layers as an HTML table; a column without entries is left out."""
+    columns = {
+        "#": [str(number) for number in range(len(layers))],
+        "layer": [layer.name or "(root)" for layer in layers],
+        "class": [layer.kind for layer in layers],
+    }
+    for title, attribute in _FIGURES.items():
+        values = map(attrgetter(attribute), layers)
+        columns[title] = ["" if value is None else f"{value:z.3f}" for value in values]
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    head = "".join(f"<th>{_as_html(title)}</th>" for title in filled)
+    rows = ("".join(f"<td>{_as_html(cell)}</td>" for cell in row) for row in zip(*filled.values(), strict=True))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _titled(name: str, model: Mapping[str, Any]) -> str:
@@ -77,7 +105,6 @@ def _titled(name: str, model: Mapping[str, Any]) -> str:
 
 
 def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:
-    """Say which network this is: how far it is converted, whose weights it has, on how many images it was measured."""
     weights = model.get("weights") or {}
     whose = f", weights: {weights['kind']}" if weights else ""
     origin = f" ({weights['from']})" if weights.get("from") else ""
