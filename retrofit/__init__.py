@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrofit.utils.lazy import lazy_names
+from retrofit.utils import lazy_names
 from retrofit.version import __version__
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrofit.utils.lazy import lazy_names
+from retrofit.utils import lazy_names
 
 if TYPE_CHECKING:
     from retrofit.callbacks.lightning import LightningStrength

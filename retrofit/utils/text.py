@@ -54,6 +54,12 @@ def shortlist(names: Sequence[object], most: int = 3, limit: int = 64) -> str:
     return listed + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line of each row of a table, its columns one below the other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def plural(count: int, noun: str) -> str:
     """Return the count with its noun: "1 class", "2 classes"."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"

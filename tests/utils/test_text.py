@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from retrofit.utils.html_page import as_html, html_page, html_table
 from retrofit.utils.text import json_text, one_line, plural, printable, shortlist, with_class
 
 
@@ -57,16 +56,3 @@ def test_numbers_that_json_does_not_have_become_null() -> None:
     text = json_text({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": (-math.inf, None, "NaN")}})
     assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": {"d": [None, None, "NaN"]}}
     assert "\n" not in text
-
-
-def test_text_stays_text() -> None:
-    assert as_html("<b>&\"'\n\u202e") == "&lt;b&gt;&amp;&quot;&#x27;\\n\\u202e"
-    page = html_page("<i>", ["<p>part</p>"])
-    assert page.count("&lt;i&gt;") == 2  # title and heading
-    assert page.endswith("<p>part</p>\n</body></html>\n")
-
-
-def test_table() -> None:
-    table = html_table(("#", "name", "error", "note"), [("0", "a<b", "", "x"), ("1", "c", "", "")])
-    assert "<th>#</th><th>name</th><th>note</th>" in table
-    assert "<tr><td>0</td><td>a&lt;b</td><td>x</td></tr><tr><td>1</td><td>c</td><td></td></tr>" in table
