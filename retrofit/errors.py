@@ -8,7 +8,7 @@ class RetrofitError(Exception):
 
     The message is one line that says what happened and what to do. It names arguments as Python does, in backticks:
     "pass `num_classes=7`". The command line prints it after `error: `, with its flags in their places
-    (`retrofit.cli.flags`), without a traceback, and exits with `exit_code`.
+    (`retrofit.cli.console`), without a traceback, and exits with `exit_code`.
     """
 
     exit_code = 1

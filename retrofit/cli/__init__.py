@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from retrofit import __version__
-from retrofit.cli.flags import in_flags
+from retrofit.cli.console import in_flags
 from retrofit.errors import RetrofitError
 from retrofit.utils.text import printable, with_class
 
@@ -33,7 +33,6 @@ COMMANDS = {
     "export": "Write a network as ONNX, folded and checked against PyTorch.",
     "recipes": "List, show or copy the recipes for finetune.",
 }
-INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
 class _Commands(click.Group):
@@ -78,7 +77,7 @@ class _Commands(click.Group):
             click.echo(bare.format_message(), err=True)
             code = bare.exit_code
         except click.Abort as abort:
-            code = _report("interrupted", abort, INTERRUPTED)
+            code = _report("interrupted", abort, 130)  # as a shell reports it
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             page = f"see {context.command_path if context else 'retrofit'} --help"
@@ -104,18 +103,13 @@ def _report(line: str, error: BaseException, code: int) -> int:
     return code
 
 
-HELP = """Replace the normalization layers of a trained network and keep what it has learned.
-
-\b
-$ retrofit inspect resnet50 --to ln
-$ retrofit convert resnet50 --to frozen --pretrained
-$ retrofit evaluate resnet50-frozen.safetensors --data-dir imagenet
-"""
-
-
-@click.group(
-    cls=_Commands, help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__)
 def main() -> None:
-    """Run `retrofit`."""
+    """Replace the normalization layers of a trained network and keep what it has learned.
+
+    \b
+    $ retrofit inspect resnet50 --to ln
+    $ retrofit convert resnet50 --to frozen --pretrained
+    $ retrofit evaluate resnet50-frozen.safetensors --data-dir imagenet
+    """

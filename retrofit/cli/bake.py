@@ -1,19 +1,4 @@
-"""`retrofit bake`."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
-
-from retrofit.cli import options
-from retrofit.cli.console import emit, names, say, say_written, show_table, waiting
-
-if TYPE_CHECKING:
-    from retrofit.export.bake import BakeReport, Stage
-
-HELP = """Turn what a converted network estimates from each image into constants, so that it runs at its source's cost.
+"""Turn what a converted network estimates from each image into constants, so that it runs at its source's cost.
 
 Layers are baked in the order of the network, on half of the images; the other half judges. A layer stays as it is where
 constants would cost more than the tolerance. The artifact is exported, evaluated and trained like any other.
@@ -23,8 +8,18 @@ $ retrofit bake runs/lite0-ln/best.safetensors --calibrate photos.tar
 $ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o baked.safetensors
 """
 
+from __future__ import annotations
 
-@click.command("bake", help=HELP)
+from pathlib import Path
+from typing import Any
+
+import click
+
+from retrofit.cli import options
+from retrofit.cli.console import emit, names, say, say_written, show_table, waiting
+
+
+@click.command("bake", help=__doc__)
 @options.model
 @options.path("--calibrate", "Folder or .tar of images to fit and judge on.", metavar="DIR", required=True)
 @options.count("--images", least=4, default=128, help="How many of them at most")
@@ -40,7 +35,6 @@ $ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o b
 @options.force
 @options.json
 def command(model: str, calibrate: Path, output: Path | None, force: bool, as_json: bool, **given: Any) -> None:
-    """Run `retrofit bake`."""
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file
     from retrofit.images.dataset import sample_batches
@@ -50,17 +44,10 @@ def command(model: str, calibrate: Path, output: Path | None, force: bool, as_js
     batches = sample_batches(calibrate, network.preprocess, images=given["images"])
     with waiting("baking"):
         network.model, report = retrofit.bake(network.model, batches, tolerance=given["tolerance"])
-    _show(report)
-    retrofit.save(network.model, output, force=force)
-    say_written(output)
-    say(f"next: retrofit export {output}")
-    if as_json:
-        emit({"model": network.source.name, "output": str(output), **report.to_dict()})
-
-
-def _show(report: BakeReport) -> None:
-    """Write the choices that were tried, the one that was taken, and the layers that stay."""
-    rows = [(str(one.layers), f"{one.error:.3g}", f"{one.worst:.3g}", _agreement(one)) for one in report.stages]
+    rows = []
+    for stage in report.stages:
+        same = "" if stage.top1_agreement is None else f"{stage.top1_agreement:.1%}"
+        rows.append((str(stage.layers), f"{stage.error:.3g}", f"{stage.worst:.3g}", same))
     show_table(("layers", "output changes by", "in the worst 1%", "same top-1"), list(dict.fromkeys(rows)))
     kept: dict[str, list[str]] = {}
     for layer in report.layers:
@@ -69,13 +56,14 @@ def _show(report: BakeReport) -> None:
     for reason, layers in kept.items():
         say(f"kept: {names(layers)}: {reason}")
     chosen, (fitted, judged) = report.chosen, report.images
-    agreement = "" if chosen.top1_agreement is None else f", the same top-1 for {_agreement(chosen)}"
+    agreement = "" if chosen.top1_agreement is None else f", the same top-1 for {chosen.top1_agreement:.1%}"
     say(
         f"baked {chosen.layers} of {len(report.layers)} layers on {fitted} images: the output changes by "
         f"{chosen.error:.3g} of its standard deviation on {judged} others{agreement}",
         "bold",
     )
-
-
-def _agreement(stage: Stage) -> str:
-    return "" if stage.top1_agreement is None else f"{stage.top1_agreement:.1%}"
+    retrofit.save(network.model, output, force=force)
+    say_written(output)
+    say(f"next: retrofit export {output}")
+    if as_json:
+        emit({"model": network.source.name, "output": str(output), **report.to_dict()})

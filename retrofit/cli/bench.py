@@ -1,4 +1,16 @@
-"""`retrofit bench`."""
+"""Measure what MODEL costs: time and peak memory of evaluation and of a training step.
+
+An artifact is measured against the network that it was converted from, unless --against names another one. The
+networks take turns; ratios are medians over the turns, with their quartiles. A network named by --against gets images
+of MODEL's size; an artifact there gets its own.
+
+Where MODEL and --against are exported files (.onnx), --runtime runs them as they are.
+
+\b
+$ retrofit bench resnet18-bnn.safetensors
+$ retrofit bench resnet18-bnn.safetensors --against resnet18-gn-pn.safetensors --mode train
+$ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
+"""
 
 from __future__ import annotations
 
@@ -20,22 +32,8 @@ if TYPE_CHECKING:
     from retrofit.bench import Cost
     from retrofit.bench.exported import FileCost
 
-HELP = """Measure what MODEL costs: time and peak memory of evaluation and of a training step.
 
-An artifact is measured against the network that it was converted from, unless --against names another one. The
-networks take turns; ratios are medians over the turns, with their quartiles. A network named by --against gets images
-of MODEL's size; an artifact there gets its own.
-
-Where MODEL and --against are exported files (.onnx), --runtime runs them as they are.
-
-\b
-$ retrofit bench resnet18-bnn.safetensors
-$ retrofit bench resnet18-bnn.safetensors --against resnet18-gn-pn.safetensors --mode train
-$ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
-"""
-
-
-@click.command("bench", cls=options.Grouped, groups=options.GROUPS | {"against": "The measurement"}, help=HELP)
+@click.command("bench", cls=options.Grouped, groups=options.GROUPS | {"against": "The measurement"}, help=__doc__)
 @options.model
 @options.against("The reference (default: an artifact's source network).")
 @options.runtime
@@ -48,7 +46,6 @@ $ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
 @options.architecture
 @options.json
 def command(model: str, against: str | None, as_json: bool, **given: Any) -> None:
-    """Run `retrofit bench`."""
     are_files = {Path(name).suffix == ".onnx" for name in (model, against) if name is not None}
     if len(are_files) == 2:
         raise UsageError("a network and an exported file are measured in different ways; compare two of a kind")
@@ -60,7 +57,6 @@ def command(model: str, against: str | None, as_json: bool, **given: Any) -> Non
 
 
 def _measure_networks(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Measure networks, show what they cost, and return what --json says of it."""
     from retrofit.bench import Setting, measure
     from retrofit.bench.cost import MODES
     from retrofit.cli.network import open_network, placement
@@ -98,7 +94,6 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
 
 
 def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Measure exported files, show what they cost, and return what --json says of it."""
     import torch
 
     from retrofit.bench.exported import measure_files

@@ -1,7 +1,13 @@
-"""What people see (stderr, through rich) and what programs read (stdout, JSON)."""
+"""What people see (stderr, through rich) and what programs read (stdout, JSON).
+
+The library's sentences name arguments as Python does, in backticks; what is written here names flags.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrofit.cli.flags import in_flags
-from retrofit.utils.text import ROOT, json_text, printable
+from retrofit.utils.text import ROOT, aligned, json_text, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +29,45 @@ _NARROW, _SENTENCE = 14, 20  # no column is made narrower than that, and the las
 _WIDE = 100  # a terminal that has room for long lines
 _EVERY = 30.0  # seconds between lines of progress, where there is no terminal
 _ROWS = 16  # of a table: what is shown must not grow with the model
+
+
+_ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
+
+
+def in_flags(text: str, command: click.Command | None = None) -> str:
+    """Return "pass `num_classes=7`" as "pass --num-classes 7", in the flags of `command`, or of click's current one.
+
+    An option goes by the name of the Python argument that it sets, so `source` is --from where a command declares
+    `click.option("--from", "source")`. What the command, or a group's commands, have no option for stays as it is.
+    """
+    context = click.get_current_context(silent=True)
+    if command is None and context is not None:
+        command = context.command
+    commands = [] if command is None else [command, *getattr(command, "commands", {}).values()]
+    options = {one.name: one for each in commands for one in each.params if isinstance(one, click.Option)}
+
+    def flag(match: re.Match[str]) -> str:
+        option = options.get(match[1])
+        return match[0] if option is None else _as_typed(option, match[2])
+
+    return _ARGUMENT.sub(flag, text)
+
+
+def _as_typed(option: click.Option, text: str | None) -> str:
+    """Return an option as a user types it, with a value that Python's text names; a placeholder (FILE) stays a word."""
+    name = max(option.opts, key=len)
+    if text is None:
+        return name
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if option.is_flag:
+        return option.secondary_opts[0] if value is False and option.secondary_opts else name
+    if isinstance(value, dict):
+        return " ".join(f"{name} {shlex.quote(f'{key}={entry}')}" for key, entry in value.items())
+    words = value if isinstance(value, list | tuple) else [value]
+    return " ".join([name, *(shlex.quote(str(word)) for word in words)])
 
 
 def stderr() -> Console:
@@ -87,10 +131,8 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
 
 def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
     """Write rows to stderr, whole and aligned, however wide the terminal is."""
-    rows = [tuple(map(in_flags, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned([tuple(map(in_flags, row)) for row in rows]):
+        say(line)
 
 
 def show_plan(plan: Plan, full: bool = False) -> None:

@@ -1,25 +1,4 @@
-"""`retrofit convert`."""
-
-from __future__ import annotations
-
-import shlex
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
-
-from retrofit.cli import options
-from retrofit.cli.console import emit, say, say_written, show_plan, waiting
-from retrofit.conversion_options import CONVERTERS
-from retrofit.errors import RetrofitError
-
-if TYPE_CHECKING:
-    from retrofit.networks.models import Network
-    from retrofit.record import ModelSource
-    from retrofit.surgery import Report
-
-
-HELP = """Convert the normalization layers of MODEL to a target.
+"""Convert the normalization layers of MODEL to a target.
 
 At strength 0 the converted network gives the same outputs as its source; this is checked before anything is
 written. Layers that were converted before keep their strength. A summary goes to stderr, and with --json one object to
@@ -49,8 +28,24 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 {"converted":53,"kept":0,"unsupported":0}
 """
 
+from __future__ import annotations
 
-@click.command("convert", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion"}, help=HELP)
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrofit.cli import options
+from retrofit.cli.console import emit, say, say_written, show_plan, waiting
+from retrofit.conversion_options import CONVERTERS
+from retrofit.errors import RetrofitError
+
+if TYPE_CHECKING:
+    from retrofit.surgery import Report
+
+
+@click.command("convert", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion"}, help=__doc__)
 @options.model
 @options.target(f"{', '.join(CONVERTERS)}.", required=True)
 @options.output("output", "NAME-TARGET.safetensors")
@@ -67,55 +62,43 @@ $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
 @options.force
 @options.json
 def command(model: str, to: str, output: Path | None, force: bool, as_json: bool, **given: Any) -> None:
-    """Run `retrofit convert`."""
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
+    from retrofit.networks.artifact import Manifest
     from retrofit.surgery import CheckError
 
     output = output_file(output, f"{file_stem(model)}-{to}.safetensors", force)
     network = open_network(model, given)
     read_calibration(given, network)
+    source = network.source
+    facts = {"schema": 1, "model": source.name, "library": source.library, "weights": network.weights}
     try:
         with waiting("converting, and running the network before and after"):
             network.model, report = retrofit.convert(network.model, to, **given)
     except CheckError as error:
         _show(error.report)
         if as_json:
-            emit(_answer(network, error.report, None))
+            emit({**facts, **error.report.to_dict(), "output": None})
         raise RetrofitError(
             f"{error.problem}; nothing was written, keep the layers concerned with --skip REGEX"
         ) from error
     _show(report)
     retrofit.save(network.model, output, force=force)
-    _show_artifact(output, network.source, report.classifies)
-    if as_json:
-        emit(_answer(network, report, output))
-
-
-def _answer(network: Network, report: Report, output: Path | None) -> dict[str, Any]:
-    """Return what --json writes to stdout."""
-    source = {"model": network.source.name, "library": network.source.library, "weights": network.weights}
-    return {"schema": 1, **source, **report.to_dict(), "output": None if output is None else str(output)}
-
-
-def _show_artifact(output: Path, source: ModelSource, classifies: bool | None) -> None:
-    """Write the file's name, and what to do with it, to stderr."""
-    from retrofit.networks.artifact import Manifest
-
     if note := Manifest.read(output).not_checked:
         say(f"note: the file is {note}")
     say_written(output)
     own = source.library == "own"
-    if classifies:
+    if report.classifies:
         whose = f" --network {source}" if own else ""
         say(f"next: retrofit evaluate {shlex.quote(str(output))}{whose} --data-dir DIR")
     else:  # evaluate and finetune know classes alone
         into = ", into=YOUR_NETWORK" if own else ""
         say(f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks")
+    if as_json:
+        emit({**facts, **report.to_dict(), "output": str(output)})
 
 
 def _show(report: Report) -> None:
-    """Write what became of the network to stderr."""
     show_plan(report.plan)
     for note in report.notes:
         say(note if note.startswith("not checked:") else f"note: {note}")

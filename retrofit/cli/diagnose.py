@@ -1,4 +1,11 @@
-"""`retrofit diagnose`."""
+"""Measure how Gaussian MODEL's features are, whether it collapses, and what noise does to it, layer by layer.
+
+Writes a page (index.html) with figures, the figures as PNG, and results.json into a folder.
+
+\b
+$ retrofit diagnose resnet50 --pretrained --data-dir photos
+$ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --data-dir photos
+"""
 
 from __future__ import annotations
 
@@ -10,17 +17,8 @@ import click
 from retrofit.cli import options
 from retrofit.cli.console import emit, progress_bar, say
 
-HELP = """Measure how Gaussian MODEL's features are, whether it collapses, and what noise does to it, layer by layer.
 
-Writes a page (index.html) with figures, the figures as PNG, and results.json into a folder.
-
-\b
-$ retrofit diagnose resnet50 --pretrained --data-dir photos
-$ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --data-dir photos
-"""
-
-
-@click.command("diagnose", cls=options.Grouped, groups=options.GROUPS | {"against": "The measurement"}, help=HELP)
+@click.command("diagnose", cls=options.Grouped, groups=options.GROUPS | {"against": "The measurement"}, help=__doc__)
 @options.model
 @options.against("A second network, beside the first.")
 @options.count("--images", least=2, default=200, help="Images to measure on, at most")
@@ -37,7 +35,6 @@ $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --d
 @options.force
 @options.json
 def command(model: str, against: str | None, folder: Path | None, force: bool, as_json: bool, **given: Any) -> None:
-    """Run `retrofit diagnose`."""
     from retrofit.cli.network import file_stem, open_data, open_network
     from retrofit.diagnose import DiagnosisOptions, check_folder, diagnose, labelled_batches, sentences, write_report
     from retrofit.evaluation.accuracy import attack_on

@@ -1,22 +1,4 @@
-"""`retrofit evaluate`."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
-
-from retrofit.cli import options
-from retrofit.cli.console import emit, names, progress_bar, say, warn
-from retrofit.errors import UsageError
-from retrofit.utils.text import plural
-
-if TYPE_CHECKING:
-    from retrofit.evaluation.exported_file import ExportedFile
-    from retrofit.networks.models import Network
-
-HELP = """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
+"""Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
 
 MODEL may also be an .onnx file that `retrofit export` wrote. Its metadata say how images are prepared.
 Images that cannot be read are left out of the figures and listed.
@@ -37,6 +19,23 @@ $ retrofit evaluate lite0-ln.onnx --data-dir photos.tar --class-map classes.txt
 $ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map classes.txt \\
     --attack pgd --eps 4/255
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrofit.cli import options
+from retrofit.cli.console import emit, names, progress_bar, say, warn
+from retrofit.errors import UsageError
+from retrofit.utils.text import plural
+
+if TYPE_CHECKING:
+    from retrofit.evaluation.exported_file import ExportedFile
+    from retrofit.networks.models import Network
+
 _OF_FILES = ("model", "data_dir", "dataset", "split", "class_map", "batch_size", "workers", "runtime", "as_json")
 _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the CPU, and which gives no gradients"
 
@@ -45,7 +44,7 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
     "evaluate",
     cls=options.Grouped,
     groups=options.GROUPS | {"batch_size": "Machine and runtime", "attack": "Attack"},
-    help=HELP,
+    help=__doc__,
 )
 @options.model
 @options.data
@@ -58,7 +57,6 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 @options.architecture
 @options.json
 def command(model: str, runtime: Any, attack: Any, eps: float | None, as_json: bool, **given: Any) -> None:
-    """Run `retrofit evaluate`."""
     from retrofit.cli.network import open_data, open_network, placement, taken
     from retrofit.evaluation.accuracy import attack_on, evaluate
     from retrofit.networks.models import odd_strengths

@@ -1,4 +1,11 @@
-"""`retrofit export`."""
+"""Export MODEL, at the strength it has, to ONNX: fold its normalization, and check the file against PyTorch.
+
+The batch is dynamic unless --batch fixes it. A file that differs by more than the tolerance is not written.
+
+\b
+$ retrofit export resnet50-ln.safetensors -o resnet50.onnx
+$ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
+"""
 
 from __future__ import annotations
 
@@ -20,21 +27,12 @@ if TYPE_CHECKING:
 
 _IMAGES = 256  # to fit on, and to check on: half each
 
-HELP = """Export MODEL, at the strength it has, to ONNX: fold its normalization, and check the file against PyTorch.
-
-The batch is dynamic unless --batch fixes it. A file that differs by more than the tolerance is not written.
-
-\b
-$ retrofit export resnet50-ln.safetensors -o resnet50.onnx
-$ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
-"""
-
 
 @click.command(
     "export",
     cls=options.Grouped,
     groups=options.GROUPS | {"path": "The file", "fold": "Approximation and precision", "report": "Output"},
-    help=HELP,
+    help=__doc__,
 )
 @options.model
 @options.output("path", "NAME.onnx")
@@ -42,10 +40,7 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 @click.option("--batch", type=int, metavar="N", help="Fix the number of images, as some networks need.")
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @options.choice(
-    "--fold",
-    ["exact", "poly"],
-    "Keep the power transform exact, or approximate it (default: exact).",
-    default="exact",
+    "--fold", ["exact", "poly"], "Keep the power transform exact, or approximate it (default: exact).", default="exact"
 )
 @options.choice(
     "--for",
@@ -79,7 +74,6 @@ $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 def command(
     model: str, path: Path | None, half: bool, int8: bool, report: Path | None, force: bool, as_json: bool, **given: Any
 ) -> None:
-    """Run `retrofit export`."""
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
     from retrofit.compare import ComparisonError
@@ -110,7 +104,6 @@ def command(
 
 
 def _show(report: ExportReport) -> None:
-    """Write what became of the layers, the check and the file to stderr."""
     kinds: dict[str, list[FoldedLayer]] = {}
     for layer in report.layers:
         kinds.setdefault(layer.kind, []).append(layer)

@@ -1,27 +1,4 @@
-"""`retrofit finetune`."""
-
-from __future__ import annotations
-
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count
-from pathlib import Path
-from types import FrameType
-from typing import Any, get_args, get_origin
-
-import click
-
-from retrofit.cli import options
-from retrofit.cli.console import emit, names, progress_bar, say, warn
-from retrofit.errors import UsageError
-from retrofit.finetune.recipe import FREE, Recipe, load_recipe
-from retrofit.finetune.run_callback import Result, RunCallback, Step
-from retrofit.utils.text import plural, printable
-
-HELP = """Train MODEL, a converted network, while its strength goes from 0, the source, to 1, the target.
+"""Train MODEL, a converted network, while its strength goes from 0, the source, to 1, the target.
 
 A network that is not converted is trained as it is: the control run. Unless told otherwise the learning rate warms up
 over a tenth of the epochs, at least one, and the gradient is clipped to norm 1.
@@ -41,6 +18,27 @@ $ retrofit finetune resnet18 --checkpoint resnet18.pth --data-dir DIR
 $ torchrun --nproc-per-node 4 -m retrofit finetune resnet50-bnn.safetensors \\
     --recipe imagenet-bnn-resnet50 --data-dir imagenet --sync-norm
 """
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, get_args, get_origin
+
+import click
+
+from retrofit.cli import options
+from retrofit.cli.console import emit, names, progress_bar, say, warn
+from retrofit.errors import UsageError
+from retrofit.finetune.recipe import FREE, Recipe, load_recipe
+from retrofit.finetune.run_callback import Result, RunCallback, Step
+from retrofit.utils.text import plural, printable
+
 _SHORT = {"batch_size": "-b", "workers": "-j"}
 _GROUPS = {
     "recipe": "The run",
@@ -92,7 +90,7 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=HELP)
+@click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=__doc__)
 @click.argument("model", required=False, shell_complete=options.complete_model)
 @click.option("--recipe", metavar="NAME|FILE", shell_complete=options.complete_recipe, help="Settings to start from.")
 @options.output("folder", "runs/MODEL-RECIPE", metavar="DIR")
@@ -109,7 +107,7 @@ def command(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Run `retrofit finetune`."""
+    speaks = os.environ.get("RANK", "0") == "0"  # the first process does, for all that torchrun started
     given = {name: value for name, value in {"model": model, **settings}.items() if value is not None}
     with _signals() as received:
         from retrofit.cli.network import introduce
@@ -127,13 +125,13 @@ def command(
                 raise UsageError(f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself")
             opened, network = recipe_network(run, network), run.model if own else network
             folder = folder or _fresh_folder(str(run.model), recipe)
-            if _first_process():
+            if speaks:
                 introduce(opened)
         with progress_bar("training") as move:
             result = finetune(
                 opened, run, folder, resume=resume is not None, callback=_Progress(move), stop=lambda: bool(received)
             )
-    if _first_process():
+    if speaks:
         _conclude(folder, result, network, as_json)
     if not result.finished:
         sys.exit(128 + (received[0] if received else signal.SIGTERM))
@@ -165,16 +163,15 @@ class _Progress(RunCallback):
         )
 
 
-def _first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _fresh_folder(model: str, recipe: str | None) -> Path:
     """Return runs/MODEL-RECIPE, with a number behind it if it is taken."""
     stem = Path(model).name.removesuffix(".safetensors").replace(":", "-")
-    name = stem if recipe is None else f"{stem}-{Path(recipe).stem}"
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(folder for folder in (Path("runs") / name for name in names) if not folder.exists())
+    folder = first = Path("runs") / (stem if recipe is None else f"{stem}-{Path(recipe).stem}")
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
 
 
 @contextmanager
@@ -196,7 +193,6 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _conclude(folder: Path, result: Result, network: str | None, as_json: bool) -> None:
-    """Write how a run ended, and what to do next."""
     if result.unreadable:
         warn(f"{plural(len(result.unreadable), 'image')} cannot be read: {names(result.unreadable)}")
     artifact = folder / ("best.safetensors" if result.finished else "last.safetensors")

@@ -1,23 +1,4 @@
-"""`retrofit inspect`."""
-
-from __future__ import annotations
-
-from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any
-
-import click
-
-from retrofit.cli import options
-from retrofit.cli.console import emit, names, say, show_lines, show_plan, show_table
-from retrofit.conversion_options import OPTIONS
-from retrofit.errors import UsageError
-from retrofit.utils.text import ROOT, plural
-
-if TYPE_CHECKING:
-    from retrofit.surgery.families import NormLayer
-
-
-HELP = """List the normalization layers of MODEL, and with --to what would become of each; write nothing.
+"""List the normalization layers of MODEL, and with --to what would become of each; write nothing.
 
 \b
 $ retrofit inspect resnet18
@@ -41,9 +22,25 @@ $ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
 {"BatchNorm2d":20}
 """
 
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrofit.cli import options
+from retrofit.cli.console import emit, names, say, show_lines, show_plan, show_table
+from retrofit.conversion_options import OPTIONS
+from retrofit.errors import UsageError
+from retrofit.utils.text import ROOT, plural
+
+if TYPE_CHECKING:
+    from retrofit.surgery.families import NormLayer
+
 
 @click.command(
-    "inspect", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion", "full": "Output"}, help=HELP
+    "inspect", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion", "full": "Output"}, help=__doc__
 )
 @options.model
 @options.target("Show what a conversion to this target would do.")
@@ -52,7 +49,6 @@ $ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
 @click.option("--full", is_flag=True, help="List every layer on a line of its own.")
 @options.json
 def command(model: str, to: str | None, full: bool, as_json: bool, **given: Any) -> None:
-    """Run `retrofit inspect`."""
     from retrofit import surgery
     from retrofit.cli.network import read_calibration, taken
     from retrofit.networks.models import open_model

@@ -231,9 +231,7 @@ weights = _stacked(
         help="Which weights of a checkpoint with several: model_ema, state_dict, ..., or a prefix of names.",
     ),
     click.option(
-        "--checkpoint-partial",
-        is_flag=True,
-        help="Load the tensors that fit; list those left random or left out.",
+        "--checkpoint-partial", is_flag=True, help="Load the tensors that fit; list those left random or left out."
     ),
 )
 
@@ -273,10 +271,7 @@ plan = _stacked(
 attack = _stacked(
     choice("--attack", ["fgsm", "pgd"], "Also measure top-1 under attack."),
     click.option(
-        "--eps",
-        type=_share,
-        metavar="N/255",
-        help="Largest change of a pixel, pixels from 0 to 1 (default: 4/255).",
+        "--eps", type=_share, metavar="N/255", help="Largest change of a pixel, pixels from 0 to 1 (default: 4/255)."
     ),
 )
 

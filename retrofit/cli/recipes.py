@@ -1,4 +1,11 @@
-"""`retrofit recipes`."""
+"""The recipes that come with retrofit, to run as they are or to copy and change.
+
+\b
+$ retrofit recipes
+$ retrofit recipes show digits
+$ retrofit recipes copy digits mine.yaml
+$ retrofit finetune resnet18-bnn.safetensors --recipe mine.yaml
+"""
 
 from __future__ import annotations
 
@@ -9,20 +16,10 @@ import click
 from retrofit.cli import options
 from retrofit.cli.console import say
 
-HELP = """The recipes that come with retrofit, to run as they are or to copy and change.
 
-\b
-$ retrofit recipes
-$ retrofit recipes show digits
-$ retrofit recipes copy digits mine.yaml
-$ retrofit finetune resnet18-bnn.safetensors --recipe mine.yaml
-"""
-
-
-@click.group("recipes", help=HELP, invoke_without_command=True)
+@click.group("recipes", help=__doc__, invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Run `retrofit recipes`, which lists them."""
     if context.invoked_subcommand is None:
         from retrofit.finetune.recipe_files import recipe_summaries
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrofit.utils.text import ROOT, printable
+from retrofit.utils.text import ROOT, aligned, printable
 
 if TYPE_CHECKING:
     from retrofit.compare import Comparison
@@ -125,10 +125,8 @@ class Plan:
         table = [("count", "found", "becomes", "first", "why")]
         for (source, fate, reason), names in self.alike().items():
             table.append((str(len(names)), source, fate, printable(names[0], 40), printable(reason, 80)))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
-        return "\n".join([f"to {self.to}: {counts}", *lines])
+        return "\n".join([f"to {self.to}: {counts}", *aligned(table)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_dict` reads it back."""

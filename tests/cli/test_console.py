@@ -1,13 +1,21 @@
-"""Tables on narrow and wide terminals, progress, and names in few characters."""
+"""What people see: tables on narrow and wide terminals, progress, and flags where the library names arguments."""
 
 from __future__ import annotations
 
+import ast
 import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from rich.console import Console
 
-from retrofit.cli import console
+import retrofit
+from retrofit.cli import console, main
+from retrofit.cli.console import in_flags
 
 ROWS = [
     ("53", "BatchNorm2d", "MigratedGroupNormAct", "layer1.0.bn1 (+52)", ""),
@@ -62,3 +70,80 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.
         for step in (100, 101, 110, 111):
             move(step, 170, "epoch 1")
     assert shown(log) == "training 110 of 170: epoch 1, 6 min left\n"
+
+
+PACKAGE = Path(retrofit.__file__).parent
+OTHERS = {"cli", "build.py"}  # which names the compiler's -o
+LIBRARY = [file for file in sorted(PACKAGE.rglob("*.py")) if OTHERS.isdisjoint(file.relative_to(PACKAGE).parts)]
+FLAG = re.compile(r"(?<![\w-])(?:--[a-z][a-z0-9-]*|-[a-z](?![\w-]))")
+COMMAND = re.compile(r"`retrofit ([a-z]+) ([^`]*)`")
+
+
+def command(name: str) -> click.Command:
+    found = main.get_command(click.Context(main), name)
+    assert found is not None
+    return found
+
+
+def flags_of(name: str) -> set[str]:
+    return {text for one in command(name).params for text in (*one.opts, *one.secondary_opts)}
+
+
+@click.command()
+@click.option("--from", "source")
+@click.option("-b", "--batch-size", "batch_size")
+@click.option("--pretrained", is_flag=True)
+@click.option("--amp/--no-amp")
+@click.option("--model-kwargs", multiple=True)
+@click.option("--checkpoint")
+def example(**_: Any) -> None:
+    """Have some options."""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lower `batch_size`", "lower --batch-size"),
+        ("add `source='bn'`", "add --from bn"),
+        ("drop `pretrained`", "drop --pretrained"),
+        ("pass `pretrained=True`", "pass --pretrained"),
+        ("start again with `amp=False`", "start again with --no-amp"),
+        ("pass `checkpoint=FILE`", "pass --checkpoint FILE"),
+        ("pass `checkpoint='a b.pth'`", "pass --checkpoint 'a b.pth'"),
+        ("pass `model_kwargs={'a': 1, 'b': 'x'}`", "pass --model-kwargs a=1 --model-kwargs b=x"),
+        ("`batch_size=7`, `batch_size=(8,)`", "--batch-size 7, --batch-size 8"),
+        ("`into` and `strength=1`", "`into` and `strength=1`"),
+        ("`retrofit convert` and `save(source='own')`", "`retrofit convert` and `save(source='own')`"),
+        ("an open ` and source", "an open ` and source"),
+    ],
+)
+def test_arguments_become_flags(text: str, expected: str) -> None:
+    assert in_flags(text, example) == expected
+    assert in_flags(text) == text  # no command runs
+
+
+def test_a_group_has_the_options_of_its_commands() -> None:
+    assert in_flags("pass `force=True`", command("recipes")) == "pass --force"
+
+
+def texts(file: Path) -> Iterator[str]:
+    """Yield the strings of a file but its docstrings; what an f-string inserts is an X."""
+    tree = ast.parse(file.read_text())
+    bodies = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    firsts = [node.body[0] for node in ast.walk(tree) if isinstance(node, bodies) and node.body]
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    others = {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
+    others |= {id(part) for node in joined for part in ast.walk(node) if part is not node}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in others:
+            yield node.value
+    for node in joined:
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+
+
+def test_the_library_writes_no_flags() -> None:
+    for file in LIBRARY:
+        for text in texts(file):
+            for name, rest in COMMAND.findall(text):  # a whole command, for a shell
+                assert set(FLAG.findall(rest)) <= flags_of(name), (file, text)
+            assert not FLAG.search(COMMAND.sub("", text)), (file, text)

@@ -91,15 +91,6 @@ def test_an_exported_file_scores_as_its_artifact(run: Run, classifier: Path, run
     assert result.stderr.splitlines()[0] == said
 
 
-def write_onnx(path: str, **changes: Any) -> None:
-    """Write a file without a network; its metadata are export's, but for some changes."""
-    values = {**Preprocess((3, 8, 8), (0.0,) * 3, (1.0,) * 3).to_dict(), "model": "net", **changes}
-    file = onnx.ModelProto()
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
-    onnx.helper.set_model_props(file, {key: text for key, text in texts.items() if text != "null"})
-    onnx.save(file, path)
-
-
 WRONG: dict[str, list[Any]] = {
     "mean": ["null ", ["a", 0, 0], [10**400, 0, 0]],
     "std": [[1, 0, 1], float("inf")],

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import retrofit
-from retrofit.evaluation.accuracy import evaluate
-from retrofit.images.dataset import open_images, sample_batches
+from retrofit.images.dataset import sample_batches
 from retrofit.networks.models import Network, open_model
 from tests.cli.conftest import Run, answer, complaint, done
 from tests.half_resnet import FLAGS
@@ -80,13 +79,6 @@ def test_export(run: Run, pictures: Path) -> None:
     assert "rms error" in called.stderr
     assert "% of 6 images" in called.stderr
     assert "warning" not in called.stderr
-
-
-def test_evaluate(run: Run, pictures: Path) -> None:
-    network = artifact(run, "--to", "bnn", "--strength", "0.5")
-    result = answer(run("evaluate", "a.safetensors", "--data-dir", pictures, "-b", "5", "-j", "0", "--json"))
-    found = evaluate(network.model, open_images(pictures), network.preprocess, batch_size=5, workers=0)
-    assert result == plain({"schema": 1, **network.facts, "data": str(pictures), **found.to_dict()})
 
 
 @pytest.mark.slow
