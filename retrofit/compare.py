@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from retrofit.utils.text import with_class
 TOLERANCE = 1e-4
 _SAMPLES = 4096  # elements kept of each layer's output: all of it would be gigabytes for a large network
 NO_NUMBERS = "the network answers with NaN or infinity alone; mend its weights, or give it other `inputs`"
+_BY_SHARE = attrgetter("share", "scale")  # of two comparisons, which differs more
 _ROUNDING = 8 * torch.finfo(torch.float32).eps  # of the layers' largest value: what float32 leaves of zero
 
 
@@ -126,7 +128,6 @@ class Reference:
     def __init__(
         self, model: nn.Module, calls: Sequence[Call], *, tolerance: float = TOLERANCE, layers: Iterable[str] = ()
     ) -> None:
-        """Run the network."""
         self.calls: list[Call] = []  # those that the network took
         self.parts: list[Call] = []  # those that are compared: the same, or those of a detector's parts
         self._outputs: _Outputs = []
@@ -197,7 +198,7 @@ class Reference:
             if differing := next((row for row in rows if row.differs), None):
                 result = differing
             elif result.scale == 0:
-                result = max(rows, key=_by_share, default=result)
+                result = max(rows, key=_BY_SHARE, default=result)
         if not result.differs and not result.scale:
             result = replace(result, not_checked="every output is zero, which proves nothing; check the weights")
         return replace(result, batches=self.batches, top1_agreement=self._agreement(outputs))
@@ -209,7 +210,7 @@ class Reference:
                 return Comparison(math.inf, 0.0, self.tolerance)
             for number, pair in enumerate(zip(ours, theirs, strict=True)):
                 pairs.setdefault((part.stage, number), []).append(pair)
-        return max((self._result(group, zero=zero) for group in pairs.values()), key=_by_share)
+        return max((self._result(group, zero=zero) for group in pairs.values()), key=_BY_SHARE)
 
     def _compare_layer(self, name: str, kept: list[tuple[torch.Size, Tensor]]) -> Comparison:
         """Compare what one layer put out, which may be called more often than it was, and not less."""
@@ -217,7 +218,7 @@ class Reference:
         if len(kept) < len(ours):
             return Comparison(math.inf, 0.0, self.tolerance, where=name)
         results = (self._result([(a, b)], name) for (_, a), (_, b) in zip(ours, kept, strict=False))
-        return max(results, key=_by_share, default=Comparison(tolerance=self.tolerance, where=name))
+        return max(results, key=_BY_SHARE, default=Comparison(tolerance=self.tolerance, where=name))
 
     def _result(self, pairs: list[tuple[Tensor, Tensor]], where: str = "", zero: float = 0.0) -> Comparison:
         """Compare some tensors by one scale; values up to `zero` count as none."""
@@ -267,7 +268,7 @@ def largest_gap(one: Tensor, other: Tensor) -> float:
     """Return the largest absolute difference: inf where shapes differ, or NaN or infinity is on one side only."""
     if one.shape != other.shape:
         return math.inf
-    a, b = _numbers(one), _numbers(other)
+    a, b = (torch.view_as_real(t).double() if t.is_complex() else t.double() for t in (one, other))
     gap = (a - b)[(a != b) & ~(a.isnan() & b.isnan())].abs()
     return float(gap.nan_to_num(math.inf, math.inf).max()) if gap.numel() else 0.0
 
@@ -283,16 +284,8 @@ def _kept(value: Tensor) -> Tensor:
     return value.detach() if value.is_meta else value.detach().cpu().clone()
 
 
-def _numbers(value: Tensor) -> Tensor:
-    return torch.view_as_real(value).double() if value.is_complex() else value.double()
-
-
 def _is_scores(part: Call, answer: list[Tensor]) -> bool:
     return not part.stage and len(answer) == 1 and answer[0].ndim == 2 and answer[0].is_floating_point()
-
-
-def _by_share(result: Comparison) -> tuple[float, float]:
-    return result.share, result.scale
 
 
 def _nothing_to_compare(outputs: list[Tensor]) -> str:

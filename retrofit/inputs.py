@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import record_of
@@ -36,9 +36,9 @@ class Call:
 
     def on(self, model: Any) -> Any:
         """Make the call with copies of its tensors, which the network may overwrite; random numbers are seeded."""
-        args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs)))
+        own = self._mapped(lambda x: x.detach().clone())
         torch.manual_seed(0)
-        return (model.get_submodule(self.stage) if self.stage else model)(*args, **kwargs)
+        return (model.get_submodule(self.stage) if self.stage else model)(*own.args, **own.kwargs)
 
     @property
     def batch(self) -> int:
@@ -154,7 +154,7 @@ def stages(model: nn.Module, call: Call) -> list[Call]:
     parts: list[Call] = []
 
     def record(stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        parts.append(Call(tree_map(_filled, args), tree_map(_filled, kwargs), stage))
+        parts.append(Call(args, kwargs, stage)._mapped(_filled))
 
     modules = [(name, module) for name, module in model.named_modules() if name in names]
     with hooked(module.register_forward_pre_hook(partial(record, name), with_kwargs=True) for name, module in modules):
@@ -170,13 +170,9 @@ def _random_call(model: nn.Module, size: tuple[int, ...], batch: int) -> Call:
     return Call((tensors,) if is_detector(model) else tuple(tensors))
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _filled(value: Any) -> Any:
+def _filled(value: Tensor) -> Tensor:
     """Copy a tensor; one without rows (a mask head's, when no box was found) becomes two seeded random rows."""
-    if not isinstance(value, Tensor) or value.numel():
-        return _copied(value)
+    if value.numel():
+        return value.detach().clone()
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, *value.shape[1:], generator=generator, dtype=torch.float32, device="cpu").to(value)

@@ -1,7 +1,8 @@
-"""The script that repeats the papers' tables: its order, its schedules, its pictures, and a run that was stopped."""
+"""The scripts for days with a GPU: one goes through all of its parts, the other repeats the papers' tables."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -70,3 +71,14 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, monkeypa
     parts = reproduce.run(key, data, tmp_path, float("inf"))
     same = ("test", "curve", "test_loss", "correct")
     assert {name: parts[name] for name in same} == {name: whole[name] for name in same}
+
+
+@pytest.mark.slow
+def test_a_dry_run_reaches_its_end() -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--dry", "--minutes", "60"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    titles = [line for line in done.stdout.splitlines() if line.startswith("## ")]
+    assert [title.split()[1] for title in titles] == ["Self-test,", "Largest", "Forward", "A", "Images"]
+    assert "failed: " not in done.stdout
+    assert "not reached: " not in done.stdout
