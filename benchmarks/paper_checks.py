@@ -24,7 +24,7 @@ from scipy import optimize, stats
 from torch import nn
 
 import retrofit
-from retrofit.diagnose import Diagnosis, DiagnosisOptions, diagnose
+from retrofit.diagnose.diagnosis import Diagnosis, DiagnosisOptions, diagnose
 from retrofit.diagnose.meters import LinearityMeter, PowerMeter
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe

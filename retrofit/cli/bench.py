@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from retrofit.bench.exported import FileCost
 
 
-@click.command("bench", cls=options.Grouped, groups=options.GROUPS | {"against": "The measurement"}, help=__doc__)
+@options.command("bench", __doc__, against="The measurement")
 @options.model
 @options.against("The reference (default: an artifact's source network).")
 @options.runtime

@@ -45,15 +45,12 @@ if TYPE_CHECKING:
     from retrofit.surgery import Report
 
 
-@click.command("convert", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion"}, help=__doc__)
+@options.command("convert", __doc__, to="The conversion")
 @options.model
 @options.target(f"{', '.join(CONVERTERS)}.", required=True)
 @options.output("output", "NAME-TARGET.safetensors")
-@click.option(
-    "--strength",
-    type=click.FloatRange(0, 1),
-    metavar="F",
-    help="Strength of the new layers: 0 is the source, 1 the target (default: 0).",
+@options.number(
+    "--strength", "Strength of the new layers: 0 is the source, 1 the target (default: 0).", click.FloatRange(0, 1)
 )
 @options.weights
 @options.plan

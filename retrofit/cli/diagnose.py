@@ -12,13 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import click
-
 from retrofit.cli import options
 from retrofit.cli.console import emit, progress_bar, say
 
 
-@click.command("diagnose", cls=options.Grouped, groups=options.GROUPS | {"against": "The measurement"}, help=__doc__)
+@options.command("diagnose", __doc__, against="The measurement")
 @options.model
 @options.against("A second network, beside the first.")
 @options.count("--images", least=2, default=200, help="Images to measure on, at most")
@@ -26,7 +24,7 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.count("-b", "--batch-size", least=2, default=6, help="Images per batch")
 @options.count("--channels", least=1, default=20, help="Channels a plot")
 @options.device
-@click.option("--seed", type=int, default=0, metavar="N", help="Chooses channels, values and noise (default: 0).")
+@options.number("--seed", "Chooses channels, values and noise (default: 0).", int, default=0)
 @options.output("folder", "NAME-diagnosis", metavar="DIR")
 @options.attack
 @options.data
@@ -36,7 +34,8 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.json
 def command(model: str, against: str | None, folder: Path | None, force: bool, as_json: bool, **given: Any) -> None:
     from retrofit.cli.network import file_stem, open_data, open_network
-    from retrofit.diagnose import DiagnosisOptions, check_folder, diagnose, labelled_batches, sentences, write_report
+    from retrofit.diagnose.diagnosis import DiagnosisOptions, diagnose, labelled_batches
+    from retrofit.diagnose.report_folder import check_folder, sentences, write_report
     from retrofit.evaluation.accuracy import attack_on
     from retrofit.networks.artifact import artifact_path
     from retrofit.utils.running import device_named

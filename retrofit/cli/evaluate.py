@@ -25,8 +25,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
@@ -40,12 +38,7 @@ _OF_FILES = ("model", "data_dir", "dataset", "split", "class_map", "batch_size",
 _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the CPU, and which gives no gradients"
 
 
-@click.command(
-    "evaluate",
-    cls=options.Grouped,
-    groups=options.GROUPS | {"batch_size": "Machine and runtime", "attack": "Attack"},
-    help=__doc__,
-)
+@options.command("evaluate", __doc__, batch_size="Machine and runtime", attack="Attack")
 @options.model
 @options.data
 @options.weights

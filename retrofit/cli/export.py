@@ -28,16 +28,11 @@ if TYPE_CHECKING:
 _IMAGES = 256  # to fit on, and to check on: half each
 
 
-@click.command(
-    "export",
-    cls=options.Grouped,
-    groups=options.GROUPS | {"path": "The file", "fold": "Approximation and precision", "report": "Output"},
-    help=__doc__,
-)
+@options.command("export", __doc__, path="The file", fold="Approximation and precision", report="Output")
 @options.model
 @options.output("path", "NAME.onnx")
-@click.option("--opset", type=int, default=18, metavar="N", help="ONNX's opset, 18 to 22 (default: 18).")
-@click.option("--batch", type=int, metavar="N", help="Fix the number of images, as some networks need.")
+@options.number("--opset", "ONNX's opset, 18 to 22 (default: 18).", int, default=18)
+@options.number("--batch", "Fix the number of images, as some networks need.", int)
 @click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
 @options.choice(
     "--fold", ["exact", "poly"], "Keep the power transform exact, or approximate it (default: exact).", default="exact"
@@ -48,18 +43,11 @@ _IMAGES = 256  # to fit on, and to check on: half each
     "Approximate by polynomials, or for openvino by lines that fuse into convolutions (default: onnxruntime).",
     "runtime",
 )
-@click.option(
-    "--degree",
-    type=int,
-    metavar="N",
-    help="Degree of all polynomials, or number of lines, 2 to 8 (default: as few as will do).",
-)
-@click.option(
+@options.number("--degree", "Degree of all polynomials, or number of lines, 2 to 8 (default: as few as will do).", int)
+@options.number(
     "--tolerance",
-    type=float,
-    metavar="F",
-    help="Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with "
-    "--half, 0.3 with --int8).",
+    "Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with --half, 0.3 "
+    "with --int8).",
 )
 @options.path("--calibrate", f"Folder or .tar of images; {_IMAGES} of them to fit and check on.", metavar="DIR")
 @click.option("--freeze-lambda", is_flag=True, help="Fix estimated lambdas at their mean over --calibrate.")

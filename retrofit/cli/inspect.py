@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from retrofit.surgery.families import NormLayer
 
 
-@click.command(
-    "inspect", cls=options.Grouped, groups=options.GROUPS | {"to": "The conversion", "full": "Output"}, help=__doc__
-)
+@options.command("inspect", __doc__, to="The conversion", full="Output")
 @options.model
 @options.target("Show what a conversion to this target would do.")
 @options.plan

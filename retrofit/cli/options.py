@@ -164,6 +164,11 @@ def _conversion_option(name: str, known: Option) -> Decorator:
     return click.option(flag, name, type=kind, metavar=metavar, help=text)
 
 
+def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:
+    """Make a command whose help has the groups of options below, and `groups`: title by first option."""
+    return click.command(name, cls=Grouped, groups=GROUPS | groups, help=help)
+
+
 def choice(flag: str, words: Sequence[str], help: str, *name: str, **rest: Any) -> Decorator:
     """Make an option that takes one of a few words."""
     return click.option(flag, *name, type=click.Choice(words), help=help, **rest)
@@ -173,6 +178,11 @@ def count(*flags: str, least: int, help: str, default: int | None = None) -> Dec
     """Make an option that takes a whole number; the default stands behind its help."""
     text = f"{help}." if default is None else f"{help} (default: {default})."
     return click.option(*flags, type=click.IntRange(min=least), default=default, metavar="N", help=text)
+
+
+def number(flag: str, help: str, kind: Any = float, **rest: Any) -> Decorator:
+    """Make an option that takes a number."""
+    return click.option(flag, type=kind, metavar="N" if kind is int else "F", help=help, **rest)
 
 
 def path(flag: str, help: str, *name: str, metavar: str = "FILE", **rest: Any) -> Decorator:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from retrofit.utils import lazy_names
 
 if TYPE_CHECKING:
-    from retrofit.finetune.optim import parameter_groups as parameter_groups
-    from retrofit.finetune.strength_schedule import StrengthSchedule as StrengthSchedule
+    from retrofit.finetune.optim import parameter_groups
+    from retrofit.finetune.strength_schedule import StrengthSchedule
 
 __all__ = ["StrengthSchedule", "parameter_groups"]
 __getattr__ = lazy_names(  # a schedule alone needs no timm

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -16,15 +19,16 @@ from click.testing import CliRunner, Result
 import retrofit
 from retrofit.cli import main
 from retrofit.finetune import run_report
+from tests.conftest import heed_signals
 from tests.half_resnet import HALF
 from tests.pictures import write_folder
 
 Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -72,14 +76,17 @@ def exported(classifier: Path) -> Result:
 
 @pytest.fixture
 def artifact(here: Path, classifier: Path) -> str:
-    """The classifier in the working folder."""
     return Path(shutil.copy(classifier / "net.safetensors", here)).name
 
 
 @pytest.fixture
-def environment() -> dict[str, str]:
-    """For a process of its own."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+def start(here: Path) -> Start:
+    """Start a command line in a process of its own, which heeds signals; `launcher` is a module that starts ours."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    how = {"env": environment, "stdout": PIPE, "stderr": PIPE, "text": True, "preexec_fn": heed_signals}
+    return lambda *words, launcher=(): subprocess.Popen(
+        [sys.executable, "-m", *launcher, "retrofit", *map(str, words)], **how
+    )
 
 
 def complaint(result: Result) -> str:

@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,8 +25,7 @@ import retrofit
 from retrofit.cli import main
 from retrofit.cli.finetune import _GROUPS
 from retrofit.finetune.recipe import Recipe
-from tests.cli.conftest import Run, answer, done
-from tests.conftest import heed_signals
+from tests.cli.conftest import Run, Start, answer, done
 from tests.half_resnet import FLAGS
 from tests.pictures import write_folder
 
@@ -43,7 +40,6 @@ def pictures(here: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Convert once for all tests."""
     path = tmp_path_factory.mktemp("converted") / "small.safetensors"
     words = [*FLAGS, "--to", "bnn", "--num-classes", "3", "--img-size", "16", "-o", str(path)]
     done(CliRunner().invoke(main, ["convert", "test_resnet", *words]))
@@ -136,11 +132,10 @@ def test_sigterm_saves_and_ends_and_resume_goes_on(
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_and_resumed_it_ends_the_same(run: Run, network: str, environment: dict[str, str]) -> None:
+def test_killed_at_any_moment_and_resumed_it_ends_the_same(run: Run, network: str, start: Start) -> None:
     words = [network, *DATA, *QUICK, "--epochs", "6", "--noise", "0.3", "--checkpoint-every", "1"]
     done(run("finetune", *words, "-o", "whole"))
-    command = [sys.executable, "-m", "retrofit", "finetune", *words, "-o", "broken"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+    with start("finetune", *words, "-o", "broken") as process:
         while not Path("broken/state/last.pt").exists():
             assert process.poll() is None
             time.sleep(0.01)
@@ -170,16 +165,16 @@ def test_digits_from_nothing(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(run: Run, pictures: Path, network: str, environment: dict[str, str]) -> None:
+def test_torchrun(run: Run, pictures: Path, network: str, start: Start) -> None:
     generator = np.random.default_rng(0)
     for file in pictures.rglob("*.png"):  # of one colour, they leave channels without variance, where rounding decides
         Image.fromarray(generator.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(file)
     same = ["finetune", network, *DATA, *QUICK, "--no-aug", "--opt", "sgd"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrofit"]
-    command = [sys.executable, *launch, *same, "-b", "2", "--sync-norm", "-o", "two"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, preexec_fn=heed_signals)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("epoch 2:") == 1  # the first process speaks for all
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    with start(*same, "-b", "2", "--sync-norm", "-o", "two", launcher=launcher) as process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
+    assert said.count("epoch 2:") == 1  # the first process speaks for all
     done(run(*same, "-o", "one"))
     torch.testing.assert_close(weights("two"), weights("one"), rtol=1e-4, atol=1e-5)
 

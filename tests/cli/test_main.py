@@ -1,4 +1,4 @@
-"""The command line as a whole: help, completion, exit codes, one-line errors, signals, and what it must not import."""
+"""The command line as a whole: help, completion, exit codes, what is refused in one line, signals, and slow imports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from retrofit.cli import COMMANDS, main, options
 from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.surgery import FAMILIES, TARGETS
-from tests.cli.conftest import Run, complaint, done
-from tests.conftest import heed_signals
+from tests.cli.conftest import Run, Start, complaint, done
+from tests.cli.test_console import FLAG, flags_of
+from tests.pictures import write_folder
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
@@ -112,6 +113,86 @@ def test_a_misuse_is_one_line_that_refers_to_its_own_page_of_help(
     assert result.stderr.endswith(f"; see main{page} --help\n")
 
 
+NET, DATA = "net.safetensors", "--data-dir pictures"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "pattern"),
+    [
+        (f"bake {NET}", 2, "--calibrate"),
+        (f"bake {NET} --calibrate absent", 1, "absent"),
+        (f"bake {NET} --calibrate pictures -o {NET}", 1, "--force"),
+        ("bench test_resnet", 2, "--against"),
+        ("bench test_resnet --against test_resnet", 2, "against itself"),
+        ("bench test_resnet --against net.onnx", 2, "compare two of a kind"),
+        ("bench test_resnet --against test_vit --amp-dtype bfloat16", 2, "give --amp too"),
+        ("bench test_resnet --against test_vit --runtime openvino", 2, "--runtime runs exported files"),
+        ("bench test_resnet --device abacus", 2, "cannot use --device abacus"),
+        ("bench a.onnx", 2, "name it with --against"),
+        ("bench a.onnx --against b.onnx --amp --checkpoint w.pth", 2, "drop --amp, --checkpoint"),
+        ("bench absent.onnx --against text.onnx", 1, "there is no file absent.onnx"),
+        ("bench text.onnx --against absent.onnx", 1, "is not an ONNX file"),
+        ("convert test_vit --to bnn", 1, "BatchNorm.* LayerNorm.*--to lnn"),
+        ("convert test_resnet --to bnn", 1, "exists; pass --force"),
+        ("convert test_resnet --to dbn --groups 2", 2, "--groups means nothing to .* takes --group-size"),
+        ("convert test_resnet --to bnn -o b.safetensors --model-kwargs depht=3", 2, "depht"),
+        ("convert no_model --to bnn -o no/a.safetensors", 1, "no does not exist"),  # said before it is opened
+        ("convert test_resnet --to bnn -o a.pth", 2, "ends in .safetensors"),
+        ("diagnose test_resnet", 2, "--data-dir"),
+        (f"diagnose test_resnet {DATA} --device quantum", 2, "cannot use --device quantum"),
+        (f"diagnose test_resnet {DATA} --checkpoint-key model", 2, "--checkpoint-key says .* give --checkpoint FILE"),
+        (f"diagnose test_resnet {DATA} -o no/where", 1, "no does not exist; create it"),
+        ("evaluate test_resnet", 2, "give --data-dir or --dataset"),
+        (f"evaluate test_resnet {DATA} --pretrained --checkpoint w.pth", 2, "--pretrained and --checkpoint are two"),
+        (f"evaluate test_resnet {DATA} --runtime openvino", 2, "--runtime runs exported files"),
+        (f"evaluate net.onnx {DATA} --amp", 2, "drop --amp"),
+        (f"evaluate net.onnx {DATA} --device cuda", 2, "drop --device"),
+        (f"evaluate net.onnx {DATA} --checkpoint w.pth --num-classes 3", 2, "drop --checkpoint, --num-classes"),
+        (f"evaluate net.onnx {DATA} --attack pgd", 2, "gives no gradients; drop --attack"),
+        (f"evaluate absent.onnx {DATA}", 1, "there is no file absent.onnx"),
+        (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
+        ("inspect weights.pth", 2, "no artifact; give the name, and this file as its checkpoint"),
+        (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
+        (f"export {NET} -o mine.onnx", 1, "mine.onnx exists; pass --force"),
+        (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network
+        (f"export {NET} --half --int8", 2, "choose one"),
+        (f"export {NET} --for openvino", 2, "--for matters .* use --fold poly"),
+        ("finetune", 2, "there is no network to train"),
+        (f"finetune {NET}", 2, "nothing to read images from; give --data-dir or --dataset"),
+        (f"finetune {NET} {DATA} -o pictures", 1, "pictures exists; give another --output, .* by --resume"),
+        (f"finetune {NET} --lr -1 --opt sdg --epochs x", 2, "3 mistakes in the settings"),
+        (f"finetune {NET} {DATA} --device tpu", 2, "cannot use --device tpu"),
+        (f"finetune {NET} {DATA} --log-with nothing", 2, "no tracker of accelerate"),
+        ("finetune --resume nowhere", 1, "no run to resume in nowhere"),
+        ("finetune --resume pictures --lr 1 --momentum 0", 2, "drop --lr, --momentum"),
+        (f"finetune {NET} --resume pictures -o out", 2, "drop MODEL, --output"),
+        (f"finetune test_resnet {DATA} --teacher source", 1, "cannot teach"),
+        (f"finetune {NET} {DATA} --match order", 2, "set checkpoint too"),
+        (f"finetune test_vit {DATA} --img-size 9", 1, "; give another --img-size"),
+        ("inspect notes.txt", 2, "unknown model 'notes.txt'; give"),
+        ("inspect test_resnet --skip bn1", 2, "--skip belongs to a conversion; give --to"),
+        ("inspect test_resnet --from bn", 2, "--from belongs"),
+        ("inspect test_resnet --no-pn-params", 2, "--pn-params belongs"),
+        ("inspect .", 2, "is a folder and no network; give an artifact"),
+        ("inspect there.txt", 2, "is a file and no network; give an artifact"),
+    ],
+)
+def test_a_refusal_is_a_line_and_a_code(
+    run: Run, here: Path, artifact: str, words: str, code: int, pattern: str
+) -> None:
+    write_folder(here / "pictures", wrong=0, each=2)
+    for name in ("there.txt", "text.onnx", "mine.onnx", "test_resnet-bnn.safetensors"):
+        Path(name).write_text("mine")
+    before = {path: path.is_file() and path.read_bytes() for path in here.rglob("*")}
+    result = run(*words.split())
+    assert result.exit_code == code, result.stderr
+    line = complaint(result)
+    assert re.search(pattern, line)
+    assert set(FLAG.findall(line)) <= {"--help", *flags_of(words.partition(" ")[0])}
+    assert all(quoted.startswith("retrofit") for quoted in re.findall("`(.*?)`", line))  # and no Python argument
+    assert {path: path.is_file() and path.read_bytes() for path in here.rglob("*")} == before
+
+
 OUTCOMES = [
     (RetrofitError("it broke; mend it"), 1, "error: it broke; mend it"),
     (UsageError("bad word; use a good one"), 2, "error: bad word; use a good one"),
@@ -146,11 +227,10 @@ def test_version(run: Run) -> None:
     assert retrofit.__version__ in done(run("--version")).stdout
 
 
-def test_python_dash_m() -> None:
-    words = [sys.executable, "-m", "retrofit", "frobnicate"]
-    process = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "error: there is no command 'frobnicate'; see retrofit --help\n"
+def test_python_dash_m(start: Start) -> None:
+    with start("frobnicate") as process:
+        said = process.communicate()
+    assert (process.returncode, *said) == (2, "", "error: there is no command 'frobnicate'; see retrofit --help\n")
 
 
 def test_bare_call_shows_help_and_no_error(run: Run) -> None:
@@ -161,26 +241,19 @@ def test_bare_call_shows_help_and_no_error(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = [sys.executable, "-m", "retrofit", "convert", "resnet152", "--to", "bnn"]
-    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
-        assert process.stderr is not None
+def test_ctrl_c_in_the_middle_leaves_nothing(start: Start) -> None:
+    with start("convert", "resnet152", "--to", "bnn") as process:
         assert process.stderr.readline().startswith("weights: RANDOM")  # the check of the source comes next
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert os.listdir(tmp_path) == []
+    assert os.listdir() == []
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_is_no_error_of_ours(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = [sys.executable, "-m", "retrofit", "inspect", "test_resnet", "--json"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+def test_a_closed_pipe_is_no_error_of_ours(start: Start) -> None:
+    with start("inspect", "test_resnet", "--json") as process:
         process.stdout.close()
         said = process.stderr.read()
     assert process.returncode == 1

@@ -29,7 +29,9 @@ def converted(run: Run, pictures: Path) -> str:
 
 
 def test_every_command_takes_it(run: Run, converted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.diagnose.write_report", lambda *_: None)  # painting takes longer than all of the rest
+    monkeypatch.setattr(
+        "retrofit.diagnose.report_folder.write_report", lambda *_: None
+    )  # painting takes longer than all of the rest
     few = ("-b", "2", "--rounds", "3", "--mode", "eval")
     for words in (
         ("inspect", "py:userfile:small", "--to", "gn"),

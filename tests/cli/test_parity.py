@@ -19,7 +19,6 @@ from tests.half_resnet import FLAGS
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as JSON has them."""
     read: dict[str, Any] = json.loads(json.dumps(values).replace("Infinity", "null"))
     return read
 

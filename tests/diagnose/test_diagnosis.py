@@ -16,20 +16,19 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import retrofit
-from retrofit.diagnose import (
+from retrofit.diagnose import meters
+from retrofit.diagnose.diagnosis import (
+    Batch,
     Diagnosis,
     DiagnosisOptions,
-    check_folder,
     diagnose,
+    input_noise,
     labelled_batches,
-    meters,
-    sentences,
-    write_report,
+    under_attack,
 )
-from retrofit.diagnose.diagnosis import Batch, input_noise, under_attack
 from retrofit.diagnose.plots import Plot, plots
 from retrofit.diagnose.probe import Probe, probes
-from retrofit.diagnose.report_folder import _table
+from retrofit.diagnose.report_folder import _table, check_folder, sentences, write_report
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import Attack
 from retrofit.images.dataset import open_images
@@ -83,10 +82,8 @@ def test_what_is_found(one: Diagnosis) -> None:
     assert one.images == 8
     assert [layer.name for layer in one.layers] == [probe.name for probe in probes(network("bnn"))[0]]
     for layer in one.layers:
-        assert layer.r2_before is not None
-        assert layer.r2 is not None
         assert 0 < layer.r2 <= 1
-        assert layer.lmbda is not None
+        assert 0 < layer.r2_before <= 1
         assert len(layer.lmbda) == 7
     followed = [layer.name for layer in one.layers if layer.linearity is not None]
     assert "bn1" in followed  # by the stem's ReLU
@@ -134,10 +131,8 @@ def test_answers_under_attack() -> None:
     right = [(pixels, answers) for (pixels, _), answers in zip(batches(), clean, strict=True)]
     weak, strong = (Attack("pgd", eps, (0.5,) * 3, (0.2,) * 3) for eps in (1e-6, 0.5))
     harmless = under_attack(model, right, clean, weak)
-    assert harmless is not None
     assert harmless.top1 == 100
     found = diagnose(model, right, replace(SMALL, attack=strong))
-    assert found.under_attack is not None
     assert found.under_attack.top1 < 100
     said = f"top-1 {found.under_attack.top1:.1f}% under pgd within"
     assert any(said in sentence for sentence in sentences({"net": found}))

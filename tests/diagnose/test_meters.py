@@ -18,7 +18,6 @@ def test_quantiles_are_scipys(count: int) -> None:
 @pytest.mark.parametrize(("law", "low", "high"), [("norm", 0.99, 1), ("expon", 0.6, 0.9), ("uniform", 0.9, 0.97)])
 def test_r2_by_distribution(law: str, low: float, high: float) -> None:
     plot = meters.qq(getattr(stats, law).rvs(size=2000, random_state=0))
-    assert plot is not None
     assert low <= plot.r2 <= high
     assert len(plot.theoretical) == len(plot.ordered) <= 64
 

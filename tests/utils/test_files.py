@@ -128,7 +128,6 @@ def _child(body: str, folder: Path) -> subprocess.Popen[str]:
 
 def test_a_process_that_is_told_to_end_half_way_leaves_nothing(tmp_path: Path) -> None:
     with _child("", tmp_path) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == "half-way\n"
         assert len(os.listdir(tmp_path)) == 1
         child.send_signal(signal.SIGTERM)
@@ -143,7 +142,6 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_pat
     for name in others:
         (tmp_path / name).touch()
     with _child("import os; os.fork() or (time.sleep(5), os._exit(0))", tmp_path) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == "half-way\n"
         with atomic_write(tmp_path / "a.bin") as temporary:  # the first still lives: both write
             assert len(list(tmp_path.glob(".a.bin.????????.tmp"))) == 2
