@@ -24,7 +24,7 @@ from scipy import optimize, stats
 from torch import nn
 
 import retrofit
-from retrofit.diagnose.diagnosis import Diagnosis, DiagnosisOptions, diagnose
+from retrofit.diagnose.diagnosis import Diagnosis, diagnose
 from retrofit.diagnose.meters import LinearityMeter, PowerMeter
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe
@@ -235,7 +235,7 @@ def _train(to: str | None, alpha: float = 1.0) -> Diagnosis:
         with tempfile.TemporaryDirectory() as folder:
             finetune(network, load_recipe("digits", settings), Path(folder))
     data = open_images(None, dataset="digits", channels=3)
-    return diagnose(network.model, sample_loader(data, network.preprocess, 300, 30), DiagnosisOptions())
+    return diagnose(network.model, sample_loader(data, network.preprocess, 300, 30))
 
 
 CHECKS: dict[str, Callable[[], list[Row]]] = {"collapse": collapse, "newton": newton, "trained": trained}

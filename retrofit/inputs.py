@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -98,20 +95,6 @@ def example_calls(
         f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(refusal)}); "
         "give example tensors with `inputs`, or another `input_size`"
     ) from refusal
-
-
-def read_inputs(path: Path) -> dict[str, Tensor]:
-    """Read tensors named as a network's arguments from a safetensors file; a RetrofitError says what is wrong."""
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise RetrofitError(
-            f"{path} holds no example inputs ({with_class(error)}); write them with safetensors, named as the "
-            "arguments of the network's `forward`"
-        ) from error
-    if not tensors:
-        raise RetrofitError(f"{path} holds no tensor; write the arguments of the network's `forward` into it")
-    return tensors
 
 
 def own_input_size(model: nn.Module) -> tuple[int, ...]:

@@ -33,12 +33,11 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.force
 @options.json
 def command(model: str, against: str | None, folder: Path | None, force: bool, as_json: bool, **given: Any) -> None:
-    from retrofit.cli.network import file_stem, open_data, open_network
-    from retrofit.diagnose.diagnosis import DiagnosisOptions, diagnose, labelled_batches
+    from retrofit.cli.network import device_named, file_stem, open_data, open_network
+    from retrofit.diagnose.diagnosis import diagnose, labelled_batches
     from retrofit.diagnose.report_folder import check_folder, sentences, write_report
     from retrofit.evaluation.accuracy import attack_on
     from retrofit.networks.artifact import artifact_path
-    from retrofit.utils.running import device_named
 
     place, attack = device_named(given["device"]), (given.pop("attack"), given.pop("eps"))
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
@@ -59,9 +58,9 @@ def command(model: str, against: str | None, folder: Path | None, force: bool, a
     for name, network in networks.items():
         data = open_data(network, dict(given))
         batches = labelled_batches(network, data, given["images"], given["batch_size"])
-        how = DiagnosisOptions(given["channels"], seed=given["seed"], attack=attack_on(network.preprocess, *attack))
+        how = {"channels": given["channels"], "seed": given["seed"], "attack": attack_on(network.preprocess, *attack)}
         with progress_bar(f"measuring {name}") as move:
-            diagnoses[name] = diagnose(network.model.to(place), batches, how, move)
+            diagnoses[name] = diagnose(network.model.to(place), batches, **how, progress=move)
     for sentence in sentences(diagnoses):
         say(sentence)
     write_report(diagnoses, facts, folder)

@@ -1,21 +1,22 @@
-"""The network and the images that a command line names, and the file that it writes."""
+"""The network and the images that a command line names, and the file that it writes; imported when a command runs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from retrofit.cli.console import say, waiting, warn
 from retrofit.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from retrofit.evaluation.exported_file import ExportedFile
-    from retrofit.images.dataset import ImageData
-    from retrofit.networks.models import Network
+from retrofit.evaluation.exported_file import ExportedFile
+from retrofit.images.dataset import ImageData, open_images, sample_batches
+from retrofit.networks.artifact import artifact_path
+from retrofit.networks.models import Network, open_model, strength_sentence, weights_sentence
+from retrofit.utils.files import ensure_writable
+from retrofit.utils.text import one_line
 
 
 def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
@@ -25,9 +26,6 @@ def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]
 
 def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
     """Open MODEL by the options given for it, and say what it is; --network may be for the MODEL `beside` it."""
-    from retrofit.networks.artifact import artifact_path
-    from retrofit.networks.models import open_model
-
     own = taken(given, open_model)
     if beside is not None and artifact_path(beside) is not None and artifact_path(text) is None:
         own["network"] = None
@@ -39,8 +37,6 @@ def open_network(text: str, given: dict[str, Any], beside: str | None = None) ->
 
 def introduce(network: Network) -> None:
     """Write whose weights a network has, how far it is converted, and every warning to stderr."""
-    from retrofit.networks.models import strength_sentence, weights_sentence
-
     say(weights_sentence(network.weights), "bold yellow" if network.weights["kind"] == "random" else "bold")
     if (strength := strength_sentence(network.model)) is not None:
         say(strength)
@@ -50,8 +46,6 @@ def introduce(network: Network) -> None:
 
 def open_data(network: Network | ExportedFile, given: dict[str, Any]) -> ImageData:
     """Open images for a network, and say what there is to say of them."""
-    from retrofit.images.dataset import open_images
-
     named = {name: given.pop(name) for name in ("data_dir", "dataset", "split", "class_map")}
     data = open_images(**named, labels=network.labels, channels=network.preprocess.input_size[0])
     for note in data.notes:
@@ -61,18 +55,31 @@ def open_data(network: Network | ExportedFile, given: dict[str, Any]) -> ImageDa
 
 def read_calibration(given: dict[str, Any], network: Network, images: int = 128) -> None:
     """Put the images of --calibrate in the place of their folder."""
-    from retrofit.images.dataset import sample_batches
-
     if given["calibrate"] is not None:
         given["calibrate"] = sample_batches(given["calibrate"], network.preprocess, images)
 
 
-def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
-    """Take where to run, and in which mixed precision, out of what a command was given."""
-    from retrofit.utils.running import device_named, mixed_precision
+def device_named(name: str | None) -> torch.device:
+    """Return a device to run on, by default a GPU if there is one; a UsageError says that there is no such device."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError, ...
+        why = one_line(error).rstrip(".")
+        raise UsageError(f"cannot use `device={name!r}` ({why}); leave it out or use cpu") from error
 
-    device = device_named(given.pop("device"))
-    return device, mixed_precision(device, given.pop("amp"), given.pop("amp_dtype"))
+
+def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
+    """Take where to run out of what a command was given, and the data type of mixed precision; None for none.
+
+    By default that is bfloat16 on a CPU and else float16.
+    """
+    device, amp, amp_dtype = device_named(given.pop("device")), given.pop("amp"), given.pop("amp_dtype")
+    if amp_dtype is not None and not amp:
+        raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")
+    half = amp_dtype or ("bfloat16" if device.type == "cpu" else "float16")
+    return device, {"bfloat16": torch.bfloat16, "float16": torch.float16}[half] if amp else None
 
 
 def output_file(given: Path | None, default: str, force: bool) -> Path:
@@ -80,8 +87,6 @@ def output_file(given: Path | None, default: str, force: bool) -> Path:
 
     A name with another ending than `default`'s is a UsageError: with --force it could be the artifact that is read.
     """
-    from retrofit.utils.files import ensure_writable
-
     output = given or Path(default)
     if output.suffix != (ending := Path(default).suffix):
         raise UsageError(f"{output} would not be recognised later; give -o a name that ends in {ending}")

@@ -16,7 +16,8 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from retrofit.conversion_options import CONVERTERS, FAMILIES, OPTIONS, Option
-from retrofit.errors import UsageError
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.utils.text import with_class
 
 Decorator = Callable[[Any], Any]
 
@@ -132,11 +133,22 @@ def _number_or(kind: type, word: str) -> Callable[[str], Any]:
 
 
 def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Any:
+    """Read tensors named as a network's arguments from a safetensors file."""
     if path is None:
         return None
-    from retrofit.inputs import read_inputs
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
-    return read_inputs(path)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RetrofitError(
+            f"{path} holds no example inputs ({with_class(error)}); write them with safetensors, named as the "
+            "arguments of the network's `forward`"
+        ) from error
+    if not tensors:
+        raise RetrofitError(f"{path} holds no tensor; write the arguments of the network's `forward` into it")
+    return tensors
 
 
 def _stacked(*options: Decorator) -> Decorator:
@@ -206,8 +218,17 @@ def against(help: str) -> Decorator:
     return click.option("--against", metavar="MODEL", shell_complete=complete_model, help=help)
 
 
+RUNTIMES = ("onnxruntime", "openvino")
 model = click.argument("model", metavar="MODEL", shell_complete=complete_model)
-
+device = click.option("--device", metavar="NAME", help="Where it runs (default: cuda if there is one, else cpu).")
+runtime = choice("--runtime", RUNTIMES, "What runs exported files, .onnx (default: onnxruntime).")
+force = click.option("--force", is_flag=True, help="Replace what is there.")
+json = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
+inputs = path(
+    "--inputs",
+    "Example inputs, for a network whose input is not one image: a .safetensors file, its tensors named by argument.",
+    callback=_inputs,
+)
 network = click.option(
     "--network",
     metavar="py:MODULE:CALLABLE",
@@ -252,17 +273,12 @@ data = _stacked(
     path("--class-map", "Class names in the order of the outputs."),
 )
 
-device = click.option("--device", metavar="NAME", help="Where it runs (default: cuda if there is one, else cpu).")
-
 precision = _stacked(
     device,
     click.option("--amp", is_flag=True, help="Mixed precision."),
     choice("--amp-dtype", ["float16", "bfloat16"], "Data type of --amp (default: float16; on cpu bfloat16)."),
     click.option("--channels-last", is_flag=True, help="Use the channels-last memory format."),
 )
-
-RUNTIMES = ("onnxruntime", "openvino")
-runtime = choice("--runtime", RUNTIMES, "What runs exported files, .onnx (default: onnxruntime).")
 
 plan = _stacked(
     choice(
@@ -284,13 +300,3 @@ attack = _stacked(
         "--eps", type=_share, metavar="N/255", help="Largest change of a pixel, pixels from 0 to 1 (default: 4/255)."
     ),
 )
-
-inputs = path(
-    "--inputs",
-    "Example inputs, for a network whose input is not one image: a .safetensors file, its tensors named by argument.",
-    callback=_inputs,
-)
-
-force = click.option("--force", is_flag=True, help="Replace what is there.")
-
-json = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")

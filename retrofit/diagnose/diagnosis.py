@@ -46,16 +46,6 @@ _NOISE_IMAGES = 16  # followed through the layers, which takes two copies of a b
 
 
 @dataclass(frozen=True)
-class DiagnosisOptions:
-    """How much is measured."""
-
-    channels: int = 20  # of each layer, for Q-Q plots; 20 and 10 are figure 6's
-    batches: int = 10  # of images, evenly spread, for Q-Q plots
-    seed: int = 0  # chooses channels, values and noise
-    attack: Attack | None = None  # on the images, to count the answers that stay right
-
-
-@dataclass(frozen=True)
 class Layer:
     """What was found about one normalization layer."""
 
@@ -133,16 +123,23 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
 
 
 def diagnose(
-    model: nn.Module, batches: Batches, options: DiagnosisOptions | None = None, progress: Progress | None = None
+    model: nn.Module,
+    batches: Batches,
+    *,
+    channels: int = 20,
+    plotted: int = 10,
+    seed: int = 0,
+    attack: Attack | None = None,
+    progress: Progress | None = None,
 ) -> Diagnosis:
     """Measure a network with normalization layers, on any device; its mode, hooks and statistics end as they were.
 
     A batch is preprocessed images, (N, C, H, W), and their labels or None. All are passed over at least twice, so a
-    loader that reads them when asked for (`sample_loader`) keeps memory small. `progress` gets (done, in all, what). A
-    RetrofitError says that the network calls no normalization layer or gives scores that are not finite, or that there
-    are no images.
+    loader that reads them when asked for (`sample_loader`) keeps memory small. Q-Q plots are of `channels` of each
+    layer, in `plotted` batches, evenly spread (20 and 10 are figure 6's); `seed` chooses channels, values and noise. An
+    `attack` on the images counts the answers that stay right. `progress` gets (done, in all, what). A RetrofitError
+    says that the network calls no normalization layer or gives scores that are not finite, or that there are no images.
     """
-    options = options or DiagnosisOptions()
     every_probe, unmeasured = probes(model)
     if not every_probe:
         raise RetrofitError(
@@ -165,8 +162,8 @@ def diagnose(
                 f"no normalization layer holds the images in its first dimension ({shortlist(rowless)}), where this "
                 "command follows them"
             )
-        every = -(-len(batches) // options.batches)
-        observers = [_Observer(probe, options, every) for probe in every_probe if probe.layer not in apart]
+        every = -(-len(batches) // plotted)
+        observers = [_Observer(probe, channels, seed, every) for probe in every_probe if probe.layer not in apart]
         _follow_activations(model, observers)
         images, clean = 0, []
         with hooked(one.probe.layer.register_forward_pre_hook(one.observe) for one in observers):
@@ -190,14 +187,14 @@ def diagnose(
         pixels = torch.cat([batch for batch, _ in islice(batches, few)])[:_NOISE_IMAGES].to(device)
         noise = []
         for source in _reported("noise", sources, progress):
-            generator = torch.Generator().manual_seed(options.seed)
+            generator = torch.Generator().manual_seed(seed)
             followed = attenuation(model, live, source, pixels, INJECTED, generator)
             noise += [followed] if followed.errors else []
         answers, attacked = [], None
         if clean:
-            answers = input_noise(model, passed_over("input noise"), clean, NOISE_LEVELS, options.seed)
-        if clean and options.attack is not None:
-            attacked = under_attack(model, passed_over("attack"), clean, options.attack)
+            answers = input_noise(model, passed_over("input noise"), clean, NOISE_LEVELS, seed)
+        if clean and attack is not None:
+            attacked = under_attack(model, passed_over("attack"), clean, attack)
     return Diagnosis(images, tuple(layers), tuple(noise), tuple(answers), (*unmeasured, *rowless), attacked)
 
 
@@ -224,12 +221,12 @@ def _follow_activations(model: nn.Module, observers: list[_Observer]) -> None:
 class _Observer:
     """Gathers what one layer makes of each batch."""
 
-    def __init__(self, probe: Probe, options: DiagnosisOptions, every: int) -> None:
+    def __init__(self, probe: Probe, channels: int, seed: int, every: int) -> None:
         self.probe = probe
         self.activation: nn.Module | None = None
         self.seen = 0
-        self._options, self._every = options, every
-        self._generator = torch.Generator().manual_seed(options.seed)
+        self._channels, self._every = channels, every
+        self._generator = torch.Generator().manual_seed(seed)
         self._power, self._linearity = PowerMeter(), LinearityMeter()
         self._plots: list[meters.QQ] = []
         self._before: list[float] = []
@@ -252,7 +249,7 @@ class _Observer:
 
     def _look_closely(self, x: Tensor, y: Tensor) -> None:
         drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
-        channels = drawn[: self._options.channels].sort().values
+        channels = drawn[: self._channels].sort().values
         state = self._generator.get_state()
         values = meters.sample(y, channels, _VALUES, self._generator)
         self._plots += [plot for column in values.T if (plot := meters.qq(column)) is not None]

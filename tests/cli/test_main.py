@@ -135,6 +135,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ("convert test_vit --to bnn", 1, "BatchNorm.* LayerNorm.*--to lnn"),
         ("convert test_resnet --to bnn", 1, "exists; pass --force"),
         ("convert test_resnet --to dbn --groups 2", 2, "--groups means nothing to .* takes --group-size"),
+        ("convert test_resnet --to frn-tlu --strength 0", 2, "--strength means nothing to"),
         ("convert test_resnet --to bnn -o b.safetensors --model-kwargs depht=3", 2, "depht"),
         ("convert no_model --to bnn -o no/a.safetensors", 1, "no does not exist"),  # said before it is opened
         ("convert test_resnet --to bnn -o a.pth", 2, "ends in .safetensors"),

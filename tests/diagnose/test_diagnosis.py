@@ -20,7 +20,6 @@ from retrofit.diagnose import meters
 from retrofit.diagnose.diagnosis import (
     Batch,
     Diagnosis,
-    DiagnosisOptions,
     diagnose,
     input_noise,
     labelled_batches,
@@ -38,7 +37,7 @@ from tests.half_resnet import HALF
 from tests.pictures import write_folder
 from tests.pretend_device import pretended
 
-SMALL = DiagnosisOptions(channels=3, batches=1)
+SMALL: dict[str, Any] = {"channels": 3, "plotted": 1}
 
 
 def batches(count: int = 2) -> list[Batch]:
@@ -64,7 +63,7 @@ def test_a_network_is_left_as_it_was() -> None:
         return [(m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in model.modules()]
 
     expected = modes_and_hooks()
-    diagnose(model, batches(), SMALL)
+    diagnose(model, batches(), **SMALL)
     assert modes_and_hooks() == expected
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
@@ -75,7 +74,7 @@ STAGES: set[str] = set()
 @pytest.fixture(scope="module")
 def one() -> Diagnosis:
     """What is found about a network; the stages are noted that were reported."""
-    return diagnose(network("bnn"), batches(), SMALL, lambda done, total, what: STAGES.add(what))
+    return diagnose(network("bnn"), batches(), **SMALL, progress=lambda done, total, what: STAGES.add(what))
 
 
 def test_what_is_found(one: Diagnosis) -> None:
@@ -95,12 +94,12 @@ def test_what_is_found(one: Diagnosis) -> None:
 
 def test_noise_on_the_images_is_judged_against_clean_answers() -> None:
     model = network("bnn").eval()
-    images, generator = [pixels for pixels, _ in batches()], torch.Generator().manual_seed(SMALL.seed)
+    images, generator = [pixels for pixels, _ in batches()], torch.Generator().manual_seed(0)
     drawn = [torch.randn(pixels.shape, generator=generator) for pixels in images]
     with torch.no_grad():
         clean, noisy = ([model(x).argmax(1) for x in xs] for xs in (images, map(torch.add, images, drawn)))
     answers = [clean[0], clean[1] + 1]
-    found = diagnose(model, list(zip(images, answers, strict=True)), SMALL).input_noise
+    found = diagnose(model, list(zip(images, answers, strict=True)), **SMALL).input_noise
     clean, noisy, labels = (torch.cat(of) for of in (clean, noisy, answers))
     assert found[0].top1 == 50
     assert (found[-1].level, found[-1].agreement) == (1.0, 100 * float((noisy == clean).double().mean()))
@@ -114,7 +113,7 @@ def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
     seen: list[int] = []
     monkeypatch.setattr(meters, "qq", lambda column: seen.append(round(column[0])))
     numbered = [(torch.full((2, 1, 4, 4), float(number)), None) for number in range(4)]
-    diagnose(nn.Sequential(nn.BatchNorm2d(1)), numbered, DiagnosisOptions(channels=1, batches=wanted))
+    diagnose(nn.Sequential(nn.BatchNorm2d(1)), numbered, channels=1, plotted=wanted)
     assert seen == looked
 
 
@@ -132,7 +131,7 @@ def test_answers_under_attack() -> None:
     weak, strong = (Attack("pgd", eps, (0.5,) * 3, (0.2,) * 3) for eps in (1e-6, 0.5))
     harmless = under_attack(model, right, clean, weak)
     assert harmless.top1 == 100
-    found = diagnose(model, right, replace(SMALL, attack=strong))
+    found = diagnose(model, right, **SMALL, attack=strong)
     assert found.under_attack.top1 < 100
     said = f"top-1 {found.under_attack.top1:.1f}% under pgd within"
     assert any(said in sentence for sentence in sentences({"net": found}))
@@ -143,7 +142,7 @@ def test_answers_under_attack() -> None:
 
 def test_a_network_on_another_device_is_measured_there(one: Diagnosis) -> None:
     with pretended(network("bnn")) as model:
-        found = diagnose(model, batches(), SMALL)
+        found = diagnose(model, batches(), **SMALL)
     for ours, theirs in zip(found.layers, one.layers, strict=True):
         assert ours.r2 == pytest.approx(theirs.r2, abs=1e-4)
         assert ours.linearity == pytest.approx(theirs.linearity, abs=1e-4)
@@ -300,11 +299,11 @@ class TokensFirst(nn.Module):
 
 
 def test_layers_that_cannot_be_followed_image_by_image_are_named() -> None:
-    found = diagnose(TokensFirst(mixed=True), batches(), SMALL)
+    found = diagnose(TokensFirst(mixed=True), batches(), **SMALL)
     assert found.unmeasured == ("tokens",)
     assert [layer.name for layer in found.layers] == ["maps"]
     with pytest.raises(RetrofitError, match=r"no normalization layer holds the images .*\(tokens\)"):
-        diagnose(TokensFirst(mixed=False), batches(), SMALL)
+        diagnose(TokensFirst(mixed=False), batches(), **SMALL)
 
 
 @pytest.mark.parametrize(
