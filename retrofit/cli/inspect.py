@@ -57,14 +57,9 @@ def command(model: str, to: str | None, full: bool, as_json: bool, **given: Any)
         raise UsageError(f"{flags[0]} belongs to a conversion; give --to TARGET too")
     network = open_model(model, **taken(given, open_model))
     rows = [_row(layer) for layer in find_norms(network.model)]
-    answer: dict[str, Any] = {
-        "schema": 1,
-        "model": network.source.name,
-        "library": network.source.library,
-        "layers": rows,
-        "counts": dict(Counter(row["source"] for row in rows)),
-        "functional": functional_norms(network.model),
-    }
+    counts, functional = dict(Counter(row["source"] for row in rows)), functional_norms(network.model)
+    answer: dict[str, Any] = {"schema": 1, "model": network.source.name, "library": network.source.library}
+    answer |= {"layers": rows, "counts": counts, "functional": functional}
     if to is not None:
         read_calibration(given, network)
         plan = surgery.plan(network.model, to, **given)
@@ -77,7 +72,7 @@ def command(model: str, to: str | None, full: bool, as_json: bool, **given: Any)
         else:
             _show_census(rows)
         say(f"{plural(len(rows), 'normalization layer')}; add --to TARGET to see what becomes of them")
-    for sentence in answer["functional"]:
+    for sentence in functional:
         say(f"note: {sentence}")
     if as_json:
         emit(answer)
