@@ -43,15 +43,9 @@ def _reads(read: Callable[[], object]) -> bool:
 def _bytes(rng: random.Random, data: bytes) -> bytes:
     """Damage a file as disks, networks and people do."""
     place = rng.randrange(len(data))
-    return rng.choice(
-        [
-            data[:place],
-            data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :],
-            data[:place] + rng.randbytes(rng.randrange(1, 64)) + data[place + 64 :],
-            data[place:] + data[:place],
-            data + data[:place],
-        ]
-    )
+    flipped = bytes([data[place] ^ 1 << rng.randrange(8)])
+    overwritten = data[:place] + rng.randbytes(rng.randrange(1, 64)) + data[place + 64 :]
+    return rng.choice([data[:place], data[:place] + flipped + data[place + 1 :], overwritten, data + data[:place]])
 
 
 _RAW = "raw: "  # what stands behind it goes into the JSON as it is
