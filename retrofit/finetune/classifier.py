@@ -13,10 +13,10 @@ from retrofit.errors import RetrofitError
 from retrofit.finetune.data import Images
 from retrofit.finetune.divergence import not_finite
 from retrofit.finetune.recipe import Recipe
+from retrofit.networks.contents import set_training_settings, tensors_of, training_settings
 from retrofit.networks.library import build, with_options
 from retrofit.networks.models import Network
 from retrofit.networks.rebuild import identify
-from retrofit.networks.tensors import set_training_settings, tensors_of, training_settings
 from retrofit.record import set_record
 from retrofit.utils.running import evaluating
 from retrofit.utils.text import one_line, plural, shortlist

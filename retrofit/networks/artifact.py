@@ -24,19 +24,22 @@ from torch import nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.library import class_source, no_waiting_for_the_hub, parse, preprocess_of, with_options
-from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
-from retrofit.networks.sampled_outputs import SampledOutputs, is_small, sample_outputs, sample_outputs_at
-from retrofit.networks.tensors import (
+from retrofit.networks.contents import (
+    SampledOutputs,
     checksum,
     fill,
+    is_small,
     misfit,
+    sample_outputs,
+    sample_outputs_at,
     set_training_settings,
     tensors_of,
     to_write,
     training_settings,
     under_all_names,
 )
+from retrofit.networks.library import class_source, no_waiting_for_the_hub, parse, preprocess_of, with_options
+from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable

@@ -21,7 +21,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.tensors import describe_misfit, fits, tensors_of
+from retrofit.networks.contents import describe_misfit, fits, tensors_of
 from retrofit.utils.text import one_line, printable, shortlist
 
 # Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's order).

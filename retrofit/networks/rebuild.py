@@ -24,7 +24,7 @@ from torchvision.models import get_model_builder, list_models
 
 from retrofit.errors import RetrofitError
 from retrofit.networks import library
-from retrofit.networks.tensors import SETTINGS, misfit, tensors_of
+from retrofit.networks.contents import SETTINGS, misfit, tensors_of
 from retrofit.record import ModelSource, record_of
 from retrofit.surgery import Plan, plans_of, replay
 from retrofit.utils.running import hooked

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.networks.artifact import read_manifest
+from retrofit.networks.contents import checksum
 from retrofit.networks.library import build
-from retrofit.networks.tensors import checksum
 from retrofit.record import ModelSource
 
 

@@ -24,8 +24,8 @@ from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.artifact import is_artifact, load, read_manifest, save
+from retrofit.networks.contents import checksum
 from retrofit.networks.library import build
-from retrofit.networks.tensors import checksum
 from retrofit.record import ModelSource, Preprocess, Record, record_of
 from tests.networks import mynet
 from tests.networks.conftest import assert_same_answers, built, refused, rewrite, same_tensors

@@ -19,7 +19,7 @@ import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.networks.artifact import load, read_manifest
 from retrofit.networks.checkpoint import load_into, read_checkpoint
-from retrofit.networks.tensors import checksum
+from retrofit.networks.contents import checksum
 
 _SECONDS = 5  # of the process itself: other work on the machine is not the file's fault
 

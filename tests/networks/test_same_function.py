@@ -20,7 +20,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import UsageError
-from retrofit.networks import sampled_outputs
+from retrofit.networks import contents
 from retrofit.networks.artifact import read_manifest
 from retrofit.networks.library import build
 from retrofit.record import ModelSource, Preprocess
@@ -146,10 +146,10 @@ def test_one_changed_byte_is_found(saved: Path) -> None:
 
 def test_a_large_network_is_asked_about_smaller_images(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, ...]] = []
-    known = sampled_outputs.SampledOutputs()
-    monkeypatch.setattr(sampled_outputs, "sample_outputs_at", lambda _, size: sizes.append(size) or known)
+    known = contents.SampledOutputs()
+    monkeypatch.setattr(contents, "sample_outputs_at", lambda _, size: sizes.append(size) or known)
     with torch.device("meta"):
-        sampled_outputs.sample_outputs(timm.create_model("resnet18"), (3, 4096, 2048))
+        contents.sample_outputs(timm.create_model("resnet18"), (3, 4096, 2048))
     ((channels, height, width),) = sizes
     assert (channels, height) == (3, 2 * width)
     assert 64 <= width < 2048
@@ -166,7 +166,7 @@ def test_a_large_network_is_asked_about_smaller_images(monkeypatch: pytest.Monke
 def test_what_is_not_run_is_said_in_the_file_and_when_it_is_loaded(
     tmp_path: Path, make: Callable[[], nn.Module], size: tuple[int, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampled_outputs, "_PRODUCTS", 1e9)
+    monkeypatch.setattr(contents, "_PRODUCTS", 1e9)
     model = retrofit.convert(make(), "bnn", check=False)[0] if "takes" in reason else make()
     retrofit.save(model, tmp_path / "a.safetensors", preprocess=Preprocess(size, (0.0,) * 3, (1.0,) * 3))
     assert reason in read_manifest(tmp_path / "a.safetensors")["sampled_outputs"]["not_checked"]
@@ -177,12 +177,12 @@ def test_what_is_not_run_is_said_in_the_file_and_when_it_is_loaded(
 
 def test_a_difference_of_rounding_is_none() -> None:
     model = built("test_resnet")
-    known = sampled_outputs.sample_outputs(model, (3, 64, 64))
+    known = contents.sample_outputs(model, (3, 64, 64))
     for change, differs in ((1e-6, False), (1e-2, True)):
         with torch.no_grad():
             model.fc.weight.mul_(1 + change)
             model.fc.bias.mul_(1 + change)
-        assert bool(known.difference(sampled_outputs.sample_outputs(model, (3, 64, 64)))) is differs
+        assert bool(known.difference(contents.sample_outputs(model, (3, 64, 64)))) is differs
 
 
 @pytest.mark.slow

@@ -1,14 +1,16 @@
-"""Sampled outputs that verify a rebuilt network: a few numbers of what it and some of its layers answer to an image.
+"""What a file holds of a network: its tensors, layers' settings for training, and sampled outputs that verify it.
 
-The images are the same on every machine, and float32 arithmetic on another processor, with another library, changes the
-numbers by far less than `TOLERANCE`.
+Sampled are a few numbers of what the network and some of its layers answer to an image. It is the same on every
+machine, and float32 arithmetic on another processor, with another library, changes the numbers by far less than
+`TOLERANCE`.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -17,16 +19,129 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.compare import tensors_of
+from retrofit import compare
+from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, input_shapes, is_detector
+from retrofit.layers.base import NormalityMixin, check_noise, check_noise_kind
 from retrofit.record import check_size
 from retrofit.utils.running import hooked, placement_of, undisturbed
-from retrofit.utils.text import with_class
+from retrofit.utils.text import shortlist, with_class
 
 TOLERANCE = 1e-3  # of the largest value: AVX2 and AVX-512 differ by some 1e-6 of it an operation
 
 _INPUTS, _PRODUCTS = 4e6, 5e12  # numbers of an image; parameters times pixels, 4.3e12 for ViT-B
 _LAYERS, _SAMPLES, _SIDE = 12, 6, 32
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the state dict themselves (aliases are the same objects), without other extra state."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Map each further name of a tensor that goes by several to its first name."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors_of(model).items()}
+    return {name: original for name, original in names.items() if name != original}
+
+
+def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors for a file: each one once, contiguous, on the CPU, with storage of its own.
+
+    `twin`, the network as it will be built again, tells which tensors are one; a RetrofitError names two that differ.
+    """
+    tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
+    for name, original in _aliases(twin).items():
+        if not torch.equal(tensors[name], tensors[original]):
+            both = f"{name} and {original} are one tensor in the library's network"
+            raise RetrofitError(f"{both}, two here; make them equal to save it")
+        del tensors[name]
+    form = torch.contiguous_format
+    return {name: tensor.to("cpu", copy=True, memory_format=form) for name, tensor in tensors.items()}
+
+
+def under_all_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a file's tensors also under the further names that they have in the network."""
+    further = {name: tensors[original] for name, original in _aliases(model).items() if original in tensors}
+    return further | dict(tensors)
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a file's tensors, with their names, shapes and types."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def fits(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether a tensor can take another's values: of its shape, and a number with a fraction if it is one."""
+    kinds = [(tensor.shape, tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, theirs)]
+    return kinds[0] == kinds[1]
+
+
+def misfit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """Say how given tensors differ from a network's own; empty if they do not."""
+    missing, unexpected = [name for name in own if name not in given], sorted(given.keys() - own.keys())
+    unfit = {name: (given[name], own[name]) for name in own if name in given and not fits(own[name], given[name])}
+    return describe_misfit(missing, unexpected, unfit)
+
+
+def describe_misfit(
+    missing: Iterable[str], unexpected: Iterable[str], unfit: Mapping[str, tuple[Tensor, Tensor]]
+) -> str:
+    """Count and list the tensors that are not given, that are not the network's, and the (given, own) that differ."""
+    parts = {"missing": [*missing], "unexpected": [*unexpected], "of another shape": [], "of another type": []}
+    for name, (theirs, ours) in unfit.items():
+        if theirs.shape != ours.shape:
+            parts["of another shape"].append(f"{name} {list(theirs.shape)} for {list(ours.shape)}")
+        else:
+            parts["of another type"].append(f"{name} {theirs.dtype} for {ours.dtype}".replace("torch.", ""))
+    return ", ".join(f"{len(names)} {what} ({shortlist(names, limit=120)})" for what, names in parts.items() if names)
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load a file's tensors, which fit, strictly, each into new memory of its own type on the model's device."""
+    tensors = under_all_names(model, tensors)
+    parameters = [name for name, tensor in tensors_of(model).items() if isinstance(tensor, nn.Parameter)]
+    floating = {tensors[name].dtype for name in parameters if tensors[name].is_floating_point()}
+    if len(floating) == 1:
+        model.to(dtype=floating.pop())  # also the buffers that are in no file
+    for name, tensor in tensors_of(model).items():
+        tensor.data = torch.empty_like(tensor.data, dtype=tensors[name].dtype)
+    model.load_state_dict(tensors, strict=True)
+
+
+def _check_momentum(value: Any) -> float | None:
+    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        raise ValueError(f"momentum must be a number or None, not {value!r}")
+    return value
+
+
+SETTINGS: Mapping[str, Callable[[Any], Any]] = {
+    "momentum": _check_momentum,
+    "noise": check_noise,
+    "noise_kind": check_noise_kind,
+}
+"""What runs set on a layer and only training depends on, with what checks it."""
+
+
+def training_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the settings of each normalization layer that has some, as JSON values."""
+    layers = (NormalityMixin, nn.modules.batchnorm._NormBase)
+    rows = {name: vars(layer) for name, layer in model.named_modules() if isinstance(layer, layers)}
+    return {name: {key: values[key] for key in SETTINGS if key in values} for name, values in rows.items()}
+
+
+def set_training_settings(model: nn.Module, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give layers what `training_settings` returned; AttributeError, TypeError or ValueError for anything else."""
+    for name, values in settings.items():
+        layer = model.get_submodule(name)
+        for key, value in values.items():
+            if key in vars(layer):
+                setattr(layer, key, SETTINGS[key](value))
 
 
 @dataclass(frozen=True)
@@ -162,7 +277,7 @@ def _sample(output: Any) -> Sample:
     """Sample each of an output's tensors that is finite."""
     samples: list[float] = []
     scale = 0.0
-    for tensor in tensors_of(output):
+    for tensor in compare.tensors_of(output):
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         largest = float(tensor.detach().abs().max())
