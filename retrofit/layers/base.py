@@ -37,12 +37,9 @@ class StrengthMixin(ConvertedLayer):
     frozen: bool = False  # whether the layer evaluates in training too: see `retrofit.freeze_norms`
     _checked: tuple[int, int] | None = None
 
-    def _register_strength(self, strength: float, device: Any = None) -> None:
-        self._buffers["strength"] = strength_code(check_strength(strength), device)  # a property has the name
-
     def _register_options(self, device: Any = None, *, strength: float = 1.0) -> None:
         """Take the constructor's options of the layer's kind."""
-        self._register_strength(strength, device)
+        self._buffers["strength"] = strength_code(check_strength(strength), device)  # a property has the name
 
     @property
     def _code(self) -> Tensor:
@@ -111,7 +108,6 @@ class StrengthMixin(ConvertedLayer):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """What the layer's kind says of itself, and the strength where it has a value."""
         return ", ".join(part for part in (super().extra_repr(), shown("strength", self.strength)) if part)
 
     def set_strength(self, strength: float) -> None:
@@ -154,7 +150,7 @@ class NormalityMixin(StrengthMixin):
         self.noise = self.paper_noise if noise is None else check_noise(noise)
         self.noise_kind = check_noise_kind(noise_kind)
         self.alpha = check_alpha(alpha)
-        self._register_strength(float(strength), device)
+        super()._register_options(device, strength=float(strength))
         hold_settings(self, {"alpha": check_alpha}, device)
 
     def _by_own_statistics(self, x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Statistics | None]:
@@ -181,11 +177,9 @@ class NormalityMixin(StrengthMixin):
         return [EstimatedTransform(self._sets(), vars(self)["eps"], alpha, layer.weight, layer.bias, self.per_channel)]
 
     def _source_form(self) -> nn.Module:
-        """Return torch's layer that this one is at strength 0, for inference, without dropout and activation."""
         return constants_of(self._build_source(library_class(self.source_name)), self)
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the source's layer, where nothing is transformed."""
         if float(self.strength) > 0 and (self.alpha > 0 or self.noise > 0):
             raise no_plain_layer(
                 "it has a power transform; set_strength(model, 0) leaves its source, export_onnx takes it as it is"
@@ -206,7 +200,6 @@ class NormalityMixin(StrengthMixin):
 
     @property
     def _options(self) -> NormalityOptions:
-        """What `normality_norm` takes of the layer in its present mode."""
         return {
             "strength": self.strength,
             "noise": self.noise if self.training else 0.0,
@@ -215,7 +208,6 @@ class NormalityMixin(StrengthMixin):
         }
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         usual = {"noise_kind": "scaled", "alpha": 1.0}
         extra = [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
         return ", ".join([super().extra_repr(), f"noise={self.noise:g}", *extra])
@@ -228,7 +220,8 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
     one, else the estimates on `images`, (N, C, H, W). Without images the layers that need them are left out.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, NormalityMixin)}
-    values: dict[str, list[Tensor]] = {name: [] for name in layers}
+    running = {name: getattr(layer, "running_lambda", None) for name, layer in layers.items()}
+    values = {name: [] if kept is None else [kept.detach().float().cpu()] for name, kept in running.items()}
 
     def collect(name: str, layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
         sets, dim = layer.normalized_sets(inputs[0].float())
@@ -236,14 +229,9 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
         lmbda = estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim)
         values[name].append(lmbda.flatten().cpu())
 
-    estimating = {}
-    for name, layer in layers.items():
-        if (running := getattr(layer, "running_lambda", None)) is not None:
-            values[name] = [running.detach().float().cpu()]
-        else:
-            estimating[name] = layer
+    estimating = [name for name, kept in running.items() if kept is None]
     if estimating and images is not None:
-        watched = hooked(layer.register_forward_pre_hook(partial(collect, name)) for name, layer in estimating.items())
+        watched = hooked(layers[name].register_forward_pre_hook(partial(collect, name)) for name in estimating)
         with watched, torch.no_grad():
             model(images)
     return {name: torch.cat(found) for name, found in values.items() if found}

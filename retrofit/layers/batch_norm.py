@@ -182,7 +182,6 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         return self.running_mean is not None
 
     def channel_map(self) -> ChannelMap | None:
-        """Return the map by the running statistics, lambda as the strength has it."""
         if not self.keeps_statistics:
             return None
         mean, var, lmbda = self._running()
@@ -268,7 +267,6 @@ class SyncBatchNormalNorm(_BatchNormalNorm):
         self.process_group = process_group
 
     def source_layer(self) -> nn.Module:
-        """Return torch's or timm's synchronized layer, for the same ranks."""
         new: Any = super().source_layer()
         new.process_group = self.process_group
         return new

@@ -145,15 +145,25 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
             return functional.batch_norm(x, *args, False, 0.0, self._eps)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.to(compute_dtype(x)).movedim(1, 0).reshape(-1, self.group_size, x.numel() // x.shape[1])
-            y = self._normalized(rows, batch)
+            if self.training or self.running_mean is None:
+                mean = rows.mean(-1, True)
+                centred = rows - mean
+                covariance = centred @ centred.mT / rows.shape[-1]
+                var = covariance.diagonal(dim1=-2, dim2=-1)
+                y, lmbda = self._transform(self._mixed(var, self._root(covariance)) @ centred, batch)
+                if self.training and self.track_running_stats:
+                    self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
+            else:
+                centred = rows - self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
+                y, _ = self._transform(self.running_matrix(rows.dtype) @ centred, batch)
             out = affine(y, *(None if p is None else p.view(len(y), -1, 1) for p in (self.weight, self.bias)))
             out = out.to(x.dtype).view(x.shape[1], x.shape[0], *x.shape[2:]).movedim(0, 1)
         return out.contiguous(memory_format=memory_format_of(x))
 
     def running_matrix(self, dtype: torch.dtype) -> Tensor:
         """Return the matrices, (groups, g, g), that multiply centred values in evaluation."""
-        if self.running_var is None or self.running_whitening is None:
-            raise ValueError("running statistics are needed outside training")
+        assert self.running_var is not None
+        assert self.running_whitening is not None
         return self._mixed(self.running_var.to(dtype), self.running_whitening.to(dtype))
 
     def channel_map(self) -> ChannelMap | None:
@@ -168,7 +178,6 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
         return replace(self._behind_whitening(), scale=scale, shift=-self.running_mean.double() * scale)
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the source's layer, at strength 0; refuse any other."""
         if float(self.strength) > 0:
             raise no_plain_layer("it whitens; set_strength(model, 0) leaves BatchNorm, export_onnx takes it as it is")
         return super().plain_layer()
@@ -195,22 +204,7 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
         return ChannelMap.of(zeros, zeros + 1, 0.0, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         return f"{super().extra_repr()}, group_size={self.group_size}"
-
-    def _normalized(self, rows: Tensor, batch: bool) -> Tensor:
-        """Normalize (groups, g, values) by their own statistics, which are kept, or by the running ones."""
-        if not batch and self.running_mean is not None:
-            mean = self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
-            return self._transform(self.running_matrix(rows.dtype) @ (rows - mean), batch)[0]
-        mean = rows.mean(-1, True)
-        centred = rows - mean
-        covariance = centred @ centred.mT / rows.shape[-1]
-        var = covariance.diagonal(dim1=-2, dim2=-1)
-        y, lmbda = self._transform(self._mixed(var, self._root(covariance)) @ centred, batch)
-        if self.training and self.track_running_stats:
-            self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
-        return y
 
     def _transform(self, h: Tensor, batch: bool) -> tuple[Tensor, Tensor]:
         """Return what becomes of whitened values, and their lambda: the batch's estimate or the running one."""
@@ -232,15 +226,12 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
 
     def _mixed(self, var: Tensor, whitening: Tensor) -> Tensor:
         """Return the matrices, (groups, g, g), that the strength makes of BatchNorm's and of the root."""
-        return (1 - self.strength) * self._scaling(var) + self.strength * whitening
-
-    def _scaling(self, var: Tensor) -> Tensor:
-        """Return diag(var + eps)^(-1/2) as matrices, (groups, g, g)."""
-        return torch.diag_embed(torch.rsqrt(var + self._eps).view(-1, self.group_size))
+        return (1 - self.strength) * self._uncorrelated(var)[1] + self.strength * whitening
 
     def _uncorrelated(self, var: Tensor) -> tuple[Tensor, Tensor]:
         """Return covariances and roots, (groups, g, g) each, of channels of the given variance."""
-        return torch.diag_embed(var.view(-1, self.group_size)), self._scaling(var)
+        shape = -1, self.group_size
+        return torch.diag_embed(var.view(shape)), torch.diag_embed(torch.rsqrt(var + self._eps).view(shape))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Accept the source layer's checkpoint: with no whitening in it, that starts as BatchNorm's again."""

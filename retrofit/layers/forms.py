@@ -56,8 +56,8 @@ def group_sets(groups: int, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def channel_view(values: Tensor, x: Tensor) -> Tensor:
-    """Return (C,) values in a shape that broadcasts over `x`, (N, C, *)."""
-    return values.view(-1, *(1,) * (x.ndim - 2))
+    """Return (C,) or (N, C) values in a shape that broadcasts over `x`, (N, C, *)."""
+    return values.view(*values.shape, *(1,) * (x.ndim - 2))
 
 
 def in_sequence(parts: Sequence[nn.Module]) -> nn.Module:
@@ -88,7 +88,6 @@ class FunctionModule(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to `x`, of any shape."""
         return self.function(x)
 
 
@@ -105,13 +104,10 @@ class ChannelAffine(nn.Module):
         self.register_buffer("shift", None if bool((shift == 0).all()) else shift.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the map."""
-        if self.scale is not None:
-            x = x * self._view(self.scale, x)
-        return x if self.shift is None else x + self._view(self.shift, x)
-
-    def _view(self, values: Tensor, x: Tensor) -> Tensor:
-        return values if self.last else channel_view(values, x)
+        for value, apply in ((self.scale, torch.mul), (self.shift, torch.add)):
+            if value is not None:
+                x = apply(x, value if self.last else channel_view(value, x))
+        return x
 
 
 class ConstantNorm(nn.Module):
@@ -129,7 +125,6 @@ class ConstantNorm(nn.Module):
             self.register_buffer(name, value.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the map."""
         return functional.batch_norm(x, self.centre, self.variance, self.scale, self.shift, eps=NORM_EPS)
 
 
@@ -147,7 +142,6 @@ class GroupConvolution(nn.Module):
         self.register_buffer("shift", shift.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the map."""
         if x.ndim == 2:
             return self.forward(x.unsqueeze(-1)).squeeze(-1)
         convolution = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}[x.ndim]
@@ -175,7 +169,6 @@ class TwoBranch(nn.Module):
         self.register_buffer("beta", None if bool((beta == 0).all()) else beta.float())
 
     def forward(self, h: Tensor) -> Tensor:
-        """Transform standardised values (N, C, *)."""
         sign, log = _sign_and_log(h, h.abs())
         u = log * self._either("p", sign)
         if self.exact:
@@ -242,7 +235,6 @@ class EstimatedTransform(nn.Module):
         self.frozen = TwoBranch(*torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`."""
         values, dims = self.sets(x)
         if values.ndim > x.ndim:  # groups of channels: each in one dimension
             values, dims = values.flatten(2), (2,)
@@ -315,7 +307,6 @@ class MigratedForm(nn.Module):
         self.register_buffer("bias", bias.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x', (N, C, *)."""
         t = self.strength
         if t == 1:
             return functional.group_norm(x, self.groups, self.weight, self.bias, self.eps)
@@ -333,7 +324,6 @@ class ChannelsFirstLayerNorm(nn.LayerNorm):
     """LayerNorm over C of (N, C, *), by way of the channels-last form that runtimes know."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`."""
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
@@ -345,6 +335,5 @@ class Batched(nn.Module):
         self.form, self.ndim = form, ndim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the form."""
         out: Tensor = self.form(x) if x.ndim == self.ndim else self.form(x.unsqueeze(0)).squeeze(0)
         return out

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import ConvertedLayer, _ThenActivate, reset_affine
-from retrofit.layers.forms import ChannelAffine
+from retrofit.layers.forms import ChannelAffine, channel_view
 
 
 class ConstantStatistics(ConvertedLayer):
@@ -31,7 +31,6 @@ class ConstantStatistics(ConvertedLayer):
     reset_parameters = reset_affine
 
     def source_layer(self) -> nn.Module:
-        """Return torch's or timm's BatchNorm, in evaluation, which has the same statistics."""
         return super().source_layer().eval()
 
     def _build_source(self, cls: Any) -> nn.Module:
@@ -39,7 +38,6 @@ class ConstantStatistics(ConvertedLayer):
         return new
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the constants, and gamma and beta behind them."""
         return None, trained_affine(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -88,17 +86,14 @@ class FrozenBatchNorm(ConstantStatistics):
         self._hold_statistics(num_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the map to `x`, (N, C, *)."""
         return functional.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
         )
 
     def channel_map(self) -> ChannelMap:
-        """Return the map."""
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}, bias={self.bias is not None}"
 
 
@@ -110,7 +105,6 @@ class PlainAffine(ConvertedLayer):
     """An affine map per channel in a plain network, which no library has a layer for."""
 
     def source_layer(self) -> nn.Module:
-        """Return the layer itself."""
         return self
 
 
@@ -131,15 +125,13 @@ class ConstantAffine(PlainAffine):
         self.register_buffer("shift", shift.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the map to `x`."""
-        shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)
-        return (x * self.scale.view(shape) + self.shift.view(shape)).to(x.dtype)
+        scale, shift = (channel_view(v, x) if self.channel_dim == 1 else v for v in (self.scale, self.shift))
+        return (x * scale + shift).to(x.dtype)
 
     def _form(self) -> list[nn.Module]:
         return [ChannelAffine(self.scale, self.shift, last=self.channel_dim == -1)]
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         return f"{self.scale.numel()}, channel_dim={self.channel_dim}"
 
 
@@ -153,7 +145,6 @@ class TrainedAffine(PlainAffine, nn.Conv1d):
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the map to `input`."""
         return super().forward(input.flatten(2) if input.ndim > 2 else input.unsqueeze(-1)).reshape(input.shape)
 
     def _form(self) -> list[nn.Module]:

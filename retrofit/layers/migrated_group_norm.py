@@ -14,7 +14,7 @@ from torch.nn import functional
 from retrofit.layers.base import StrengthMixin, shown
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, check_groups, hold_settings, no_plain_layer
-from retrofit.layers.forms import ConstantNorm, MigratedForm, Sets, group_sets
+from retrofit.layers.forms import ConstantNorm, MigratedForm, Sets, channel_view, group_sets
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.normality_norm import compute_dtype
@@ -174,18 +174,13 @@ class _GroupAffine(torch.autograd.Function):
             slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - running_mean) * rstd
             shift = -t * k * gain * group_mean(sum_g / gain) - slope * (running_mean * rstd + m)
             dx = _affine(x, slope * rstd.square(), shift * rstd, dtype=k.dtype)
-            dx = dx.addcmul_(grad, _like(x, k * gamma * rstd)).to(x.dtype)
+            dx = dx.addcmul_(grad, channel_view(k * gamma * rstd, x)).to(x.dtype)
         return dx, None, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None
-
-
-def _like(x: Tensor, table: Tensor) -> Tensor:
-    """Return (N, C) values in a shape that broadcasts over `x` (N, C, *)."""
-    return table.view(*table.shape, *(1,) * (x.ndim - 2))
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return x * scale + shift for (N, C) tables, in `dtype` or the type of `x`, computed in that of the tables."""
-    return torch.addcmul(_like(x, shift), x, _like(x, scale)).to(dtype or x.dtype)
+    return torch.addcmul(channel_view(shift, x), x, channel_view(scale, x)).to(dtype or x.dtype)
 
 
 @torch.no_grad()
@@ -268,17 +263,13 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         if not bias:
             self.register_parameter("bias", None)
         del self.eps
-        self.set_eps(eps, eps if group_eps is None else group_eps, device, dtype)
+        exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        for name, value in (("eps", eps), ("group_eps", eps if group_eps is None else group_eps)):
+            self.register_buffer(name, torch.tensor(value, dtype=exact, device=device))
         self._hold_statistics(num_channels, device, dtype)
         self.register_buffer("gain", torch.ones(num_channels, device=device, dtype=dtype))
-        self._register_strength(strength, device)
+        self._register_options(device, strength=strength)
         hold_settings(self, {"num_groups": partial(check_groups, num_channels)}, device)
-
-    def set_eps(self, eps: float, group_eps: float, device: Any = None, dtype: Any = None) -> None:
-        """Make the 0-dim buffers `eps` and `group_eps`, in float32 at least."""
-        exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        for name, value in (("eps", eps), ("group_eps", group_eps)):
-            self.register_buffer(name, torch.tensor(value, dtype=exact, device=device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> MigratedGroupNorm:
         """Move as any module does, but let no half type round an eps to nothing."""
@@ -291,7 +282,6 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`, (N, C, *)."""
         affine = self.running_mean, self.running_var, self.weight, self.bias
         options = {"strength": self.strength, "eps": self.group_eps, "source_eps": self.eps, "gain": self.gain}
         return migrated_group_norm(x, self.num_groups, *affine, **options)
@@ -302,7 +292,6 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return scale, -self.running_mean.double() * scale
 
     def channel_map(self) -> ChannelMap | None:
-        """Return the map at strength 0."""
         if float(self.strength) != 0:
             return None
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
@@ -359,7 +348,6 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return nn.GroupNorm(self.num_groups, self.num_channels, float(self.group_eps), device="meta")
 
     def extra_repr(self) -> str:
-        """The constructor's arguments."""
         tensors = [shown(name, getattr(self, name)) for name in ("eps", "group_eps", "strength")]
         parts = [f"{self.num_groups}, {self.num_channels}", *filter(None, tensors)]
         return ", ".join([*parts, f"affine={self.affine}, bias={self.bias is not None}"])

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels import formulas
-from retrofit.layers.kernels.eager import KernelOptions, blocks
+from retrofit.layers.kernels.eager import KernelOptions
 from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.noise import draw_seed, normal
@@ -138,7 +138,7 @@ class _NormalityNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shapes = [None if p is None else p.shape for p in (weight, bias)]
         ctx.layout = Layout.of(x, dim, *shapes) if kernels.fits(x) else None
-        ctx.dim, ctx.eps, ctx.group = dim, eps, group
+        ctx.dim, ctx.group = dim, group
         seed = None
         if factor is not None:  # where kernels run, a seed of the CPU gives the same noise on every device
             seed = draw_seed(x.device if ctx.layout is None else torch.device("cpu")).to(x.device)
@@ -148,8 +148,8 @@ class _NormalityNorm(torch.autograd.Function):
         else:
             gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
             view, out = ctx.layout.view, ctx.layout.empty_like(x)
-            options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, eps, factor, seed, group)
-            stats = kernels.choose(out, group).forward(view(out), view(x), gamma, beta, options)
+            ctx.options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, eps, factor, seed, group)
+            stats = kernels.choose(out, group).forward(view(out), view(x), gamma, beta, ctx.options)
             statistics = ctx.layout.undo(stats[:4], ctx.layout.kept).clone()
         ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
         ctx.mark_non_differentiable(statistics)
@@ -167,9 +167,8 @@ class _NormalityNorm(torch.autograd.Function):
         else:
             view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
             gamma = None if weight is None else ctx.layout.view_affine(weight)
-            options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, ctx.eps, factor, seed, ctx.group)
             tensors = view(grad_x), view(x), view(grads[0]), gamma
-            grads_affine = kernels.choose(grad_x, ctx.group).backward(*tensors, stats, options)
+            grads_affine = kernels.choose(grad_x, ctx.group).backward(*tensors, stats, ctx.options)
             grad_weight, grad_bias = ctx.layout.undo(grads_affine, ctx.layout.full_affine)
         return (
             grad_x,
@@ -212,29 +211,19 @@ class _OneStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        over = Reductions(dim)
-        y, kept = torch.empty_like(h), []
-        for block in blocks(h, dim):
-            part, step, gradient = formulas.gaussianized(block(h), t, over)
-            block(y).copy_(part)
-            kept.append(torch.stack([step, *gradient]))
-        stats = torch.cat(kept, block.axis + 1)
-        lmbda = 1 + stats[0]
+        y, step, gradient = formulas.gaussianized(h, t, Reductions(dim))
+        lmbda = 1 + step
         ctx.dim = dim
-        ctx.save_for_backward(h, t, stats)
+        ctx.save_for_backward(h, t, step, *gradient)
         ctx.mark_non_differentiable(lmbda)
         return y, lmbda
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        h, t, stats = ctx.saved_tensors
-        grad_h = torch.empty_like(h)
-        for block in blocks(h, ctx.dim):
-            step, *gradient = (block.of(s) for s in stats)
-            _, direct, to_lmbda, shift = formulas.pulls(block(grads[0]), block(h), t, step, StepGradient(*gradient))
-            block(grad_h).copy_(direct + t * to_lmbda.mean(ctx.dim, True) * shift)
-        return grad_h, None, None
+        h, t, step, *gradient = ctx.saved_tensors
+        _, direct, to_lmbda, shift = formulas.pulls(grads[0], h, t, step, StepGradient(*gradient))
+        return direct + t * to_lmbda.mean(ctx.dim, True) * shift, None, None
 
 
 def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:

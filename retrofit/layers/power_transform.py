@@ -149,18 +149,10 @@ def widest(low: Tensor, high: Tensor, group: ProcessGroup) -> tuple[Tensor, Tens
     return -packed[0], packed[1]
 
 
-class Moments(NamedTuple):
-    """Means over a set: s * l, h * d, d, a * e + d^2 and h^2, one value a normalized set."""
-
-    m1: Tensor
-    m2: Tensor
-    m3: Tensor
-    m45: Tensor
-    v: Tensor
-
-
 class StepGradient(NamedTuple):
-    """Derivatives of the step with respect to the `Moments`, one value a normalized set."""
+    """Derivatives of the step with respect to a set's moments, which are the means m1 of s * l, m2 of h * d, m3 of d,
+    m45 of a * e + d^2, and v of h^2.
+    """
 
     by_m1: Tensor
     by_m2: Tensor
@@ -181,13 +173,16 @@ class NewtonStep:
     curved: Tensor  # 1 where L'' is above its floor
     slope: Tensor  # L'
     curvature: Tensor  # L'', floored
-    moments: Moments  # what all of that is made of, v kept above zero
+    m2: Tensor  # of what all of that is made, and so the next three
+    m3: Tensor
+    m45: Tensor
+    v: Tensor  # kept above zero
 
     def gradient(self) -> StepGradient:
         """Return the step's derivatives; zero where a bound holds the step."""
-        _, m2, m3, m45, v = self.moments
-        r = m2 / v
-        b = (m45 - m3 * m3) / v
+        m3, v = self.m3, self.v
+        r = self.m2 / v
+        b = (self.m45 - m3 * m3) / v
         by_slope = -self.free / self.curvature  # d step / d L' = -1 / L''
         by_curvature = self.free * self.curved * self.slope / self.curvature**2  # d step / d L'' = L' / L''^2
         return StepGradient(
@@ -222,14 +217,8 @@ def first_step(h: Tensor, over: Reductions, log: Tensor | None = None) -> Newton
     curvature = raw_curvature.clamp_min(MIN_CURVATURE)
     raw_step = -slope / curvature
     step = raw_step.clamp(*bounds)
-    return NewtonStep(
-        step=step,
-        free=(raw_step == step).to(h.dtype),
-        curved=(raw_curvature > MIN_CURVATURE).to(h.dtype),
-        slope=slope,
-        curvature=curvature,
-        moments=Moments(m1, m2, m3, m45, v),
-    )
+    free, curved = (raw_step == step).to(h.dtype), (raw_curvature > MIN_CURVATURE).to(h.dtype)
+    return NewtonStep(step, free, curved, slope, curvature, m2, m3, m45, v)
 
 
 def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,8 +230,8 @@ def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: StepGradient) -> Tensor:
     """Return N * d step / d h for every element of sets of N values, h's own dependence on the input aside: the chain
-    rule over `Moments`. Each derivative below is of what its moment is the mean of; `log` is log(1 + a), and `inverse`,
-    1 / (1 + a), is d (s * l) / d h.
+    rule over the moments. Each derivative below is of what its moment is the mean of; `log` is log(1 + a), and
+    `inverse`, 1 / (1 + a), is d (s * l) / d h.
     """
     a_log = a * log
     grown = log + a_log  # (1 + a) * l

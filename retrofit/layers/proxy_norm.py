@@ -105,7 +105,7 @@ class ProxyNorm(StrengthMixin):
         exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, present in (("restore_scale", restore and scale), ("restore_shift", restore)):
             self.register_buffer(name, torch.empty(num_features, device=device, dtype=exact) if present else None)
-        self._register_strength(strength, device)
+        self._register_options(device, strength=strength)
         hold_settings(self, {"scale": bool}, device)
         if isinstance(activation, nn.Module) and activation.state_dict():
             self.register_state_dict_post_hook(_unwrap_names)
@@ -196,7 +196,6 @@ class ProxyNorm(StrengthMixin):
         return torch.lerp(torch.ones_like(scale), scale, t), t * shift
 
     def source_layer(self) -> nn.Module:
-        """Return the activation."""
         return self.activation if isinstance(self.activation, nn.Module) else FunctionModule(self.activation)
 
     def _form(self) -> list[nn.Module]:
@@ -247,7 +246,6 @@ class ProxyNorm(StrengthMixin):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ between layers."""
         parts = [f"{self.num_features}, eps={self.eps}", f"params={self.proxy_bias is not None}", f"scale={self.scale}"]
         parts += [f"restore={self.restore_shift is not None}", f"channel_dim={self.channel_dim}"]
         if not isinstance(self.activation, nn.Module):

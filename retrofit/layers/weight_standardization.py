@@ -58,7 +58,7 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         self.register_buffer("restore_scale", torch.ones_like(ones, dtype=exact))
         self.register_buffer("restore_shift", torch.zeros_like(ones, dtype=exact))
         self.register_parameter("scale", nn.Parameter(ones) if scale else None)
-        self._register_strength(strength, self.weight.device)
+        self._register_options(self.weight.device, strength=strength)
 
     @torch.no_grad()
     def seed_scale(self) -> None:
@@ -85,7 +85,6 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         return torch.lerp(weight, standard, self.strength.to(weight.dtype)).to(self.weight.dtype)
 
     def source_layer(self) -> nn.Module:
-        """Return torch's convolution around the same parameters."""
         new = copy.copy(self)
         new.__class__ = next(cls for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(self, cls))  # type: ignore[assignment]
         new._parameters, new._buffers = {name: self._parameters[name] for name in ("weight", "bias")}, {}

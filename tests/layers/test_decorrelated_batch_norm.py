@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from retrofit import layers
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm, inverse_square_root
+from tests import oracles as oracle
 from tests.layers.cases import EPS, randomise
-from tests.oracles import normality as normality_oracle
-from tests.oracles import whitening as oracle
 
 SHAPES = {"1d": (40, 12), "1d maps": (9, 12, 7), "2d": (5, 12, 4, 3), "3d": (4, 12, 2, 3, 3)}
 KIND = pytest.mark.parametrize("kind", SHAPES)
@@ -100,7 +99,7 @@ def test_whitened_values_are_gaussianized(kind: str) -> None:
     x = data(SHAPES[kind], torch.float64)
     h = oracle.decorrelate(x, 4, 1e-12, 1.0)
     affine = [p.detach().view(1, -1, *(1,) * (x.ndim - 2)) for p in (layer.weight, layer.bias)]
-    expected = normality_oracle.normality_norm(h, *affine, (0, *range(2, x.ndim)), 0.0, 1.0)
+    expected = oracle.normality_norm(h, *affine, (0, *range(2, x.ndim)), 0.0, 1.0)
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
     assert (layer.running_lambda - 1).abs().min() > 1e-3
     count = x.numel() / 12

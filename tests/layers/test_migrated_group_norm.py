@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.layers.migrated_group_norm import MigratedGroupNorm, group_gain
-from tests.oracles import proxy as oracle
+from tests import oracles as oracle
 
 
 def layer(groups: int = 2, strength: float = 1.0, eps: float = 1e-3, **options: Any) -> MigratedGroupNorm:

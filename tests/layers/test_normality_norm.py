@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import oracles as oracle
 from tests.layers.cases import CASES, EPS, Case, affine_of, as_sets, assert_same_gradient, on, randomise
-from tests.oracles import normality as oracle
 
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 

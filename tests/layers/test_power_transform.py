@@ -5,13 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize_scalar
-from scipy.stats import yeojohnson_llf
+from scipy.integrate import quad
 from torch import Tensor, nn
 
 from retrofit import layers
 from retrofit.layers.base import lambda_values
-from retrofit.layers.normality_norm import estimate, normality_norm
+from retrofit.layers.normality_norm import normality_norm
 from retrofit.layers.power_transform import (
     LOG_STRETCH,
     MIN_CURVATURE,
@@ -22,7 +21,7 @@ from retrofit.layers.power_transform import (
     step_derivative,
     yeo_johnson,
 )
-from tests.oracles import normality as oracle
+from tests import oracles as oracle
 
 SETS = {
     "gaussian": lambda g: g.normal(size=4000),
@@ -49,15 +48,6 @@ def test_slope_and_curvature_are_those_of_scipys_likelihood(name: str, variance:
     newton = step_of(h)
     assert newton.slope.item() == pytest.approx(slope, abs=1e-7)
     assert newton.curvature.item() == pytest.approx(max(curvature, MIN_CURVATURE), abs=1e-5)
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_it_is_the_first_of_the_steps_that_lead_to_the_maximum_likelihood(name: str) -> None:
-    h = standardised(SETS[name](np.random.default_rng(1)))
-    best = minimize_scalar(lambda lam: -yeojohnson_llf(lam, h.numpy()), bounds=(-5, 7), method="bounded").x
-    assert oracle.newton_iterations(h, 12) == pytest.approx(best, abs=1e-3)
-    assert estimate(h, (0,)).item() == pytest.approx(oracle.newton_iterations(h, 1), abs=1e-9)
-    assert 1 + step_of(h).step.item() == pytest.approx(estimate(h, (0,)).item(), abs=1e-12)
 
 
 def test_step_derivative_is_autograds() -> None:
@@ -118,7 +108,7 @@ LMBDAS = [-3.0, -1.0, -1e-6, 0.0, 1e-9, 1e-4, 0.4, 1.0, 1.6, 2 - 1e-5, 2.0, 2 + 
 def test_matches_scipy(lmbda: float) -> None:
     h = np.concatenate([np.linspace(-50, 50, 2001), [0.0, 1e-12, -1e-12]])
     ours = yeo_johnson(torch.tensor(h), torch.tensor(lmbda, dtype=torch.float64)).numpy()
-    np.testing.assert_allclose(ours, oracle.psi(h, lmbda), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(ours, oracle.psi(h, lmbda), rtol=1e-9, atol=1e-24)
 
 
 @pytest.mark.parametrize("lmbda", LMBDAS)
@@ -127,13 +117,6 @@ def test_gradients(lmbda: float) -> None:
     lam = torch.full_like(h, lmbda).requires_grad_()
     assert torch.autograd.gradcheck(yeo_johnson, (h, lam))
     assert torch.autograd.gradgradcheck(yeo_johnson, (h, lam))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_identity_at_one(dtype: torch.dtype) -> None:
-    h = torch.cat([torch.randn(10_000, dtype=dtype) * 3, torch.tensor([0.0, 1e-30, -1e-30, 1e4, -1e4], dtype=dtype)])
-    out = yeo_johnson(h, torch.ones((), dtype=dtype))
-    torch.testing.assert_close(out, h, rtol=8 * torch.finfo(dtype).eps, atol=0)
 
 
 def test_limits_and_nan() -> None:
@@ -149,8 +132,6 @@ def test_limits_and_nan() -> None:
 @pytest.mark.parametrize("u", [0.0, 1e-8, 1e-3, 0.3, 0.4999, 0.5001, 1.0, 5.0, -0.4999, -0.5001, -20.0])
 def test_lmbda_derivative_has_no_cancellation(u: float) -> None:
     """Against the defining integral of x * exp(u * x), whose quadrature does not cancel."""
-    from scipy.integrate import quad
-
     expected, _ = quad(lambda x: x * np.exp(u * x), 0, 1)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
         at = torch.tensor(u, dtype=dtype)

@@ -15,7 +15,7 @@ from timm.models import metaformer
 from torch import Tensor, nn
 
 from retrofit.layers.proxy_norm import ProxyNorm
-from tests.oracles.proxy import sample_moments
+from tests.oracles import sample_moments
 
 ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "relu": nn.ReLU,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -54,14 +53,11 @@ def test_seeded_it_starts_as_the_convolution(kind: str, strength: float) -> None
         assert torch.equal(conv(x), source(x))
 
 
-def test_names_copies_and_types() -> None:
+def test_names_and_types() -> None:
     conv = WeightStandardizedConv2d(4, 6, 3)
     assert set(conv.state_dict()) == {"weight", "bias", "restore_scale", "restore_shift", "strength"}
     assert [name for name, _ in conv.named_parameters()] == ["weight", "bias"]
-    other = copy.deepcopy(conv)
-    other.load_state_dict(conv.state_dict())
     x = torch.randn(1, 4, 5, 5)
-    assert torch.equal(other(x), conv(x))
     with torch.autocast("cpu", torch.bfloat16):
         assert conv(x).dtype == torch.bfloat16
     assert conv.bfloat16()(x.bfloat16()).dtype == torch.bfloat16

@@ -106,7 +106,7 @@ class ProxyActivation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any,
         x: Tensor,
         layout: ChannelLayout,
@@ -129,7 +129,7 @@ class ProxyActivation(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, proxy_scale, proxy_bias, tables = ctx.saved_tensors
         layout, channels = ctx.layout, ctx.layout.channels
         arranged, grad = layout.arrange(x), layout.arrange(grads[0].to(x.dtype))
@@ -148,7 +148,7 @@ class MigratedNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any, x: Tensor, layout: ChannelLayout, numbers: tuple[int, float, float, float], *given: Tensor | None
     ) -> Tensor:
         (samples, channels), (num_groups, *floats) = x.shape[:2], numbers
@@ -166,7 +166,7 @@ class MigratedNorm(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, gain, kept = ctx.saved_tensors
         layout, (samples, channels) = ctx.layout, x.shape[:2]
         arranged, grad = layout.arrange(x), layout.arrange(grads[0].to(x.dtype))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from retrofit.layers.kernels import VARIABLE, cpp
 from retrofit.layers.normality_norm import Statistics, apply_statistics, normality_norm
+from tests import oracles as oracle
 from tests.layers.cases import EPS, MARKS, on
-from tests.oracles import normality as oracle
 
 
 class Sets(NamedTuple):
