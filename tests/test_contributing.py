@@ -16,7 +16,7 @@ from retrofit.errors import RetrofitError
 from retrofit.surgery import TARGETS
 
 ROOT = Path(__file__).parents[1]
-IMPORTS = "from retrofit.surgery.converter import TARGETS, Converter, adopt"
+IMPORTS = "from retrofit.surgery.planning import TARGETS, Converter, adopt"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from retrofit.graph import kinds
 from retrofit.graph.sites import Activation, Site
-from retrofit.graph.source import RewriteError, code_in, file_tree
+from retrofit.graph.trace import RewriteError, code_in, file_tree
 
 
 class _Edit(NamedTuple):
@@ -53,16 +53,15 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
     assert act is not None
     if act.kind == "module":
         replace_module(model, act.name, module)
-        return
-    if act.kind == "fused":
+    elif act.kind == "fused":
         model.set_submodule(act.name, module)
-        return
-    child = f"{site.norm.removeprefix(f'{act.owner}.').replace('.', '_')}_{suffix}"
-    if site.places > 1:
-        child += f"_{site.place}"
-    block: Any = model.get_submodule(act.owner)
-    for name, value in _changes(block, act, child, module).items():
-        setattr(block, name, value)
+    else:
+        child = f"{site.norm.removeprefix(f'{act.owner}.').replace('.', '_')}_{suffix}"
+        if site.places > 1:
+            child += f"_{site.place}"
+        block: Any = model.get_submodule(act.owner)
+        for name, value in _changes(block, act, child, module).items():
+            setattr(block, name, value)
 
 
 def rewrite_problem(model: nn.Module, act: Activation) -> str:
@@ -127,14 +126,14 @@ def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
 def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
     """The subclass of `base` with some calls replaced: one for equal blocks, which torch.compile then compiles once."""
     namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {"__reduce_ex__": _reduce_ex, "_retrofit_edits": (base, edits), "_retrofit_calls": _calls}
+    namespace |= {
+        "_retrofit_edits": (base, edits),
+        "_retrofit_calls": _calls,
+        "__reduce_ex__": lambda self, _: (_rebuild, self._retrofit_edits, self.__getstate__()),
+    }
     for method in {edit.method for edit in edits}:
         namespace[method] = _rewritten_method(base, method, [edit for edit in edits if edit.method == method])
     return cast(type[nn.Module], type(base)(base.__name__, (base,), namespace))
-
-
-def _reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-    return _rebuild, self._retrofit_edits, self.__getstate__()
 
 
 def _rebuild(base: Any, edits: tuple[_Edit, ...]) -> nn.Module:
@@ -206,8 +205,11 @@ class _Replacement(ast.NodeTransformer):
         value = values.pop(0) if values else named.pop("input", None)
         if value is None or isinstance(value, ast.Starred):
             raise RewriteError(f"{self.label} hides its input")
-        if kinds.takes_constants(target) and not all(_is_literal(other) for other in (*values, *named.values())):
-            raise RewriteError(f"{self.label} takes constants that may change")
+        try:
+            for other in (*values, *named.values()) if kinds.takes_constants(target) else ():
+                ast.literal_eval(other)
+        except ValueError:
+            raise RewriteError(f"{self.label} takes constants that may change") from None
         return copy.deepcopy(value)
 
     def _condition(self, function: ast.expr) -> ast.expr | None:
@@ -230,11 +232,3 @@ class _Replacement(ast.NodeTransformer):
             if target is not None and named is target:
                 return None
         raise RewriteError(f"{self.label} does not name what it calls")
-
-
-def _is_literal(expression: ast.expr) -> bool:
-    try:
-        ast.literal_eval(expression)
-    except ValueError:
-        return False
-    return True

@@ -11,8 +11,7 @@ from torch import fx, nn
 
 from retrofit.graph import kinds
 from retrofit.graph.flow import Flow, Flows, call_name
-from retrofit.graph.source import callee
-from retrofit.graph.trace import Place
+from retrofit.graph.trace import Place, callee
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Symbolic tracing of one module: the place of every call, on every path, with the module left as it was."""
+"""Symbolic tracing of one module: the place of every call, on every path, and the source of the code that makes it."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import functools
@@ -9,15 +10,17 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import fx, nn
 
+from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
 from retrofit.utils.running import modes_kept
 
+_ANNOTATIONS = annotations.compiler_flag  # `from __future__ import annotations` in an earlier cell of a notebook
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _CONDITIONS = 6  # on one path
 _PATHS = 16
@@ -76,11 +79,9 @@ class Tracer(fx.Tracer):
         self.size: int | None = None  # what values are that the code turned into numbers, if there are any
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Wrap a node for the code under trace."""
         return _Value(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Decide the next condition on a value."""
         if self.conditions == len(self.decisions):
             if self.conditions == _CONDITIONS:
                 raise fx.proxy.TraceError(f"it branches on values more than {_CONDITIONS} times")
@@ -90,47 +91,40 @@ class Tracer(fx.Tracer):
         return self.decisions[self.conditions - 1]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a call of `m` is one node."""
         return self.is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Record a leaf's call, or follow its forward without its hooks, which expect tensors."""
-        return super().call_module(m, m.forward, args, kwargs)
+        return super().call_module(m, m.forward, args, kwargs)  # without its hooks, which expect tensors
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Node:
         """Create a node and note its place: where the code under trace, not fx or torch, makes the call."""
         node = super().create_node(kind, target, args, kwargs, *rest, **options)
         if kind == "call_module":
-            self._note(node, self.root.get_submodule(target))
-        elif kinds.function_module(node) is not None:
-            self._note(node, target)
-        return node
-
-    def _note(self, node: fx.Node, target: Any) -> None:
-        callers = _callers()
-        caller = next(callers)
-        arguments = map(_first_argument, chain([caller], callers))
-        owner = next(argument for argument in arguments if isinstance(argument, nn.Module))
-        code: CodeType | None = caller.f_code
-        at: tuple[int, int] | str
+            target = self.root.get_submodule(target)
+        elif kinds.function_module(node) is None:
+            return node
+        callers = list(_callers())
+        caller, code = callers[0], callers[0].f_code
+        owner = next(first for first in map(_first_argument, callers) if isinstance(first, nn.Module))
         if isinstance(owner, fx.GraphModule):
-            after = (step for step in dis.get_instructions(caller.f_code) if step.offset > caller.f_lasti)
-            code, at = None, next(step.argval for step in after if step.opname == "STORE_FAST")
+            after = (step for step in dis.get_instructions(code) if step.offset > caller.f_lasti)
+            name = next(step.argval for step in after if step.opname == "STORE_FAST")
+            self.places[node] = Place(owner, target, None, name)
         elif code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
             entries = [name for name, entry in owner._modules.items() if entry is target]
             before = sum((place.owner, place.target) == (owner, target) for place in self.places.values())
-            at = entries[before % len(entries)]
+            self.places[node] = Place(owner, target, code, entries[before % len(entries)])
         else:
-            _, line, _, column = next(islice(caller.f_code.co_positions(), caller.f_lasti // 2, None))
-            at = line or 0, column or 0
-        self.places[node] = Place(owner, target, code, at)
+            _, line, _, column = next(islice(code.co_positions(), caller.f_lasti // 2, None))
+            self.places[node] = Place(owner, target, code, (line or 0, column or 0))
         constants = {name: value for name, value in caller.f_locals.items() if not isinstance(value, fx.Proxy)}
         self.variables[node] = caller.f_globals, constants
+        return node
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """Make placeholders of the required arguments; optional ones take their default and variadic ones are empty."""
+        # placeholders for the required arguments; optional ones take their default and variadic ones are empty
         signature = inspect.signature(root_fn)
         bound = signature.bind_partial(self.root)
         for parameter in list(signature.parameters.values())[1:]:
@@ -183,9 +177,53 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Trac
 
 def _is_refusal(error: Exception) -> bool:
     """Whether the code under trace raised an exception itself, with `raise` or `assert`."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
+    last: Any = error.__traceback__
+    while last.tb_next is not None:
         last = last.tb_next
-    if last is None or last.tb_frame.f_globals.get("__name__", "").startswith(_MACHINERY):
-        return False
-    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    own = not last.tb_frame.f_globals.get("__name__", "").startswith(_MACHINERY)
+    return own and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+class RewriteError(RetrofitError):
+    """A block's code cannot be rewritten; the message is the reason."""
+
+
+def file_tree(code: CodeType) -> ast.Module:
+    """Parse the file that holds a function, on whose imports, classes and closures the function's code depends. A
+    `RewriteError` says that there is no source, or that compiling it does not give the very code that runs.
+    """
+    try:
+        source = "".join(inspect.findsource(code)[0])
+        compiled = code_in(_compiled(source, code.co_filename, code.co_flags & _ANNOTATIONS), code)
+    except (OSError, TypeError, SyntaxError):
+        raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
+    if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
+        raise RewriteError(f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed")
+    return ast.parse(source)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str, filename: str, flags: int) -> CodeType:
+    return compile(source, filename, "exec", flags, dont_inherit=True)
+
+
+def code_in(outer: CodeType, code: CodeType) -> CodeType | None:
+    """The code in `outer`, a file's or a function's, of the function that begins where `code` does."""
+    for const in outer.co_consts:
+        if isinstance(const, CodeType):
+            if (const.co_name, const.co_firstlineno) == (code.co_name, code.co_firstlineno):
+                return const
+            if (inner := code_in(const, code)) is not None:
+                return inner
+    return None
+
+
+def callee(code: CodeType, end: tuple[int, int]) -> str:
+    """The expression that is called where a call in a function ends; empty if it has effects, or there is no source."""
+    harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
+    with contextlib.suppress(RewriteError):
+        for call in ast.walk(file_tree(code)):
+            if isinstance(call, ast.Call) and (call.end_lineno, call.end_col_offset) == end:
+                pure = all(isinstance(node, harmless) for node in ast.walk(call.func))
+                return ast.unparse(call.func) if pure else ""
+    return ""

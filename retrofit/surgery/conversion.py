@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,15 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import StrengthMixin
 from retrofit.layers.base import check_strength
-from retrofit.surgery import guards
-from retrofit.surgery.converter import converter_for
 from retrofit.surgery.execute import apply, strength_layers, unchanged_on_failure
-from retrofit.surgery.families import find_norms, functional_norms
-from retrofit.surgery.plan_and_report import Report
-from retrofit.surgery.planning import Patterns, plan_and_sites
+from retrofit.surgery.families import NormLayer, find_norms, functional_norms
+from retrofit.surgery.plan_and_report import LayerRow, Report
+from retrofit.surgery.planning import Patterns, converter_for, network_in, plan_and_sites
+from retrofit.surgery.same_formula import agrees
 from retrofit.utils.running import images_of
 from retrofit.utils.text import plural, shortlist
 
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -85,7 +85,7 @@ def convert(
     if strength is not None and not converter.has_strength:
         raise UsageError(f"`strength` means nothing to {to}, whose layers have none; leave it out")
     check_strength(strength or 0.0)
-    network = guards.network_in(model)
+    network = network_in(model)
     images = None if options.get("calibrate") is None else list(images_of(options["calibrate"]))
     decisions, sites = plan_and_sites(network, to, only, skip, source, {**options, "calibrate": images})
     norms = {norm.name: norm for norm in find_norms(network)}
@@ -95,9 +95,9 @@ def convert(
         reference, reason = reference_of(network, inputs, input_size, whole=check)
         shapes = None if reference is None else reference.shapes
         if converter.changes_sets:
-            guards.refuse_constants(decisions.converted, norms, shapes)
+            _refuse_constants(decisions.converted, norms, shapes)
         if reference is not None:
-            guards.refuse_other_formulas(decisions.converted, norms, reference.shapes)
+            _refuse_other_formulas(decisions.converted, norms, reference.shapes)
             if uncalled := sorted(reference.uncalled & {row.name for row in decisions.converted}):
                 notes.append(
                     f"not called when the network was run: {plural(len(uncalled), 'converted layer')} "
@@ -113,8 +113,8 @@ def convert(
             for layer in new:
                 layer.set_strength(1.0)
             share, count = predictions.compare(converted).top1_agreement, sum(predictions.batches)
-            agreement = None if share is None else {"images": count, "same": round(share * count)}
-            report = replace(report, agreement=agreement)
+            if share is not None:
+                report = replace(report, agreement={"images": count, "same": round(share * count)})
         for layer in new:
             layer.set_strength(strength or 0.0)
         if strength is not None and report.strength is not None:
@@ -132,9 +132,8 @@ def reference_of(
     Without `whole` it is run once, for the shapes alone. To refuse given inputs or a given size is an error.
     """
     try:
-        calls = example_calls(model, inputs, input_size)
-        names = [norm.name for norm in find_norms(model)]
-        return Reference(model, calls if whole else calls[:1], layers=names), ""
+        calls = example_calls(model, inputs, input_size)[: None if whole else 1]
+        return Reference(model, calls, layers=[norm.name for norm in find_norms(model)]), ""
     except RetrofitError as error:
         dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
         given = inputs is not None or input_size is not None
@@ -162,12 +161,45 @@ def _checked(report: Report, model: nn.Module, reference: Reference | None, reas
 
 
 def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
-    """Say that layers which were converted before stay as they are."""
     values = [layer.stored_strength for layer in earlier if not layer._code.is_meta]
     if not values:
         return []
-    span = f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
+    span = " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
     keep = "keeps its" if len(values) == 1 else "keep their"
-    return [
-        f"{plural(len(values), 'layer')} converted before {keep} strength, {span}; `strength` sets the new ones alone"
-    ]
+    before = f"{plural(len(values), 'layer')} converted before"
+    return [f"{before} {keep} strength, {span}; `strength` sets the new ones alone"]
+
+
+def _refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes | None) -> None:
+    """Refuse to normalize sets of a single value each, of which a normalization makes a constant.
+
+    Shapes are what a run of the network gave the layers; None if it was not run. A BatchNorm1d that was not called
+    counts as if its input had one position a channel.
+    """
+    constant = []
+    for row in rows:
+        mean = getattr(norms[row.name].layer, "running_mean", None)
+        if mean is None:  # a GroupNorm, which stays
+            continue
+        channels = len(mean)
+        groups = row.options.get("num_groups", row.options.get("groups", channels))
+        unknown = [(1, channels)] if norms[row.name].known_class == "BatchNorm1d" else []
+        if any(channels * math.prod(shape[2:]) == groups for shape in (shapes or {}).get(row.name) or unknown):
+            constant.append(row.name)
+    if constant:
+        unless = ", or show by example `inputs` that its maps have more positions" if shapes is None else ""
+        raise RetrofitError(
+            f"every group of {shortlist(constant)} would hold a single value, of which a normalization makes a "
+            f"constant; the model is left as it was: take fewer groups with `groups`, keep them with `skip`{unless}"
+        )
+
+
+def _refuse_other_formulas(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes) -> None:
+    """Refuse layers that are proved to compute what a known class does, but not on the shapes that a run gave them."""
+    for row in rows:
+        norm = norms[row.name]
+        if norm.formula is not None and not agrees(norm.module, norm.formula, list(dict.fromkeys(shapes[row.name]))):
+            raise RetrofitError(
+                f"{row.name} is {norm.known_class} on random inputs, but not on those of the shape that the network "
+                "gives it; keep it with `skip`"
+            )

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from typing import Any, NoReturn
 
 from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Sites
-from retrofit.layers import ProxyNorm, StrengthMixin
+from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record
-from retrofit.surgery import guards
-from retrofit.surgery.activations import sites_of
-from retrofit.surgery.converter import converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.plan_and_report import Plan, Report
+from retrofit.surgery.planning import converter_for, network_in
 from retrofit.utils.running import device_of, kept_values, put_back
 from retrofit.utils.text import plural
+
+_FUSING_METHODS = ("fuse", "reparameterize", "switch_to_deploy", "fuse_model")
 
 
 def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.Module, Report]:
@@ -32,19 +34,18 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
     RetrofitError says that the model's layers are not those of the plan. Whatever is raised, or interrupts, leaves the
     model as it was.
     """
-    if (inner := guards.network_in(model)) is not model:
+    if (inner := network_in(model)) is not model:
         converted, report = apply(plan, inner, sites)
         return model if converted is inner else converted, report
     converter = converter_for(plan.to)
     norms = {norm.name: norm for norm in find_norms(model)}
     _check_structure(plan, norms)
-    params_before, record, device = _count_parameters(model), record_of(model), device_of(model)
+    params_before, record, device = (_count_parameters(model), record_of(model), device_of(model))
     with unchanged_on_failure(model):
         if sites is None and plan.proxied:
-            sites = sites_of(model, converter.sources)
+            sites = converter.sites_of(model)
         places = {(site.norm, site.place): site for site in sites.sites} if sites is not None else {}
-        found = {place for place, site in places.items() if site.activation is not None}
-        if lost := plan.proxied - found:
+        if lost := plan.proxied - {place for place, site in places.items() if site.activation is not None}:
             raise RetrofitError(
                 f"the plan was made for another model: here no activation follows {min(lost)[0]}; make a new plan"
             )
@@ -73,15 +74,20 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
                 "train: build the optimizer after the conversion"
             )
         notes += converter.finish(model, plan, places)
-        notes += guards.refuse_fusing(model, set(built.values()))
-        notes += guards.call_the_norms(model, set(built.values()))
-        guards.refuse_calls(names)
+        notes += _refuse_fusing(model, set(built.values()))
+        notes += _call_the_norms(model, set(built.values()))
+        for source, name in names.items():  # other references to it may call it
+            vars(source)["forward"] = partial(
+                _refuse,
+                f"the network calls the source of {name or 'the layer'}, which is converted, by a reference of its own "
+                "(from a list, or elsewhere besides its name); keep that layer with `skip`",
+            )
         set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     return model, Report(plan, params_before, _count_parameters(model), strength, tuple(notes))
 
 
-def _check_structure(plan: Plan, norms: dict[str, NormLayer]) -> None:
+def _check_structure(plan: Plan, norms: Mapping[str, NormLayer]) -> None:
     planned = {row.name: row.source for row in plan.layers}
     actual = {name: norm.label for name, norm in norms.items()}
     differing = [name for name in {**planned, **actual} if planned.get(name) != actual.get(name)]
@@ -96,6 +102,63 @@ def _check_structure(plan: Plan, norms: dict[str, NormLayer]) -> None:
 
 def _count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
+    """Take a method's place: a partial of a function of this module can be copied and pickled with the network."""
+    raise RetrofitError(message)
+
+
+def _refuse_fusing(model: nn.Module, converted: set[nn.Module]) -> list[str]:
+    """Let blocks refuse to fuse converted layers that are no affine maps; return a note for the report."""
+    blocks = 0
+    for module in _holders(model, {layer for layer in converted if not isinstance(layer, FrozenBatchNorm)}):
+        methods = [name for name in _FUSING_METHODS if callable(getattr(type(module), name, None))]
+        blocks += bool(methods)
+        for name in methods:
+            vars(module)[name] = partial(
+                _refuse,
+                f"{type(module).__name__}.{name}() would fuse a converted layer as if it were its source; "
+                "re-parameterise before converting",
+            )
+    note = (
+        f"{plural(blocks, 'block')} can re-parameterise (fuse BatchNorm into convolutions); they now refuse to: "
+        "the converted layers are no longer affine"
+    )
+    return [note] if blocks else []
+
+
+def allow_fusing(model: nn.Module) -> None:
+    """Let blocks fuse again that hold no layer with a strength any more."""
+    for module in model.modules():
+        if not strength_layers(module):
+            for name in _FUSING_METHODS:
+                if getattr(vars(module).get(name), "func", None) is _refuse:
+                    del vars(module)[name]
+
+
+def _call_the_norms(model: nn.Module, converted: set[nn.Module]) -> list[str]:
+    """Turn off the fast path of torch's transformer, which in evaluation takes gamma and beta and calls no layer.
+
+    There is no switch for it: a layer takes that path for the activations of this number alone, and an encoder that
+    packs its tokens by their mask counts on its layers to take it.
+    """
+    packing = 0
+    for module in _holders(model, converted):
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            packing += module.use_nested_tensor
+            module.use_nested_tensor = False
+    note = (
+        f"{plural(packing, 'transformer encoder')} no longer packs tokens by their mask, with which torch calls no "
+        "norm: in evaluation what it puts out for masked tokens is no longer 0"
+    )
+    return [note] if packing else []
+
+
+def _holders(model: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if not layers.isdisjoint(module.modules()))
 
 
 @contextmanager

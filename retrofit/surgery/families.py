@@ -66,12 +66,6 @@ KNOWN: dict[str, str] = {
 _LAZY = "not initialised yet; run one forward pass and convert again"
 _RMS = "RMS normalization subtracts no mean, and the paper defines no counterpart for it"
 _FUSED = "a normalization fused with its activation, which leaves nothing between the two"
-_REPLACED = "its forward was replaced on the instance, so that it may compute something else"
-_COMPUTED = (
-    "its {names} is computed from other tensors, as pruning, parametrizations, weight and spectral normalization do; "
-    "make it permanent first: torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm or "
-    "parametrize.remove_parametrizations"
-)
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"^Lazy(Batch|Instance)Norm", _LAZY),
@@ -130,26 +124,24 @@ class NormLayer:
 
 def find_norms(model: nn.Module) -> Iterator[NormLayer]:
     """Yield every normalization layer of `model`, under every name it is registered by, in the model's order."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        norm = classify(name, module)
-        if norm is not None:
-            yield norm
+    found = (classify(name, module) for name, module in model.named_modules(remove_duplicate=False))
+    return (norm for norm in found if norm is not None)
 
 
 def classify(name: str, module: nn.Module) -> NormLayer | None:
     """Return what kind of normalization layer `module` is, or None if it is none."""
-    kind = full_name(type(module))
+    kind, cls = full_name(type(module)), type(module).__name__
     if isinstance(module, StrengthMixin):
         return NormLayer(name, module, kind, None, "kept", "already converted")
     base, family = next(((b.__name__.lstrip("_"), f) for b, f in _BASES if isinstance(module, b)), (None, None))
-    reason = next((why for pattern, why in UNSUPPORTED if re.search(pattern, type(module).__name__)), "")
+    reason = next((why for pattern, why in UNSUPPORTED if re.search(pattern, cls)), "")
     if kind not in KNOWN and base is None and not (reason and kind.startswith((_TORCH, _TIMM))):
-        if not _NAMED_NORM.search(type(module).__name__) or not _holds_own_tensors(module):
+        if not _NAMED_NORM.search(cls) or not _holds_own_tensors(module):
             return None
         if "running_var" in module._buffers:
             family = "bn" if any(True for _ in module.parameters(recurse=False)) else "frozen-bn"
     family = KNOWN.get(kind, family)
-    if reason := reason or (_REPLACED if "forward" in vars(module) else computed_tensors(module)):
+    if reason := reason or _why_not_as_its_class(module):
         return NormLayer(name, module, kind, family, "unsupported", reason)
     if kind in KNOWN:
         return NormLayer(name, module, kind, family, "known")
@@ -159,13 +151,20 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     return NormLayer(name, module, kind, family, "unsupported", reason)
 
 
-def computed_tensors(module: nn.Module) -> str:
-    """Return why a module's tensors cannot be taken over: others make them at each call; empty if they can."""
-    names = [
-        name for name in ("weight", "bias", "running_mean", "running_var") if isinstance(vars(module).get(name), Tensor)
-    ]
-    names += getattr(module, "parametrizations", {}).keys()
-    return _COMPUTED.format(names=" and ".join(names)) if names else ""
+def _why_not_as_its_class(module: nn.Module) -> str:
+    """Why a module may not compute what its class does, or not by its own tensors; empty if it does."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance, so that it may compute something else"
+    tensors = ("weight", "bias", "running_mean", "running_var")
+    computed = [name for name in tensors if isinstance(vars(module).get(name), Tensor)]
+    computed += getattr(module, "parametrizations", {})
+    if not computed:
+        return ""
+    return (
+        f"its {' and '.join(computed)} is computed from other tensors, as pruning, parametrizations, weight and "
+        "spectral normalization do; make it permanent first: torch.nn.utils.prune.remove, remove_weight_norm, "
+        "remove_spectral_norm or parametrize.remove_parametrizations"
+    )
 
 
 def _holds_own_tensors(module: nn.Module) -> bool:
@@ -199,9 +198,7 @@ def functional_norms(model: nn.Module) -> list[str]:
 @cache
 def _called_norms(cls: Any) -> list[str]:
     """Return the names of the normalizations of torch that a class's own methods call, but for those of weights."""
-    own = [
-        base for base in cls.__mro__ if base is not object and not base.__module__.startswith(("torch.", "retrofit."))
-    ]
+    own = [base for base in cls.__mro__ if not f"{base.__module__}.".startswith(("builtins.", "torch.", "retrofit."))]
     methods = [value for base in own for value in vars(base).values() if isinstance(value, types.FunctionType)]
     return list(dict.fromkeys(name for method in methods for name in _calls(method.__code__, method.__globals__)))
 
@@ -213,15 +210,14 @@ def _calls(code: types.CodeType, names: dict[str, Any]) -> Iterator[str]:
     for number, step in enumerate(steps):
         if step.opname == "LOAD_GLOBAL":
             value = names.get(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and value is not None:
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             value = getattr(value, step.argval, None)
-        elif step.opname != "CACHE":
+        else:
             value = None
         if isinstance(value, types.FunctionType | types.BuiltinFunctionType) and value in _FUNCTIONS:
             attributes = [later.argval for later in steps[number + 1 : number + 4] if later.opname == "LOAD_ATTR"]
             if "weight" not in attributes:  # weight standardization
                 yield _FUNCTIONS[value]
-            value = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _calls(constant, names)

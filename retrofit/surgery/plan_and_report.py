@@ -24,23 +24,14 @@ _FATES = {
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The fate of one normalization layer, under one of the names it goes by.
+    """The fate of one normalization layer, under one of the names it goes by."""
 
-    Attributes:
-        name: Dotted module name; empty for the root module.
-        source: Class name of the layer as found.
-        target: Class name of the layer that replaces it, None unless `status` is "converted".
-        status: "converted", "kept" (by a rule) or "unsupported".
-        reason: Why, in words for the user; empty for a plain conversion.
-        options: Constructor options of the target that the plan has settled for this layer (JSON values).
-    """
-
-    name: str
-    source: str
-    target: str | None
+    name: str  # dotted; empty for the root module
+    source: str  # class name of the layer as found
+    target: str | None  # class name of the layer that replaces it, None unless it is converted
     status: Status
-    reason: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""  # in words for the user; empty for a plain conversion
+    options: dict[str, Any] = field(default_factory=dict)  # of the target's constructor, as the plan settles them: JSON
 
     @property
     def fate(self) -> str:
@@ -54,16 +45,11 @@ class EditRow(LayerRow):
 
     Its name is that of a module; for one of several calls, or a functional one, followed by what tells it apart. Its
     target is the layer that it becomes part of, empty where its kind says what it becomes.
-
-    Attributes:
-        kind: "activation" or "convolution".
-        norm: Name of the normalization layer it belongs to; empty if there is none.
-        place: Which of the places that call that layer it belongs to.
     """
 
-    kind: str = "activation"
-    norm: str = ""
-    place: int = 0
+    kind: str = "activation"  # or "convolution"
+    norm: str = ""  # name of the normalization layer it belongs to, if there is one
+    place: int = 0  # which of the places that call that layer it belongs to
 
     @property
     def fate(self) -> str:
@@ -73,19 +59,12 @@ class EditRow(LayerRow):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing.
+    """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing."""
 
-    Attributes:
-        to: The target, e.g. "bnn".
-        layers: One row for each name of each normalization layer, in the model's order.
-        options: The arguments that made the plan, for the record.
-        edits: What becomes of the activations and convolutions around the layers, for the targets that touch them.
-    """
-
-    to: str
-    layers: tuple[LayerRow, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    edits: tuple[EditRow, ...] = ()
+    to: str  # the target
+    layers: tuple[LayerRow, ...]  # in the model's order
+    options: dict[str, Any] = field(default_factory=dict)  # the arguments that made the plan, for the record
+    edits: tuple[EditRow, ...] = ()  # what becomes of the activations and convolutions around the layers
 
     @property
     def converted(self) -> list[LayerRow]:
@@ -130,48 +109,31 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_dict` reads it back."""
-        return {
-            "to": self.to,
-            "options": self.options,
-            "layers": [asdict(row) for row in self.layers],
-            "edits": [asdict(row) for row in self.edits],
-        }
+        rows = {"layers": [asdict(row) for row in self.layers], "edits": [asdict(row) for row in self.edits]}
+        return {"to": self.to, "options": self.options, **rows}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """Rebuild a plan from `to_dict`'s values; raise KeyError or TypeError for others."""
         layers = tuple(LayerRow(**row) for row in values["layers"])
-        edits = tuple(EditRow(**row) for row in values["edits"])
-        return cls(to=values["to"], layers=layers, options=values["options"], edits=edits)
+        return cls(values["to"], layers, values["options"], tuple(EditRow(**row) for row in values["edits"]))
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a conversion did.
-
-    Attributes:
-        plan: The plan that was executed.
-        params_before: Number of parameters of the source network.
-        params_after: Number of parameters now.
-        strength: Strength that the converted layers were seeded at; None on the meta device, and where they have none.
-        notes: Further sentences for the user.
-        check: How the network compares with its source; None where nothing was compared.
-        identity: Whether it is meant to be its source's function.
-        classifies: Whether the network answers with scores of classes alone; None where it was not run.
-        change: How the network at its strength compares with its source, where that was checked.
-        agreement: {"images", "same"}: on how many of the given images the class with the highest score stays the same,
-            at strength 1 where there is a strength; None without images, or for a network that gives no scores.
-    """
+    """What a conversion did."""
 
     plan: Plan
     params_before: int
     params_after: int
-    strength: float | None
-    notes: tuple[str, ...] = ()
-    check: Comparison | None = None
-    identity: bool = True
-    classifies: bool | None = None
-    change: Comparison | None = None
+    strength: float | None  # of the converted layers; None on the meta device, and where they have none
+    notes: tuple[str, ...] = ()  # further sentences for the user
+    check: Comparison | None = None  # how the network compares with its source; None where nothing was compared
+    identity: bool = True  # whether it is meant to be its source's function
+    classifies: bool | None = None  # whether it answers with scores of classes alone; None where it was not run
+    change: Comparison | None = None  # how the network at its strength compares with its source, where that was checked
+    # {"images", "same"}: on how many of the given images the class with the highest score stays the same, at strength 1
+    # where there is a strength; None without images, or for a network that gives no scores
     agreement: dict[str, int] | None = None
 
     def __repr__(self) -> str:
@@ -186,27 +148,25 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        edits: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for edit in self.plan.edits:
-            shown = ("name", "source", "norm", "status", "reason")
-            edits[f"{edit.kind}s"].append({name: getattr(edit, name) for name in shown})
-        layers = [asdict(row) for row in self.plan.layers]
-        for layer in layers:
-            del layer["options"]
+        rows: dict[str, list[dict[str, Any]]] = {"layers": []}
+        for row in (*self.plan.layers, *self.plan.edits):
+            kind, *more = (f"{row.kind}s", "norm") if isinstance(row, EditRow) else ("layers", "target")
+            shown = ("name", "source", *more, "status", "reason")
+            rows.setdefault(kind, []).append({name: getattr(row, name) for name in shown})
+        check = None
+        if self.check is not None:
+            figures = self.check.to_dict()
+            check = {name: figures[name] for name in ("max_abs_diff", "scale", "tolerance", "passed")}
+            check["identity"] = self.identity
         values: dict[str, Any] = {
             "to": self.plan.to,
-            "layers": layers,
-            **edits,
+            **rows,
             "counts": self.plan.counts,
             "params": {"before": self.params_before, "after": self.params_after},
             "strength": self.strength,
             "notes": list(self.notes),
-            "check": None,
+            "check": check,
         }
-        if self.check is not None:
-            figures = self.check.to_dict()
-            names = ("max_abs_diff", "scale", "tolerance", "passed")
-            values["check"] = {**{name: figures[name] for name in names}, "identity": self.identity}
         if self.agreement is not None:
             values["agreement"] = self.agreement
         if self.change is not None:

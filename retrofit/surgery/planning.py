@@ -1,27 +1,151 @@
-"""Decide what becomes of every normalization layer, and say why."""
+"""Decide what becomes of every normalization layer, and say why: the registry of converters, and their plan."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.jit import ScriptModule
 
-from retrofit.conversion_options import FAMILIES, OPTIONS, ConversionOptions, takes_options
+from retrofit.conversion_options import FAMILIES, ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.graph.sites import Sites
-from retrofit.surgery.converter import Converter, converter_for
-from retrofit.surgery.families import NormLayer, find_norms, functional_norms
-from retrofit.surgery.guards import network_in
-from retrofit.surgery.plan_and_report import LayerRow, Plan
-from retrofit.utils.text import one_line, plural
+from retrofit.graph.rewrite import rewrite_problem
+from retrofit.graph.sites import Site, Sites, find_sites
+from retrofit.layers.decorrelated_batch_norm import largest_divisor
+from retrofit.record import unwrapped
+from retrofit.surgery.families import NormLayer, classify, find_norms, functional_norms
+from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
+from retrofit.utils.text import one_line, plural, shown
 
 Patterns = str | Iterable[str] | None
 
 _USUAL = {"bn": "bnn", "ln": "lnn", "gn": "gnn", "in": "inn", "frozen-bn": "frozen"}
 """The target to try for a network that holds a family."""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a converter decides."""
+
+    layers: Sequence[LayerRow]  # one for each layer that it was asked about
+    edits: Sequence[EditRow] = ()  # the activations and convolutions around them
+    sites: Sites | None = None  # where those are, for `apply`
+
+
+class Converter(ABC):
+    """Takes normalization layers of some families to their counterparts under one or more targets.
+
+    It holds no state of a conversion: `plan` decides, `build` makes the layers, maybe in another network of the same
+    structure, and `finish` edits what lies around them.
+    """
+
+    sources: frozenset[str]  # the families it converts when the caller names none
+    identity: bool = True  # the converted network is its source's function in evaluation, at strength 0 if it has one
+    has_strength: bool = True
+    changes_sets: bool = False  # its layers normalize each sample by itself, and their sources do not
+    takes_activations: bool = False  # it also converts the activations behind the layers, and is pointless without
+
+    def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
+        """Decide the fate of the layers that the caller's rules let through. Changes nothing; may raise errors."""
+        return Decisions([self.decide(layer, options) for layer in layers])
+
+    def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
+        """Decide the fate of one layer, if the rest of the network does not matter."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
+        """Return the counterpart of `module`, holding its tensors (moved, not copied), as `row` says."""
+
+    def finish(self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]) -> Sequence[str]:
+        """Edit what lies around the layers, which are converted by now; return notes for the report.
+
+        The sites are those of the planned activations before, by norm and place as in `EditRow`.
+        """
+        return ()
+
+    def sites_of(self, model: nn.Module) -> Sites:
+        """Find the places that call normalization layers of the sources, and the activations behind them."""
+        return find_sites(model, lambda module: getattr(classify("", module), "family", None) in self.sources)
+
+    def plan_activations(
+        self, model: nn.Module, sites: Sites, converted: Collection[str], target: str, settle: Callable[[Site], Any]
+    ) -> list[EditRow]:
+        """Decide every activation: behind `converted` layers it becomes part of `target`, with options of `settle`."""
+        rows = []
+        for site in sites.sites:
+            if (act := site.activation) is None:
+                continue
+            reason = activation_problem(model, site) if site.norm in converted else "its norm is not converted"
+            row = EditRow(act.name, act.type, "", "left", reason, norm=site.norm, place=site.place)
+            rows.append(row if reason else replace(row, status="converted", options=settle(site), target=target))
+        rows += [EditRow(act.name, act.type, "", "left", act.reason) for act in sites.unmatched]
+        counted = {act.reason for act in sites.unmatched}  # of a part that no trace shows: its activations
+        rows += [
+            EditRow(f"after {name}", "unknown", "", "left", f"what follows its norm is unknown: {why}", norm=name)
+            for name, why in sites.uncovered.items()
+            if name in converted and why not in counted
+        ]
+        return rows
+
+
+_OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
+_OPTIONS = {"alpha", "group_size", "noise", "noise_kind", "strength"}  # of our layers, which the plan settles
+
+TARGETS: dict[str, Converter] = {}  # the converter of every target
+
+
+def converter_for(to: str) -> Converter:
+    """Return the converter of target `to`; a UsageError says that there is none."""
+    if to not in TARGETS:
+        raise UsageError(f"unknown target {to!r}; choose one of {', '.join(TARGETS)}")
+    return TARGETS[to]
+
+
+def adopt(new: nn.Module, old: Any) -> Any:
+    """Move parameters, buffers, children, hooks, training flag and all other attributes of `old` into `new`.
+
+    The parameters are the same objects, so that an optimizer that holds them keeps working. What `new` has and `old`
+    lacks stays as built, and so do the options of `new`; where `new` has a parameter and `old` a buffer, as frozen
+    layers do, it becomes a parameter.
+    """
+    for store in ("_parameters", "_buffers", "_modules"):
+        getattr(new, store).update(getattr(old, store))
+    for name in new._parameters.keys() & new._buffers.keys():  # a frozen layer's constants
+        value = new._buffers.pop(name)
+        new._parameters[name] = None if value is None else nn.Parameter(value)
+    new._non_persistent_buffers_set |= old._non_persistent_buffers_set
+    for key, value in vars(old).items():
+        if key not in _OWN and key not in new._buffers and not (key in _OPTIONS and hasattr(new, key)):
+            object.__setattr__(new, key, value)
+    return new
+
+
+def activation_problem(model: nn.Module, site: Site) -> str:
+    """Why the activation of a site stays as it is; empty if it can be replaced."""
+    if site.in_squeeze_excite:
+        return "inside a squeeze-excite"
+    return "" if site.activation is None else rewrite_problem(model, site.activation)
+
+
+def group_count(name: str, channels: int, options: ConversionOptions, default: int) -> tuple[int, str]:
+    """Return how many groups a layer gets: by `group_channels`, or at most `groups`, or `default`; and a remark."""
+    if (each := options.group_channels) is not None:
+        if channels % each:
+            raise UsageError(
+                f"`group_channels={each}` does not divide the {channels} channels of {name or 'the layer'}; "
+                "name a divisor, or leave the layer out with `skip`"
+            )
+        return channels // each, ""
+    most = options.groups if isinstance(options.groups, int) else default
+    groups = largest_divisor(channels, most)
+    return groups, "" if groups == most else f"{groups} groups: {most} do not divide {channels} channels"
 
 
 @takes_options
@@ -60,8 +184,6 @@ def plan_and_sites(
 ) -> tuple[Plan, Sites | None]:
     """Return what `plan` does, and where the activations are that the plan is about."""
     converter = converter_for(to)
-    if unknown := options.keys() - OPTIONS.keys():
-        raise TypeError(f"plan() and convert() have no argument {', '.join(sorted(unknown))}; see help(retrofit.plan)")
     settled = ConversionOptions(**options)
     settled.check(to)
     families = frozenset(_listed(source)) or converter.sources
@@ -70,10 +192,15 @@ def plan_and_sites(
     norms = list(find_norms(model))
     included, excluded = _patterns("only", only, norms), _patterns("skip", skip, norms)
 
-    rows = {norm.name: _row_by_rule(norm, to, converter, families, included, excluded) for norm in norms}
-    decisions = converter.plan(model, [norm for norm in norms if rows[norm.name] is None], settled)
+    rows: dict[str, LayerRow] = {}
+    for norm in norms:
+        if reason := _rule_against(norm, to, families, included, excluded):
+            rows[norm.name] = norm.row("kept", reason)
+        elif norm.status != "known":
+            rows[norm.name] = norm.row(norm.status, norm.reason)
+    decisions = converter.plan(model, [norm for norm in norms if norm.name not in rows], settled)
     rows |= {row.name: row for row in decisions.layers}
-    layers = tuple(row for row in rows.values() if row is not None)
+    layers = tuple(rows[norm.name] for norm in norms)
     patterns = {"only": [pattern.pattern for pattern in included], "skip": [pattern.pattern for pattern in excluded]}
     record = {**patterns, "source": sorted(families), **settled.record()}
     result = Plan(to, layers, record, tuple(decisions.edits))
@@ -84,6 +211,29 @@ def plan_and_sites(
         why = result.activations or "none follows a norm"
         raise RetrofitError(f"{to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them alone")
     return result, decisions.sites
+
+
+def network_in(model: nn.Module) -> nn.Module:
+    """Return the network inside wrappers of torch.compile and DataParallel, which call it as it is.
+
+    A UsageError says that it is no network, a RetrofitError that it is or holds what keeps its parameters or its code
+    elsewhere.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a torch.nn.Module is converted, not {shown(model)}; build the network first, as timm.create_model does"
+        )
+    for module in model.modules():
+        name = type(module).__name__
+        if name.startswith(("DistributedDataParallel", "FullyShardedDataParallel")):
+            raise RetrofitError(
+                f"{name} holds on to the parameters that it was built with; convert the network first, then wrap it"
+            )
+        if isinstance(module, ScriptModule):
+            raise RetrofitError("a TorchScript module cannot be changed; convert the network before it is scripted")
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        raise RetrofitError("the network's parameters are sharded; convert it first, then shard it")
+    return unwrapped(model)
 
 
 def _listed(patterns: Patterns) -> list[str]:
@@ -108,28 +258,20 @@ def _patterns(name: str, patterns: Patterns, norms: Sequence[NormLayer]) -> list
     return compiled
 
 
-def _row_by_rule(
-    norm: NormLayer,
-    to: str,
-    converter: Converter,
-    families: frozenset[str],
-    only: Sequence[re.Pattern[str]],
-    skip: Sequence[re.Pattern[str]],
-) -> LayerRow | None:
-    """Return the row of a layer that the caller's rules leave as it is; None to ask the converter."""
+def _rule_against(
+    norm: NormLayer, to: str, families: frozenset[str], only: Sequence[re.Pattern[str]], skip: Sequence[re.Pattern[str]]
+) -> str:
+    """Why the caller's rules leave a layer as it is; empty if they let it through."""
     if norm.family is not None and norm.family not in families:
         hint = ""
-        if norm.family in converter.sources:
+        if norm.family in TARGETS[to].sources:
             hint = f" here (name {norm.family!r} in `source` too)"
         elif norm.family == "frozen-bn":
             hint = " (frozen, gn, ln, gn-pn and ln-pn take it; timm.layers.unfreeze_batch_norm_2d makes it BatchNorm)"
-        return norm.row("kept", f"{norm.family_name} is not a source of {to}{hint}")
+        return f"{norm.family_name} is not a source of {to}{hint}"
     if only and not any(pattern.search(norm.name) for pattern in only):
-        return norm.row("kept", "not matched by `only`")
-    for pattern in skip:
-        if pattern.search(norm.name):
-            return norm.row("kept", f"matched by `skip={pattern.pattern!r}`")
-    return None if norm.status == "known" else norm.row(norm.status, norm.reason)
+        return "not matched by `only`"
+    return next((f"matched by `skip={pattern.pattern!r}`" for pattern in skip if pattern.search(norm.name)), "")
 
 
 def _nothing_to_convert(model: nn.Module, families: frozenset[str], norms: Sequence[NormLayer], result: Plan) -> str:

@@ -120,9 +120,8 @@ def _candidates(module: Any, known: set[str]) -> Iterator[Formula]:
     """Yield the formulas that a layer may have, by the class it is derived from or by what it holds."""
     parent = next((full_name(cls) for cls in type(module).__mro__ if full_name(cls) in known), None)
     plain = [Formula(parent)] if parent else []
-    eps = [
-        getattr(module, name) for name in ("eps", "epsilon", "variance_epsilon") if hasattr(module, name)
-    ] or _EPSILONS
+    own = [getattr(module, name) for name in ("eps", "epsilon", "variance_epsilon") if hasattr(module, name)]
+    eps = own or _EPSILONS
     if isinstance(module, nn.LayerNorm):
         plain.append(Formula(_MAPS))
     if parent is None and {"weight", "bias", "running_mean", "running_var"} <= module._buffers.keys():
@@ -167,15 +166,13 @@ def _shapes(layer: Any) -> list[tuple[int, ...]]:
 def _inputs(shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield random tensors of a shape, some samples so small that eps counts: in order, transposed, and with gaps."""
     scale = 10 ** (4 * torch.rand(shape[0], *[1] * (len(shape) - 1), dtype=torch.float64) - 3)
-    x = scale * (torch.randn(*shape, dtype=torch.float64) + 0.5)
-    x = x.to(dtype)
+    x = (scale * (torch.randn(*shape, dtype=torch.float64) + 0.5)).to(dtype)
     yield x
     yield x.transpose(0, -1).contiguous().transpose(0, -1)
     yield x.repeat_interleave(2, -1)[..., ::2]
 
 
 def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return values for the tensors of a layer and of its candidate."""
     values = {}
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         if not tensor.is_floating_point():

@@ -15,6 +15,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
+from retrofit.graph.source import RewriteError
 from timm.layers.activations_me import SwishMe
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,7 +24,6 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from retrofit.compare import tensors_of
 from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
 from retrofit.graph.sites import find_sites
-from retrofit.graph.source import RewriteError
 from retrofit.surgery.execute import unchanged_on_failure
 from tests.graph import blocks
 

@@ -18,7 +18,7 @@ import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import find_sites
 from retrofit.surgery.families import find_norms
-from retrofit.surgery.group_count import most_groups
+from retrofit.surgery.targets.batch_independent import most_groups
 from retrofit.utils.running import (
     autocast,
     copied,

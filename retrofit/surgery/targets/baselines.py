@@ -21,11 +21,9 @@ from retrofit.errors import UsageError
 from retrofit.graph.rewrite import replace_activation
 from retrofit.graph.sites import Site, Sites
 from retrofit.layers.converted_layer import check_groups, hold_settings
-from retrofit.surgery.activations import activation_problem, plan_activations, sites_of
-from retrofit.surgery.converter import TARGETS, Converter, Decisions, adopt
 from retrofit.surgery.families import NormLayer
-from retrofit.surgery.group_count import group_count
 from retrofit.surgery.plan_and_report import LayerRow, Plan
+from retrofit.surgery.planning import TARGETS, Converter, Decisions, activation_problem, adopt, group_count
 
 _GROUPS = 32  # EvoNorm's own
 _MAPS = ("BatchNorm2d", "SyncBatchNorm", "BatchNormAct2d", "SyncBatchNormAct")
@@ -46,10 +44,9 @@ class BaselineConverter(Converter):
         self.grouped = grouped  # whether it has groups of channels
 
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
-        """Convert every BatchNorm over maps whose activations can be taken in, and take those in."""
         if options.groups == "auto":
             raise UsageError(f"`groups='auto'` means nothing to {self.layer}; give a number or leave it out")
-        sites = sites_of(model, self.sources)
+        sites = self.sites_of(model)
         rows = []
         for layer in layers:
             own = [site for site in sites.sites if model.get_submodule(site.norm) is layer.module]
@@ -61,10 +58,9 @@ class BaselineConverter(Converter):
                 settled["groups"], reason = group_count(layer.name, layer.layer.num_features, options, _GROUPS)
             rows.append(layer.row("converted", reason, self.layer, **settled))
         converted = {row.name for row in rows if row.status == "converted"}
-        return Decisions(rows, plan_activations(model, sites, converted, self.layer), sites)
+        return Decisions(rows, self.plan_activations(model, sites, converted, self.layer, lambda _: {}), sites)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        """Build timm's layer around the source's affine parameters, with the values that come closest."""
         import timm.layers
 
         like = module.running_mean if module.weight is None else module.weight
@@ -83,7 +79,6 @@ class BaselineConverter(Converter):
         return new
 
     def finish(self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]) -> Sequence[str]:
-        """Take out the activations that are part of the layers now."""
         for row in plan.edits:
             site = sites[row.norm, row.place] if row.status == "converted" else None
             if site is not None and site.activation is not None and site.activation.kind != "fused":

@@ -3,32 +3,46 @@
 The running statistics are migrated and the strength starts at 0, where the network is the source in evaluation. With
 ProxyNorm, every activation that directly follows a converted layer is replaced at that call alone. A GroupNorm that the
 network has already stays as it is, and its activation becomes a proxy-normalized one.
+
+With `ws`, all convolutions get standardised weights as Labatie et al. do (2021, appendix A.1), but for those that work
+on pooled values: in squeeze-excites, and classifiers. The last of each residual branch that goes into the sum without a
+norm, as in ResNets v2, gets a scale of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from retrofit.conversion_options import ConversionOptions
-from retrofit.errors import UsageError
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.graph.flow import Flow, Flows, reached
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.sites import Site, Sites
-from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
-from retrofit.layers.migrated_group_norm import group_gain, settled_eps
-from retrofit.surgery.activations import activation_problem, plan_activations, sites_of
-from retrofit.surgery.converter import TARGETS, Converter, Decisions, adopt
-from retrofit.surgery.convolutions import describe, plan_convolutions, standardized
-from retrofit.surgery.families import NormLayer
-from retrofit.surgery.group_count import group_count, most_groups
+from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm, weight_standardization
+from retrofit.layers.migrated_group_norm import group_gain, migrated_group_norm, settled_eps
+from retrofit.surgery.families import NormLayer, classify
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
-from retrofit.utils.running import device_of
-from retrofit.utils.text import plural
+from retrofit.surgery.planning import TARGETS, Converter, Decisions, activation_problem, adopt, group_count
+from retrofit.utils.running import device_of, evaluating, hooked, images_of
+from retrofit.utils.text import plural, shortlist
 
+_GROUP_TOLERANCE = 0.08  # largest relative change of a layer's output that `most_groups` accepts
+_MOST_GROUPS = 32
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
+_STANDARDIZED: dict[type, Any] = {
+    nn.Conv1d: weight_standardization.WeightStandardizedConv1d,
+    nn.Conv2d: weight_standardization.WeightStandardizedConv2d,
+    nn.Conv3d: weight_standardization.WeightStandardizedConv3d,
+}
 
 
 class BatchIndependentConverter(Converter):
@@ -42,7 +56,7 @@ class BatchIndependentConverter(Converter):
         self.sources = frozenset({"bn", "frozen-bn", "gn"} if proxy else {"bn", "frozen-bn"})
 
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
-        """Convert every BatchNorm that has running statistics; trace and measure where the options ask for it."""
+        restore = options.pn_restore is not False
         if options.pn_restore is not None and not (self.takes_activations or options.ws):
             raise UsageError("`pn_restore` means nothing without ProxyNorm or `ws`; leave it out")
         given = [name for name in ("groups", "group_channels") if getattr(options, name) is not None]
@@ -53,7 +67,7 @@ class BatchIndependentConverter(Converter):
             if options.calibrate is None:
                 raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
             measured = most_groups(model, [layer for layer in layers if _migratable(layer)], options.calibrate)
-        sites = sites_of(model, self.sources) if self.takes_activations else Sites([], [], {})
+        sites = self.sites_of(model) if self.takes_activations else Sites([], [], {})
         rows = []
         for layer in layers:
             if layer.family == "gn" and self.takes_activations:
@@ -61,19 +75,17 @@ class BatchIndependentConverter(Converter):
             else:
                 rows.append(self._migrated(layer, options, measured.get(layer.name), sites))
         converted = {row.name for row in rows if row.status == "converted"}
-        restore = options.pn_restore is not False
         edits: list[EditRow] = []
         if self.takes_activations:
-            given_to_all = {"params": options.pn_params is not False, "restore": restore}
-            edits = plan_activations(
-                model, sites, converted, settle=lambda site: {**given_to_all, "scale": not site.last_before_pool}
+            own = {"params": options.pn_params is not False, "restore": restore}
+            edits = self.plan_activations(
+                model, sites, converted, "", lambda site: {**own, "scale": not site.last_before_pool}
             )
         if options.ws:
-            edits += plan_convolutions(model, converted, restore)
+            edits += _plan_convolutions(model, converted, restore)
         return Decisions(rows, edits, sites)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        """Build the migrated layer around the source's tensors."""
         cls = MigratedGroupNormAct if row.target == MigratedGroupNormAct.__name__ else MigratedGroupNorm
         groups, mean = row.options["num_groups"], module.running_mean
         own = {"group_eps": row.options["eps"], "strength": 0.0, "device": device, "dtype": mean.dtype}
@@ -85,17 +97,16 @@ class BatchIndependentConverter(Converter):
         return new
 
     def finish(self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]) -> Sequence[str]:
-        """Replace the planned activations and convolutions."""
         added = 0
         for row in plan.edits:
-            if row.status != "converted":
-                continue
-            if row.kind == "convolution":
-                replace_module(model, row.name, standardized(model.get_submodule(row.name), **row.options))
-            else:
-                proxied = _replace_activation(model, sites[row.norm, row.place], row)
+            if row.status == "converted" and row.kind == "convolution":
+                replace_module(model, row.name, _standardized(model.get_submodule(row.name), **row.options))
+            elif row.status == "converted":
+                site, norm = sites[row.norm, row.place], model.get_submodule(row.norm)
+                proxied = _proxied(site, norm, row, device_of(model))
+                replace_activation(model, site, proxied, "proxy")
                 added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
-        notes = describe(plan.edits)
+        notes = _said_of_convolutions([row for row in plan.edits if row.kind == "convolution"])
         if added:
             notes.append(
                 f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays them): an optimizer "
@@ -142,30 +153,180 @@ class BatchIndependentConverter(Converter):
 
         The paper keeps only the scale of that affine (appendix A.1); it can, at no change, while the shift is zero.
         """
-        if not self.takes_activations or options.pn_params is False or options.pn_restore is not False:
-            return False
         bias = getattr(layer.layer, "bias", None)
-        if not isinstance(bias, torch.Tensor) or bias.is_meta or bool(bias.any()):
+        if options.pn_params is False or options.pn_restore is not False or not isinstance(bias, Tensor):
             return False
-        own = [site for site in sites.sites if site.norm == layer.name]
-        return any(site.activation is None and site.owner_type in _MBCONV for site in own)
+        own = [site for site in sites.sites if site.norm == layer.name]  # none without ProxyNorm
+        last = any(site.activation is None and site.owner_type in _MBCONV for site in own)
+        return last and not bias.is_meta and not bias.any()
 
 
 def _migratable(layer: NormLayer) -> bool:
     return layer.family in ("bn", "frozen-bn") and getattr(layer.layer, "running_mean", None) is not None
 
 
-def _replace_activation(model: nn.Module, site: Site, row: EditRow) -> ProxyNorm:
-    """Put a ProxyNorm in place of the activation that follows a converted norm, at this site alone."""
-    act = site.activation
-    assert act is not None
-    norm: Any = model.get_submodule(site.norm)
+def most_groups(model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[Any]) -> dict[str, tuple[int, float]]:
+    """Pick, for each BatchNorm, the most groups whose normalization keeps its output within `_GROUP_TOLERANCE`.
+
+    The change is that from the layer in evaluation to the migrated one at strength 1: root mean square over images,
+    positions and channels, relative to the output's own about beta. Returned are, by name, the number of groups (1 if
+    none keeps within the tolerance) and the change. A RetrofitError says that there are no images, or that a layer is
+    never called.
+    """
+    if not norms:
+        return {}
+    changes: dict[str, dict[int, Tensor]] = {norm.name: {} for norm in norms}
+    watched = hooked(
+        norm.module.register_forward_pre_hook(partial(_measure, norm.layer, changes[norm.name])) for norm in norms
+    )
+    images = 0
+    with evaluating(model), watched:
+        for batch in images_of(batches):
+            model(batch)
+            images += len(batch)
+    if not images:
+        raise RetrofitError("there are no images to pick groups by; give `calibrate` some")
+    picked = {}
+    for name, by_groups in changes.items():
+        if not by_groups:
+            raise RetrofitError(f"the model never calls {name}, so its groups cannot be picked; give `groups` a number")
+        relative = {n: float((change / power.clamp_min(1e-30)).sqrt()) for n, (change, power) in by_groups.items()}
+        groups = max((n for n, error in relative.items() if error <= _GROUP_TOLERANCE), default=1)
+        picked[name] = groups, relative[groups]
+    return picked
+
+
+def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """Add to `changes[groups]`, (2,), the squared change and the power of the output, for every number of groups."""
+    (x,) = args
+    statistics = norm.running_mean, norm.running_var
+    kept = functional.batch_norm(x, *statistics, norm.weight, eps=norm.eps)
+    for groups in (n for n in range(1, _MOST_GROUPS + 1) if x.shape[1] % n == 0):
+        eps = settled_eps(norm.weight, norm.running_var, norm.eps, groups)
+        gain = group_gain(norm.weight, groups)
+        new = migrated_group_norm(x, groups, *statistics, norm.weight, eps=eps, source_eps=norm.eps, gain=gain)
+        total = torch.stack([(new - kept).double().square().sum(), kept.double().square().sum()])
+        changes[groups] = changes.get(groups, 0) + total
+
+
+def _proxied(site: Site, norm: Any, row: EditRow, device: torch.device) -> ProxyNorm:
+    """Return the ProxyNorm for the activation that follows a converted norm at a site."""
+    assert site.activation is not None
     like = next((tensor for tensor in (*norm.parameters(), *norm.buffers())), None)
-    placed = {"device": device_of(model)} if like is None else {"device": like.device, "dtype": like.dtype}
-    proxied = ProxyNorm(act.module, norm.num_channels, norm=norm, **row.options, strength=0.0, **placed)
-    proxied.train(norm.training)
-    replace_activation(model, site, proxied, "proxy")
-    return proxied
+    placed = {"device": device} if like is None else {"device": like.device, "dtype": like.dtype}
+    new = ProxyNorm(site.activation.module, norm.num_channels, norm=norm, **row.options, strength=0.0, **placed)
+    return new.train(norm.training)
+
+
+def _plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: bool) -> list[EditRow]:
+    """Decide every convolution of a network: left if none of the norms of its block is `converted`.
+
+    The reason of a converted one says why it is unknown whether a scale belongs behind it. With `restore` the
+    standardised weights keep the mean and scale that the weights have.
+    """
+    norms = [name for name, module in model.named_modules() if classify(name, module) is not None]
+    traced = Flows(model, lambda module: classify("", module) is not None)
+    calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
+    for flow in traced.flows:
+        for node, module in flow.modules.items():
+            calls[module].append((flow, node))
+    rows = []
+    passed = 0  # of the norms
+    for name, module in model.named_modules():
+        passed += name in norms
+        if not isinstance(module, nn.modules.conv._ConvNd):
+            continue
+        own = calls[module]
+        reason = _hindrance(module, own, module in traced.read)
+        # where only the whole network holds any norm, the next one stands for the block's
+        if converted.isdisjoint(_norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]):
+            reason = "the norms of its block are not converted"
+        row = EditRow(name, type(module).__name__, "", "left", reason, kind="convolution")
+        if not reason:
+            ends = {_ends_block(flow, node) for flow, node in own}
+            unknown = None in ends or len(ends) > 1
+            reason = "no scale behind it: unknown whether it ends a block" if unknown else ""
+            row = replace(row, status="converted", reason=reason, options={"restore": restore, "scale": ends == {True}})
+        rows.append(row)
+    return rows
+
+
+def _norms_around(name: str, norms: Sequence[str]) -> Sequence[str]:
+    """Return the norms of the smallest block that holds a layer and any norm; none if that is the whole network."""
+    while name := name.rpartition(".")[0]:
+        if inside := [norm for norm in norms if norm.startswith(f"{name}.")]:
+            return inside
+    return []
+
+
+def _hindrance(conv: Any, calls: list[tuple[Flow, fx.Node]], is_read: bool) -> str:
+    """Why a convolution is left as it is; empty if it is not."""
+    if type(conv) not in _STANDARDIZED:
+        return "not one of torch's own convolutions"
+    if conv.weight[0].numel() < 2:
+        return "each output channel has a single weight"
+    if not calls:
+        return "no trace shows where it is called"
+    if is_read:
+        return "its parameters are read elsewhere too"
+    if any(flow.in_squeeze_excite(node) for flow, node in calls):
+        return "inside a squeeze-excite"
+    pooled = any(flow.is_pooled(node) for flow, node in calls)
+    return "works on pooled values, as a linear layer does" if pooled else ""
+
+
+def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
+    """Whether a convolution is the last of a residual branch and no norm follows it; None if that is unknown."""
+    users = flow.after(conv)
+    steps = {flow.steps[user] for user in users}
+    if len(users) == 1 and steps <= {"output", "call", "module"}:
+        return None
+    if len(users) != 1 or steps != {"addition"}:
+        return False
+    branches = [reached(operand, lambda node: node.all_input_nodes) for operand in users[0].all_input_nodes]
+    own, *others = sorted(branches, key=lambda branch: conv not in branch)
+    longest = max((_convolutions(flow, other - own) for other in others), default=0)
+    length = _convolutions(flow, own.difference(*others))
+    return None if length == longest else length > longest
+
+
+def _convolutions(flow: Flow, nodes: Collection[fx.Node]) -> int:
+    return sum(flow.steps[node] == "convolution" for node in nodes)
+
+
+def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
+    """Return the weight-standardised twin of a convolution, around its tensors.
+
+    Without `restore`, a learned scale starts where the block keeps the size that the initialization gave it.
+    """
+    sizes = conv.in_channels, conv.out_channels, conv.kernel_size
+    placed = {"device": conv.weight.device, "dtype": conv.weight.dtype}
+    new = adopt(_STANDARDIZED[type(conv)](*sizes, groups=conv.groups, scale=scale, strength=0.0, **placed), conv)
+    if restore:
+        new.seed_restore()
+    else:
+        new.seed_scale()
+    return new
+
+
+def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
+    """Say how many convolutions are standardised and have a scale, which are left and why, and what is unknown."""
+    if not rows:
+        return []
+    done = [row for row in rows if row.status == "converted"]
+    scaled = sum(row.options["scale"] for row in done)
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.reason:
+            by_reason[row.reason].append(row.name)
+    return [
+        f"{len(done)} of {len(rows)} convolutions are standardised, {scaled} of them with a scale that is learned",
+        *(
+            f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})"
+            for why, names in by_reason.items()
+            if why
+        ),
+    ]
 
 
 TARGETS["gn"] = BatchIndependentConverter(groups=8, proxy=False)

@@ -14,9 +14,9 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.surgery.converter import TARGETS, Converter, adopt
 from retrofit.surgery.families import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
+from retrofit.surgery.planning import TARGETS, Converter, adopt
 
 
 class FrozenConverter(Converter):
@@ -26,7 +26,6 @@ class FrozenConverter(Converter):
     has_strength = False
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
-        """Convert a BatchNorm that has running statistics."""
         if layer.family not in self.sources:
             reason = f"{layer.family_name} is batch-independent already: it has nothing to freeze"
             return layer.row("unsupported", reason)
@@ -38,7 +37,6 @@ class FrozenConverter(Converter):
         return layer.row("converted", target=cls.__name__)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        """Build the frozen layer around the source's tensors."""
         cls = FrozenBatchNormAct if row.target == FrozenBatchNormAct.__name__ else FrozenBatchNorm
         new: nn.Module = adopt(cls(module.running_mean.numel(), device=device), module)
         return new

@@ -15,9 +15,9 @@ from torch import nn
 from retrofit import layers
 from retrofit.conversion_options import FAMILIES, ConversionOptions
 from retrofit.layers.decorrelated_batch_norm import GROUP_SIZE, largest_divisor
-from retrofit.surgery.converter import TARGETS, Converter, adopt
 from retrofit.surgery.families import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
+from retrofit.surgery.planning import TARGETS, Converter, adopt
 
 
 class NormalityConverter(Converter):
@@ -28,7 +28,6 @@ class NormalityConverter(Converter):
         self.sources = frozenset(FAMILIES) - {"frozen-bn"} if family is None else frozenset({family})
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
-        """Convert a layer of the target's own family."""
         if layer.family not in self.sources:
             own = "its normality counterpart" if self.family is None else f"{FAMILIES[self.family]}; use `to='normal'`"
             return layer.row("unsupported", f"{layer.family_name} has no function-preserving path to {own}")
@@ -37,7 +36,6 @@ class NormalityConverter(Converter):
         return layer.row("converted", target=plain.replace("Norm", "NormalNorm"), **_options(options))
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> Any:
-        """Build the counterpart, a layer of `retrofit.layers`, around the source's tensors."""
         cls, mean = getattr(layers, str(row.target)), getattr(module, "running_mean", None)
         given = {**row.options, "strength": 0.0, "device": device, "dtype": None if mean is None else mean.dtype}
         if isinstance(module, nn.LayerNorm):
@@ -57,7 +55,6 @@ class DecorrelatedConverter(NormalityConverter):
         self.normality = normality  # whether the whitened values are gaussianized
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
-        """Convert a BatchNorm that has running statistics and keeps them to itself."""
         if layer.family != "bn":
             reason = f"{layer.family_name} has no function-preserving path to whitening over the batch"
             return layer.row("unsupported", reason)
@@ -76,7 +73,6 @@ class DecorrelatedConverter(NormalityConverter):
         return layer.row("converted", reason, target, **given, group_size=size)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> Any:
-        """Build the decorrelated layer around the source's tensors."""
         new = super().build(module, row, device)
         new.reset_running_whitening()  # by the source's running variance
         return new
@@ -84,8 +80,9 @@ class DecorrelatedConverter(NormalityConverter):
 
 def _options(options: ConversionOptions) -> dict[str, Any]:
     """Return the constructor's options of a normality-normalized layer: the noise, and those that are set."""
-    # the layers' own default is the paper's noise
-    noise = {} if options.noise == "paper" else {"noise": float(options.noise or 0)}
+    noise = (
+        {} if options.noise == "paper" else {"noise": float(options.noise or 0)}
+    )  # the layers' default is the paper's
     others = {"noise_kind": options.noise_kind, "alpha": options.alpha}
     return noise | {name: value for name, value in others.items() if value is not None}
 
