@@ -69,8 +69,3 @@ def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
 def test_out_of_range(to: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         retrofit.plan(nn.Sequential(nn.BatchNorm2d(4)), to, **options)
-
-
-def test_an_unknown_keyword_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="no argument nois"):
-        retrofit.convert(nn.Sequential(nn.BatchNorm2d(4)), "bnn", nois=0.1)

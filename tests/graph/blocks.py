@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Block(nn.Module):
-    """Two convolutions, two norms and one shared activation, for the blocks below to call."""
-
+class Block(nn.Module):  # two convolutions, two norms and one shared activation, for the blocks below to call
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
         self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
@@ -17,9 +15,7 @@ class Block(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
 
-class Shared(Block):
-    """One in-place activation module after two norms and after the residual addition."""
-
+class Shared(Block):  # one in-place activation module after two norms and after the residual addition
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.conv1(self.relu(self.bn2(self.conv2(out))))
@@ -33,9 +29,7 @@ class Functional(Block):
         return F.leaky_relu(self.bn2(self.conv2(x)), 0.3)
 
 
-class BehindDropout(Block):
-    """The activation comes after a dropout that depends on the block's own mode."""
-
+class BehindDropout(Block):  # the activation comes after a dropout that depends on the block's own mode
     def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Dropout2d(0.5)
@@ -51,35 +45,27 @@ class TwoConsumers(Block):
         return self.bn2(self.conv2(F.relu(x))) + x
 
 
-class NormTwice(Block):
-    """One norm at two places, with another activation each."""
-
+class NormTwice(Block):  # one norm at two places, with another activation each
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
         return F.silu(self.bn1(self.conv2(x)))
 
 
-class Loop(Block):
-    """One line of code that calls one activation after several norms."""
-
+class Loop(Block):  # one line of code that calls one activation after several norms
     def forward(self, x: Tensor) -> Tensor:
         for conv, norm in ((self.conv1, self.bn1), (self.conv2, self.bn2)):
             x = self.relu(norm(conv(x)))
         return x
 
 
-class TrainOnly(Block):
-    """A second call in train mode, before the call that both modes make."""
-
+class TrainOnly(Block):  # a second call in train mode, before the call that both modes make
     def forward(self, x: Tensor) -> Tensor:
         out = self.conv1(x)
         extra = F.relu(self.bn2(self.conv2(x))).mean() if self.training else 0.0
         return F.relu(self.bn1(out)) + extra
 
 
-class Optional(Block):
-    """An optional argument that callers pass, and others that they leave out."""
-
+class Optional(Block):  # an optional argument that callers pass, and others that they leave out
     def forward(self, x: Tensor, shortcut: Tensor | None = None, *rest: Tensor, scale: float = 1.0) -> Tensor:
         if shortcut is None:
             shortcut = x
@@ -87,9 +73,7 @@ class Optional(Block):
         return F.relu(self.bn2(self.conv2(x))) + shortcut
 
 
-class HelperTwice(Block):
-    """A method that runs twice in one forward, each time after another norm."""
-
+class HelperTwice(Block):  # a method that runs twice in one forward, each time after another norm
     def step(self, conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
         return F.relu(norm(conv(x)))
 
@@ -107,30 +91,7 @@ class Remembers(Block):
         return self.last + torch.arange(3.0).sum()
 
 
-class Rate(Block):
-    """A condition on an optional number, as EfficientNets have it for their drop connection."""
-
-    def forward(self, x: Tensor, rate: float | None = None) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        if rate:
-            out = out * (1 - rate)
-        return self.relu(self.bn2(self.conv2(out))) + x
-
-
-class Rates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Rate() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            x = block(x, rate=0.1 * index)
-        return x
-
-
-class SamePad(Block):
-    """Padding from the input's size, with conditions on it."""
-
+class SamePad(Block):  # padding from the input's size, with conditions on it
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]
         pad_height = max(3 - (height % 2), 0) if height % 2 else 1
@@ -139,9 +100,7 @@ class SamePad(Block):
         return self.relu(self.bn1(x))
 
 
-class Refuses(Block):
-    """A condition on the input that ends in an error."""
-
+class Refuses(Block):  # a condition on the input that ends in an error
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] != 4:
             raise ValueError("4 channels")
@@ -149,9 +108,7 @@ class Refuses(Block):
         return F.relu(self.bn1(self.conv1(x)))
 
 
-class Branching(nn.Module):
-    """Control flow that depends on the data."""
-
+class Branching(nn.Module):  # control flow that depends on the data
     def __init__(self) -> None:
         super().__init__()
         self.block, self.bn = Shared(), nn.BatchNorm2d(4)
@@ -160,9 +117,7 @@ class Branching(nn.Module):
         return F.relu(self.bn(x)) if x.mean() > 0 else self.block(x)
 
 
-class Iterating(nn.Module):
-    """A loop over the data, which no trace can follow, around a block that can be traced."""
-
+class Iterating(nn.Module):  # a loop over the data, which no trace can follow, around a block that can be traced
     def __init__(self) -> None:
         super().__init__()
         self.block, self.bn, self.act = Shared(), nn.BatchNorm2d(4), nn.ReLU()
@@ -171,9 +126,7 @@ class Iterating(nn.Module):
         return torch.stack([sample * 2 for sample in self.act(self.bn(self.block(x)))])
 
 
-class Custom(Block):
-    """One activation at two places; timm's SwishMe is a class that fx cannot enter."""
-
+class Custom(Block):  # one activation at two places; timm's SwishMe is a class that fx cannot enter
     def __init__(self, act: nn.Module) -> None:
         super().__init__()
         self.relu = act
@@ -182,9 +135,7 @@ class Custom(Block):
         return self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
 
 
-class Indexed(Block):
-    """A loop that finds its norms by number; the last step has none."""
-
+class Indexed(Block):  # a loop that finds its norms by number; the last step has none
     def __init__(self) -> None:
         super().__init__()
         self.convs, self.norms = nn.ModuleList([self.conv1, self.conv2]), nn.ModuleList([self.bn1, self.bn2])
@@ -196,9 +147,7 @@ class Indexed(Block):
         return x
 
 
-class Sequences(nn.Module):
-    """One activation at several entries of two sequences."""
-
+class Sequences(nn.Module):  # one activation at several entries of two sequences
     def __init__(self) -> None:
         super().__init__()
         relu = nn.ReLU(inplace=True)
@@ -210,9 +159,7 @@ class Sequences(nn.Module):
         return self.second(self.first(x))
 
 
-class Held(Block):
-    """A function that the block holds in an attribute, and a constant that is one."""
-
+class Held(Block):  # a function that the block holds in an attribute, and a constant that is one
     def __init__(self) -> None:
         super().__init__()
         self.act, self.slope = F.relu, 0.1
@@ -221,9 +168,7 @@ class Held(Block):
         return F.leaky_relu(self.bn2(self.conv2(self.act(self.bn1(self.conv1(x))))), self.slope)
 
 
-class Elsewhere(Block):
-    """An activation in a function that is no method of the block, and one in a decorated method."""
-
+class Elsewhere(Block):  # an activation in a function that is no method of the block, and one in a decorated method
     def forward(self, x: Tensor) -> Tensor:
         return self.decorated(activated(self.bn1(self.conv1(x))))
 
@@ -236,9 +181,7 @@ def activated(x: Tensor) -> Tensor:
     return F.relu(x)
 
 
-class Gate(nn.Module):
-    """A squeeze-excite with a norm, and a sigmoid gate after a norm."""
-
+class Gate(nn.Module):  # a squeeze-excite with a norm, and a sigmoid gate after a norm
     def __init__(self) -> None:
         super().__init__()
         self.bn, self.fc1, self.bn_se, self.act = nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2), nn.SiLU()

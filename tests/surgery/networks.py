@@ -22,9 +22,7 @@ def mixed() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), *norms, nn.Flatten(2), nn.LayerNorm(36))
 
 
-class Shared(nn.Module):
-    """One in-place activation for two norms and a sum, a functional one, and a norm without any."""
-
+class Shared(nn.Module):  # one in-place activation for two norms and a sum, a functional one, and a norm without any
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1)

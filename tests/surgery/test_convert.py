@@ -18,9 +18,7 @@ from retrofit.surgery.targets.batch_independent import BatchIndependentConverter
 from tests.surgery.networks import Shared, mixed, trained
 
 
-class Net(nn.Sequential):
-    """It counts its calls in a buffer, in evaluation too, and draws random numbers."""
-
+class Net(nn.Sequential):  # it counts its calls in a buffer, in evaluation too, and draws random numbers
     def __init__(self) -> None:
         super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
         self.register_buffer("calls", torch.zeros(()))
@@ -126,7 +124,7 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
     for holder, name, function in (
         (converter, "build", second),
         (converter, "finish", fail),
-        (execute.guards, "refuse_fusing", fail),
+        (execute, "refuse_fusing", fail),
     ):
         model = trained(Shared())
         before = state(model)

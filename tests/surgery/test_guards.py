@@ -19,14 +19,11 @@ from torch.nn.utils import fuse_conv_bn_eval, parametrize, prune
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.surgery.families import functional_norms
 
 SIZE = (3, 16, 16)
 
 
-class Transformer(nn.Module):
-    """Patches through torch's own encoder."""
-
+class Transformer(nn.Module):  # patches through torch's own encoder
     def __init__(self, norm_first: bool = False, activation: str = "relu") -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 16, 4, 4)
@@ -66,9 +63,7 @@ def test_transformers_of_torch_call_their_converted_norms_in_evaluation(
         torch.testing.assert_close(loaded(x, given), followed)
 
 
-class Small(nn.Module):
-    """A convolution, a norm and a classifier; `how` calls the norm."""
-
+class Small(nn.Module):  # a convolution, a norm and a classifier; `how` calls the norm
     def __init__(self, how: Callable[[Any, Tensor], Tensor] = lambda model, x: model.bn(x)) -> None:
         super().__init__()
         self.conv, self.bn, self.head, self.how = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5), how
@@ -116,9 +111,7 @@ def test_a_compiled_call_of_the_source_is_not_taken_over() -> None:
     assert model.bn._compiled_call_impl is None
 
 
-class Pair(nn.Module):
-    """A network of two inputs."""
-
+class Pair(nn.Module):  # a network of two inputs
     def __init__(self, channels: int = 8) -> None:
         super().__init__()
         self.linear, self.bn, self.spare = nn.Linear(4, channels), nn.BatchNorm1d(channels), nn.BatchNorm1d(64)
@@ -224,9 +217,7 @@ def test_what_keeps_parameters_or_code_elsewhere_is_refused(
     assert type(net[1]) is nn.BatchNorm2d
 
 
-class Fusing(nn.Module):
-    """A block that can fuse its norm, as ultralytics' and timm's can."""
-
+class Fusing(nn.Module):  # a block that can fuse its norm, as ultralytics' and timm's can
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.bn = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
@@ -238,6 +229,8 @@ class Fusing(nn.Module):
         self.conv = fuse_conv_bn_eval(self.conv.eval(), self.bn.eval())
         del self.bn
 
+    reparameterize = switch_to_deploy = fuse_model = fuse
+
 
 @pytest.mark.parametrize("to", ["frozen", "bnn"])
 def test_only_what_is_no_affine_map_refuses_to_fuse(to: str) -> None:
@@ -246,17 +239,16 @@ def test_only_what_is_no_affine_map_refuses_to_fuse(to: str) -> None:
     expected = model(x)
     assert any("re-parameterise" in note for note in report.notes) is (to != "frozen")
     if to != "frozen":
-        for block in (model[0], copy.deepcopy(model[0])):
+        block = copy.deepcopy(model[0])
+        for fuse in (model[0].fuse, block.fuse, block.reparameterize, block.switch_to_deploy, block.fuse_model):
             with pytest.raises(RetrofitError, match="re-parameterise before converting"):
-                block.fuse()
+                fuse()
         model = retrofit.plain(model, SIZE)
     model[0].fuse()
     torch.testing.assert_close(model(x), expected)
 
 
-class Functional(nn.Module):
-    """Normalization without layers."""
-
+class Functional(nn.Module):  # normalization without layers
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
@@ -268,19 +260,11 @@ class Functional(nn.Module):
         return self.layer_norm(self.normalize(x).flatten(2).mT)
 
     def normalize(self, x: Tensor) -> Tensor:
-        return sum((functional.instance_norm(x) for _ in range(2)), torch.nn.functional.group_norm(x, 2))
-
-
-class ByAnotherName(nn.Module):
-    """Normalization under a name that the file gives it."""
-
-    def forward(self, x: Tensor) -> Tensor:
         """Call no F.layer_norm(x)."""
-        return in_groups(x, 2)
+        return sum((torch.nn.functional.instance_norm(x) for _ in range(2)), in_groups(x, 2))
 
 
 def test_normalization_that_is_called_as_a_function_is_named() -> None:
-    assert [note.split()[0] for note in functional_norms(ByAnotherName())] == ["group_norm"]
     _, report = retrofit.convert(nn.Sequential(Functional()), "lnn", input_size=SIZE)
     said = [note for note in report.notes if "as a function" in note]
     assert sorted(note.split()[0] for note in said) == ["group_norm", "instance_norm"]

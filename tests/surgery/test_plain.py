@@ -137,14 +137,7 @@ class RequiresMask(Block):
         return self.act(self.bn(h if mask is None else h * mask))
 
 
-class Masked(RequiresMask):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return super().forward(x, mask)
-
-
-class MaskedInside(nn.Module):
-    """The argument is required, and given as None."""
-
+class MaskedInside(nn.Module):  # the argument is required, and given as None
     def __init__(self) -> None:
         super().__init__()
         self.inner = RequiresMask()
@@ -167,9 +160,7 @@ class Entries(nn.Module):
         self.encoder = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU())
 
 
-class OtherEntry(Entries):
-    """The convolution is an entry of a sequence, which another method takes apart."""
-
+class OtherEntry(Entries):  # the convolution is an entry of a sequence, which another method takes apart
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x)
 
@@ -183,9 +174,7 @@ class SecondCall(Block):
         return self.conv(self.other(y)) if again else y
 
 
-class OuterCall(nn.Module):
-    """What holds the block calls its convolution, with an optional argument."""
-
+class OuterCall(nn.Module):  # what holds the block calls its convolution, with an optional argument
     def __init__(self) -> None:
         super().__init__()
         self.block = OtherMethod()
@@ -202,20 +191,7 @@ class Untraced(Entries):
         return kept + self.encoder[1:](kept)
 
 
-class UntracedList(Entries):
-    """The same, by a reference that names nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = [self.encoder[0]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.first[0](sample) for sample in x]) + self.encoder(x)
-
-
-class Uncalled(Block):
-    """A norm of the block that no trace shows may come before or after the other."""
-
+class Uncalled(Block):  # a norm of the block that no trace shows may come before or after the other
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.BatchNorm1d(8)
@@ -228,14 +204,12 @@ class Uncalled(Block):
 
 MASK = torch.arange(14.0) % 3
 USES: dict[str, tuple[type[nn.Module], list[Any]]] = {
-    "mask": (Masked, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "mask inside": (MaskedInside, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "other method": (OtherMethod, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "other entry": (OtherEntry, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "second call": (SecondCall, [lambda m, x: m(x), lambda m, x: m(x, again=True)]),
     "outer call": (OuterCall, [lambda m, x: m(x), lambda m, x: m(x, raw=True)]),
     "untraced": (Untraced, [lambda m, x: m(x)]),
-    "untraced list": (UntracedList, [lambda m, x: m(x)]),
     "uncalled": (Uncalled, [lambda m, x: m(x), lambda m, x: vars(m).update(use_spare=True) or m(x)]),
 }
 
@@ -273,9 +247,7 @@ def test_what_is_proved_goes_into_the_convolution() -> None:
             assert not ours(retrofit.plain(small(make, to), (3, 16)))
 
 
-class Reads(Block):
-    """Computes what the norm does from its tensors."""
-
+class Reads(Block):  # computes what the norm does from its tensors
     def forward(self, x: Tensor) -> Tensor:
         norm, x = self.bn, self.conv(x)
         if self.training:
@@ -302,9 +274,7 @@ class TwoInputs(Block):
         return self.bn(self.conv(x) + self.conv(y))
 
 
-class Answers(Block):
-    """Returns nothing that can be compared."""
-
+class Answers(Block):  # returns nothing that can be compared
     def forward(self, x: Tensor) -> str:
         return str(self.bn(self.conv(x)).shape)
 

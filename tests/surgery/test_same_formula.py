@@ -17,9 +17,7 @@ from retrofit.errors import RetrofitError
 from retrofit.surgery.families import classify
 
 
-class FrozenBatchNorm2d(nn.Module):
-    """As in DETR: buffers, and an eps that no attribute names."""
-
+class FrozenBatchNorm2d(nn.Module):  # as in DETR: buffers, and an eps that no attribute names
     eps_inside = 1e-5
 
     def __init__(self, channels: int) -> None:
@@ -37,9 +35,7 @@ class OtherFrozenNorm(FrozenBatchNorm2d):
     eps_inside = 0.7
 
 
-class ChannelsFirst(nn.LayerNorm):
-    """As in SAM, ConvNeXt V2, DINOv3 and Segformer decoders."""
-
+class ChannelsFirst(nn.LayerNorm):  # as in SAM, ConvNeXt V2, DINOv3 and Segformer decoders
     def __init__(self, channels: int, data_format: str = "channels_first") -> None:
         super().__init__(channels, eps=1e-6)
         self.data_format = data_format
@@ -50,9 +46,7 @@ class ChannelsFirst(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class WrittenNorm(nn.Module):
-    """A LayerNorm that is derived from nothing, as in the first ConvNeXt."""
-
+class WrittenNorm(nn.Module):  # a LayerNorm that is derived from nothing, as in the first ConvNeXt
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
@@ -64,9 +58,7 @@ class WrittenNorm(nn.Module):
         return self.weight[:, None, None] * x + self.bias[:, None, None]
 
 
-class Activated(nn.GroupNorm):
-    """As in BiT."""
-
+class Activated(nn.GroupNorm):  # as in BiT
     def __init__(self, channels: int, act: Callable[[], nn.Module] = nn.ReLU) -> None:
         super().__init__(4, channels)
         self.activation = act()
@@ -119,9 +111,7 @@ def test_the_same_formula_by_another_name(build: Callable[[], nn.Module], known:
         assert value.is_meta or torch.equal(value, before[name][1])
 
 
-class AlwaysEvaluating(nn.BatchNorm2d):
-    """A frozen BatchNorm as detection libraries write it."""
-
+class AlwaysEvaluating(nn.BatchNorm2d):  # a frozen BatchNorm as detection libraries write it
     def train(self, mode: bool = True) -> AlwaysEvaluating:
         return super().train(False)
 

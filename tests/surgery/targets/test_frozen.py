@@ -35,12 +35,6 @@ def test_frozen_layers_are_a_source(to: str) -> None:
     assert sum(row.status == "converted" for row in report.plan.edits) == (2 if "pn" in to else 0)
     assert {"1.weight", "1.bias", "4.weight", "4.bias"} <= dict(model.named_parameters()).keys()
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
-    if to != "frozen":
-        assert retrofit.set_strength(model, 1.0) == 4
-    expected = model(x).detach()
-    other, _ = retrofit.convert(net(), to)
-    other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other.eval()(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_frozen_network_of_the_library_through_everything(tmp_path: Path) -> None:
