@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from retrofit.graph import kinds
@@ -138,8 +139,12 @@ class Flow:
         return module
 
     def is_gate(self, node: fx.Node) -> bool:
-        """Whether an activation is a sigmoid whose output multiplies other features."""
-        return kinds.is_gate(self.activation(node)) and self._multiplies(node, {"same", "shape", "spread"})
+        """Whether an activation is of the sigmoid kind, and its output multiplies other features."""
+        act = self.activation(node)
+        if next(act.parameters(), None) is not None or not self._multiplies(node, {"same", "shape", "spread"}):
+            return False
+        values = act(torch.linspace(-20, 20, 101, device="cpu"))
+        return bool(values.min() >= 0 and values.max() <= 1)
 
     def _multiplies(self, node: fx.Node, through: Collection[str]) -> bool:
         return any(self.steps[later] == "product" for later in self._downstream(node, through))
@@ -153,13 +158,11 @@ class Flow:
         return reached(node, ahead) - {node}
 
     def _step(self, node: fx.Node) -> str:
-        if node.op == "call_module":
-            return self._module_step(self.modules[node])
         if node.op in ("call_function", "call_method"):
             return _call_step(node)
-        return {"output": "output", "placeholder": "input"}.get(node.op, "constant")
-
-    def _module_step(self, module: nn.Module) -> str:
+        if node.op != "call_module":
+            return {"output": "output", "placeholder": "input"}.get(node.op, "constant")
+        module = self.modules[node]
         if self._flows.is_norm(module) or kinds.is_norm(module):
             return "norm"
         if kinds.is_altered(module):

@@ -154,14 +154,6 @@ def is_leaf(module: nn.Module) -> bool:
     return is_altered(module) or isinstance(module, tuple(get_notrace_modules()))
 
 
-def is_gate(module: nn.Module) -> bool:
-    """Whether an activation is of the sigmoid kind, which gates where its output multiplies other features."""
-    if any(True for _ in module.parameters()):
-        return False
-    values = module(torch.linspace(-20, 20, 101, device="cpu"))
-    return bool(values.min() >= 0 and values.max() <= 1)
-
-
 def _module_class(target: Any) -> Any:
     """The class of the activation that a function, or a tensor's method of that name, computes; None if it is none."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")

@@ -1,9 +1,4 @@
-"""Plain networks: the layers of a converted network that the libraries have themselves, as theirs, to train on.
-
-What trains and deploys networks knows torch's and timm's classes. At strength 1 the batch-independent targets are
-those, but for constants, which go into the convolution before or into a `ConstantAffine`; at strength 0 every target is
-its source's layer, or a constant affine.
-"""
+"""Plain networks: the layers of a converted network that the libraries have themselves, as theirs, to train on."""
 
 from __future__ import annotations
 
