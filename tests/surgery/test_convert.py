@@ -124,7 +124,7 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
     for holder, name, function in (
         (converter, "build", second),
         (converter, "finish", fail),
-        (execute, "refuse_fusing", fail),
+        (execute, "_refuse_fusing", fail),
     ):
         model = trained(Shared())
         before = state(model)
