@@ -76,7 +76,7 @@ def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is
     covered = {place.target for place in sites}
     return Sites(
         sites=sorted(sites.values(), key=lambda site: (order.index(site.norm), site.place)),
-        unmatched=[*search.unmatched(sites), *search.unseen()],
+        unmatched=list(search.unmatched(sites)),
         uncovered={n: search.why_unseen(m) for m, n in search.names.items() if is_norm(m) and m not in covered},
     )
 
@@ -180,13 +180,22 @@ class _Search(Flows):
         return not any(target in failed._modules.values() for failed in self.failures)
 
     def unmatched(self, sites: dict[Place, Site]) -> Iterator[UnmatchedActivation]:
-        """The activations that traces show and no site claims."""
+        """The activations that no site claims: on traces, inside norms that were not asked for, and never seen."""
         claimed = {site.activation.place for site in sites.values() if site.activation is not None}
         for place, steps in self.acts.items():
             if place not in claimed:
                 flow, node = steps[0]
                 kind = type(flow.activation(node)).__name__
                 yield UnmatchedActivation(self._name(place), kind, self._why_unmatched(flow, node, sites))
+        norms = set(filter(kinds.is_norm, self.names))
+        parts = {child for module in norms | self.activations for child in module.children()}
+        for module, name in self.names.items():
+            fused = _fused_activation(module) if module in norms and not self.is_norm(module) else None
+            if fused is not None:
+                reason = f"its norm, {type(module).__name__}, is not one of those asked for"
+                yield UnmatchedActivation(f"{name}.act", type(fused).__name__, reason)
+            if module in self.activations and module not in self.counts and module not in parts:
+                yield UnmatchedActivation(name, type(module).__name__, self.why_unseen(module))
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
         source, norm = flow.before(node), _norm_before(flow, node)
@@ -202,20 +211,7 @@ class _Search(Flows):
             return f"after a {'residual ' * (kind == 'addition')}{kind}"
         return f"no norm before it: fed by {flow.describe(source)}"
 
-    def unseen(self) -> Iterator[UnmatchedActivation]:
-        """The activations inside norms that were not asked for, and those that no trace shows."""
-        norms = set(filter(kinds.is_norm, self.names))
-        parts = {child for module in norms | self.activations for child in module.children()}
-        for module, name in self.names.items():
-            fused = _fused_activation(module) if module in norms and not self.is_norm(module) else None
-            if fused is not None:
-                reason = f"its norm, {type(module).__name__}, is not one of those asked for"
-                yield UnmatchedActivation(f"{name}.act", type(fused).__name__, reason)
-            if module in self.activations and module not in self.counts and module not in parts:
-                yield UnmatchedActivation(name, type(module).__name__, self.why_unseen(module))
-
     def why_unseen(self, module: nn.Module) -> str:
-        """Why no trace shows a call of `module`."""
         if not (name := self.names[module]):
             return "it is the whole model"
         modules = {name: module for module, name in self.names.items()}

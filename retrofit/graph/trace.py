@@ -105,7 +105,8 @@ class Tracer(fx.Tracer):
             return node
         callers = list(_callers())
         caller, code = callers[0], callers[0].f_code
-        owner = next(first for first in map(_first_argument, callers) if isinstance(first, nn.Module))
+        firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in callers if frame.f_code.co_argcount)
+        owner = next(first for first in firsts if isinstance(first, nn.Module))
         if isinstance(owner, fx.GraphModule):
             after = (step for step in dis.get_instructions(code) if step.offset > caller.f_lasti)
             name = next(step.argval for step in after if step.opname == "STORE_FAST")
@@ -140,11 +141,6 @@ def _callers() -> Iterator[FrameType]:
         if not frame.f_globals.get("__name__", "").startswith(_MACHINERY):
             yield frame
         frame = frame.f_back
-
-
-def _first_argument(frame: FrameType) -> object:
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    return frame.f_locals.get(names[0]) if names else None
 
 
 def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Tracer]:

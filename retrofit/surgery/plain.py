@@ -11,7 +11,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from retrofit.errors import RetrofitError
@@ -117,7 +117,7 @@ def _holds_constants(layer: nn.Module) -> bool:
     return isinstance(layer, MigratedGroupNorm | FrozenBatchNorm) or bool(frozen)
 
 
-def _plain(layer: nn.Module, feeder: nn.Module | None) -> nn.Module | None:
+def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
     """The plain form of a layer, of which constants go into the convolution that feeds it."""
     if feeder is None or not isinstance(layer, ConvertedLayer):
         return plain_layer(layer)
@@ -125,19 +125,14 @@ def _plain(layer: nn.Module, feeder: nn.Module | None) -> nn.Module | None:
     if affine is None:  # group normalization behind the constants
         affine, new = layer.plain_layer()
     assert affine is not None
-    _fold_after(feeder, *affine)
-    return new
-
-
-def _fold_after(feeder: Any, scale: Tensor, shift: Tensor) -> None:
-    """Make a convolution or linear layer put out scale * y + shift instead of y, per output channel."""
     bias, transposed = feeder.bias, isinstance(feeder, _ConvTransposeNd)
-    moved = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed).then(scale, shift)
+    moved = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed).then(*affine)
     feeder.weight.copy_(moved.torch_weight())
     if bias is not None:
         feeder.bias.copy_(moved.bias)
     elif moved.bias is not None:
         feeder.bias = nn.Parameter(moved.bias.to(feeder.weight.dtype), requires_grad=feeder.weight.requires_grad)
+    return new
 
 
 def sole_feeders(
