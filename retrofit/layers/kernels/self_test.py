@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrofit.layers.kernels import cache_folder, eager
+from retrofit.layers.kernels import build, eager
 from retrofit.layers.kernels.eager import KernelOptions
 
 _log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
 def _record(what: str) -> Path | None:
     """Return the file that says that a test was passed, whether it is there or not; None where none can be kept."""
     try:
-        folder = cache_folder.folder()
+        folder = build.cache_folder()
     except OSError:
         return None
     kernels = Path(__file__).parent
