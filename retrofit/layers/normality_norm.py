@@ -17,9 +17,8 @@ from torch.distributed import ProcessGroup
 from retrofit.layers import kernels
 from retrofit.layers.kernels import formulas
 from retrofit.layers.kernels.eager import KernelOptions
-from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype
-from retrofit.layers.kernels.layout import Layout
-from retrofit.layers.kernels.noise import draw_seed, normal
+from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype, normal
+from retrofit.layers.kernels.layout import layout_of
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
 
@@ -70,7 +69,7 @@ def apply_statistics(
     ones = torch.ones_like(rstd)
     gamma, beta = ones if weight is None else weight, 0 * ones if bias is None else bias
     constants = torch.stack([c.to(dtype) for c in (mean, rstd, lmbda.to(dtype) - 1, gamma, beta)])
-    layout = Layout.of(x, tuple(d for d, n in enumerate(mean.shape) if n == 1), mean.shape)
+    layout = layout_of(x.shape, x.stride(), tuple(d for d, n in enumerate(mean.shape) if n == 1), mean.shape)
     out = layout.empty_like(x)
     constants = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
     kernels.choose(out).apply(layout.view(out), layout.view(x), layout.dims, constants)
@@ -137,11 +136,12 @@ class _NormalityNorm(torch.autograd.Function):
         group: Any,
     ) -> tuple[Tensor, Tensor]:
         shapes = [None if p is None else p.shape for p in (weight, bias)]
-        ctx.layout = Layout.of(x, dim, *shapes) if kernels.fits(x) else None
+        ctx.layout = layout_of(x.shape, x.stride(), dim, *shapes) if kernels.fits(x) else None
         ctx.dim, ctx.group = dim, group
         seed = None
         if factor is not None:  # where kernels run, a seed of the CPU gives the same noise on every device
-            seed = draw_seed(x.device if ctx.layout is None else torch.device("cpu")).to(x.device)
+            device = x.device if ctx.layout is None else "cpu"
+            seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device).to(x.device)
         if ctx.layout is None:
             out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), Reductions(dim, group))
             statistics = stats[:4]

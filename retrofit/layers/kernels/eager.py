@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from retrofit.layers.kernels import formulas
-from retrofit.layers.kernels.formulas import Noise
-from retrofit.layers.kernels.noise import advance, normal
+from retrofit.layers.kernels.formulas import Noise, normal
 from retrofit.layers.power_transform import Reductions
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
@@ -35,7 +34,7 @@ class KernelOptions(NamedTuple):
 
 
 def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions) -> Tensor:
-    """Fill `out` with the result; return `formulas.Kept` of each set, stacked."""
+    """Fill `out` with the result; return `formulas.FIELDS` numbers of each set."""
     over, stats = Reductions(options.dims, options.group), []
     for block in blocks(x, options.dims, options.group is not None):
         affine = block.of(weight), block.of(bias)
@@ -86,8 +85,8 @@ class _Block(NamedTuple):
         factor, seed = options.factor, options.seed
         if factor is None or seed is None:
             return None
-        moved = advance(seed, self.start * x.stride(self.axis))
-        return lambda spread: normal(self(x).shape, moved, x.stride()) * (factor * spread)
+        first = self.start * x.stride(self.axis)
+        return lambda spread: normal(self(x).shape, seed, x.stride(), first) * (factor * spread)
 
 
 def blocks(x: Tensor, dims: tuple[int, ...], whole: bool = False) -> Iterator[_Block]:

@@ -1,13 +1,17 @@
-"""Algorithm 1 of Eftekhari & Papyan (2025) on a whole tensor, and the closed form of its backward.
+"""Algorithm 1 of Eftekhari & Papyan (2025) on a whole tensor, the closed form of its backward, and its noise.
 
 The one definition that eager torch runs and that a compiler traces; normality.cpp and the Triton kernels mirror it.
 Nothing here is seen by autograd. Everything is computed in float32 (float64 for float64 input).
+
+Noise is a function of position and seed, so that it needs no storing and no order. Element i of seed (s0, s1) is a hash
+of i, mapped through the normal quantile: whoever computes it, on whatever device and in whatever order, gets the same
+number (to the rounding of a logarithm). Tails reach 6.3 standard deviations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,22 +21,22 @@ from retrofit.layers.power_transform import Reductions, StepGradient, first_step
 _NEAR_ZERO = 1e-20  # stands for p = 0: expm1(p * l) / p is then l, to the bit
 
 
-class Kept(NamedTuple):
-    """What is kept of each set for the backward: its statistics, the step, its gradient, and the noise's scale."""
+FIELDS = 10
+"""Numbers kept of each set, stacked: mean, variance, 1 / std, lambda's step, its `StepGradient`, the noise's scale."""
 
-    mean: Tensor
-    var: Tensor
-    rstd: Tensor
-    step: Tensor
-    by_m1: Tensor
-    by_m2: Tensor
-    by_m3: Tensor
-    by_m45: Tensor
-    by_v: Tensor
-    spread: Tensor
+# Noise: |z| = (1 - v) * P(w) / Q(w), with v the two-sided tail probability and w = -log(v * (2 - v)); 1e-7 relative
+NUMERATOR = (
+    *(2.928853064076975e-05, 0.0009993967832997441, 0.011874854564666748),
+    *(0.08982928842306137, 0.4523918926715851, 1.2533142566680908),
+)
+DENOMINATOR = (
+    *(1.0084270343213575e-06, 0.00016978503845166415, 0.0022797624114900827),
+    *(0.032670583575963974, 0.09915989637374878, 1.0),
+)
+# Shifts and multipliers of an integer finaliser with full avalanche ("triple32" of Wellons' hash-prospector)
+_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 
-
-FIELDS = len(Kept._fields)  # numbers of `Kept`, stacked in its order
+Noise = Callable[[Tensor], Tensor]  # the noise to add, of the input's shape, by the spread of each set
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -40,15 +44,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-Noise = Callable[[Tensor], Tensor]  # the noise to add, of the input's shape, by the spread of each set
-
-
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, t: Tensor, eps: float, noise: Noise | None, over: Reductions
 ) -> tuple[Tensor, Tensor]:
-    """Return the result in `x`'s dtype and `Kept` of each set, stacked; `weight` and `bias` broadcast to `x`."""
+    """Return the result in `x`'s dtype and `FIELDS` numbers of each set; `weight` and `bias` broadcast to `x`."""
     values = x.to(compute_dtype(x))
-    mean, var = _mean_and_variance(values, over)
+    (mean,) = over.means([values])
+    centred = values - mean
+    offset, power = over.means([centred, centred * centred])
+    # Corrected once, so that a large constant set has neither offset nor spread.
+    mean, var = mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)
     rstd = torch.rsqrt(var + eps)
     y, step, gradient = gaussianized((values - mean) * rstd, t, over)
     spread = torch.zeros_like(mean)
@@ -56,7 +61,7 @@ def forward(
         (centre,) = over.means([y])
         (spread,) = over.means([(y - centre).abs()])
         y = y + noise(spread)
-    stats = torch.stack(Kept(mean, var, rstd, step, *gradient, spread))
+    stats = torch.stack([mean, var, rstd, step, *gradient, spread])
     return affine(y, weight, bias).to(x.dtype), stats
 
 
@@ -105,14 +110,6 @@ def apply(x: Tensor, constants: Tensor) -> Tensor:
     return (y * gamma + beta).to(x.dtype)
 
 
-def _mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance, the mean corrected once so that a large constant set has neither offset nor spread."""
-    (mean,) = over.means([x])
-    centred = x - mean
-    offset, power = over.means([centred, centred * centred])
-    return mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)
-
-
 def transform(h: Tensor, log: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return psi(h; 1 + change), u = p * l and expm1(u), of which psi is s / p times; `log` is log(1 + |h|)."""
     positive, negative = (torch.where(p == 0, _NEAR_ZERO, p) for p in (1 + change, 1 - change))
@@ -128,3 +125,34 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return y if bias is None else y + bias.to(y.dtype)
     scaled = y * weight.to(y.dtype)
     return scaled if bias is None else scaled + bias.to(y.dtype)
+
+
+def normal(shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = None, first: int = 0) -> Tensor:
+    """Return standard normal float32 numbers of `shape` by a seed of two int32 words. An element's position (modulo
+    2^32) is `first` plus its indices times `strides`, those of a contiguous tensor if None.
+    """
+    if strides is None:
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    key = seed[0] + ((first + 2**31) % 2**32 - 2**31)
+    for axis, stride in enumerate(strides):
+        steps = torch.arange(shape[axis], dtype=torch.int32, device=seed.device) * stride
+        key = key + steps.view(-1, *(1,) * (len(shape) - axis - 1))
+    for place, (shift, multiplier) in enumerate(_ROUNDS):
+        key = (_mix(key, shift) + (seed[1] if place == 1 else 0)) * multiplier
+    key = _mix(key, 14)
+    v = (key & 0x7FFFFFFF).to(torch.float32) * 2.0**-31 + 2.0**-32
+    w = -torch.log(v * (2 - v))
+    z = (1 - v) * _polynomial(w, NUMERATOR) / _polynomial(w, DENOMINATOR)
+    return torch.where(key < 0, -z, z)
+
+
+def _mix(key: Tensor, shift: int) -> Tensor:
+    return key ^ ((key >> shift) & ((1 << (32 - shift)) - 1))  # a logical shift
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Evaluate a polynomial, highest power first."""
+    out = x * coefficients[0] + coefficients[1]
+    for coefficient in coefficients[2:]:
+        out = out * x + coefficient
+    return out

@@ -22,11 +22,6 @@ class Layout(NamedTuple):
     affine: tuple[int, ...]  # of the affine parameters; 1 where they broadcast
     dims: tuple[int, ...]  # of `shape` that the normalized set spans
 
-    @classmethod
-    def of(cls, x: Tensor, dim: tuple[int, ...], *affine: torch.Size | None) -> Layout:
-        """Return the layout of `x` with sets over `dim` and affine parameters of shapes that broadcast to it."""
-        return _layout_of(tuple(x.shape), x.stride(), dim, affine)
-
     def view(self, x: Tensor) -> Tensor:
         """View `x` in this layout; copies what lies otherwise in memory."""
         return x.permute(self.order).reshape(self.shape).contiguous()
@@ -45,9 +40,10 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _layout_of(
-    size: tuple[int, ...], stride: tuple[int, ...], dim: tuple[int, ...], affine: tuple[torch.Size | None, ...]
+def layout_of(
+    size: tuple[int, ...], stride: tuple[int, ...], dim: tuple[int, ...], *affine: torch.Size | None
 ) -> Layout:
+    """Return the layout of a tensor with sets over `dim` and affine parameters of shapes that broadcast to it."""
     order = tuple(sorted(range(len(size)), key=stride.__getitem__, reverse=True))
     dense = [math.prod(size[later] for later in order[place + 1 :]) for place in range(len(order))]
     if any(size[d] != 1 and stride[d] != step for d, step in zip(order, dense, strict=True)):
@@ -104,35 +100,26 @@ class Geometry(ctypes.Structure):
 def geometry_of(
     shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int, beside: bool = False
 ) -> Geometry | None:
-    """Return the geometry of sets over `dims` for vectors of `width`, `beside` each other where they fit (see
-    `side_by_side`); None where sets need more loops.
+    """Return the geometry of sets over `dims` for vectors of `width`, None where sets need more loops. With `beside`,
+    stretches that fit a vector and lie beside those of the next set are columns.
     """
     *axes, lane = (
         Axis(n, math.prod(shape[d + 1 :]), math.prod(affine[d + 1 :]) if affine[d] != 1 else 0)
         for d, n in enumerate(shape)
     )
-    columns = len(axes) not in dims
+    columns, share = len(axes) not in dims, 1
     within = [axis for d, axis in enumerate(axes) if d in dims]
     between = [axis for d, axis in enumerate(axes) if d not in dims]
     runs = within.pop() if within else Axis(1)
-    if columns:
-        inner = Axis(math.ceil(lane.size / width), width, width * lane.affine)
-    else:
-        inner = between.pop() if between else Axis(1)
+    inner = between.pop() if between and not columns else Axis(1)
     outer = between.pop() if between else Axis(1)
     if within or between or outer.affine or (columns and lane.affine and runs.affine):
         return None
-    geometry = Geometry(columns, outer, inner, runs, lane, math.prod(affine), 1)
-    return side_by_side(geometry, width) if beside else geometry
-
-
-def side_by_side(geometry: Geometry, width: int) -> Geometry:
-    """Return the geometry as columns where stretches fit a vector of `width` and lie beside those of the next set."""
-    inner, lane = geometry.inner, geometry.lane
     adjacent = inner.stride == lane.size and inner.affine == lane.size * lane.affine
-    if geometry.columns or not adjacent or lane.size > width or geometry.runs.size == 1 or geometry.runs.affine:
-        return geometry
-    elements, block = inner.size * lane.size, width // lane.size * lane.size
-    blocks = Axis(math.ceil(elements / block), block, block * lane.affine)
-    whole = Axis(elements, lane.stride, lane.affine)
-    return Geometry(True, geometry.outer, blocks, geometry.runs, whole, geometry.affine_size, lane.size)
+    if beside and not columns and adjacent and lane.size <= width and runs.size != 1 and not runs.affine:
+        columns, share = True, lane.size
+        lane = Axis(inner.size * share, lane.stride, lane.affine)
+    if columns:
+        block = width // share * share
+        inner = Axis(math.ceil(lane.size / block), block, block * lane.affine)
+    return Geometry(columns, outer, inner, runs, lane, math.prod(affine), share)

@@ -29,7 +29,7 @@ enum { MEAN, VAR, RSTD, STEP, C1, C2, C3, C45, CV, SPREAD, FIELDS };  // rows of
 
 inline U mix(U key, int shift) { return key ^ (key >> shift); }
 
-// See noise.py.
+// See formulas.py.
 constexpr float NUMERATOR[] = {2.928853064076975e-05f, 0.0009993967832997441f, 0.011874854564666748f,
                                0.08982928842306137f, 0.4523918926715851f, 1.2533142566680908f};
 constexpr float DENOMINATOR[] = {1.0084270343213575e-06f, 0.00016978503845166415f, 0.0022797624114900827f,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import KernelOptions
-from retrofit.layers.kernels.formulas import FIELDS
+from retrofit.layers.kernels.formulas import DENOMINATOR, FIELDS, NUMERATOR
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
 
@@ -31,25 +31,40 @@ _PROGRAMS_PER_PROCESSOR = 4
 _ROUNDS = 4  # tiles that a program goes through at least before a set is shared
 
 _LOG_STRETCH, _MIN_CURVATURE, _TINY = tl.constexpr(LOG_STRETCH), tl.constexpr(MIN_CURVATURE), tl.constexpr(TINY)
-# What is kept of each set, as `formulas.Kept` has it: `_GRADIENT` is the first of five. Rows of the forward's partial
+# What is kept of each set, as `formulas.FIELDS` has it: `_GRADIENT` is the first of five. Rows of the forward's partial
 # sums: `_MOMENTS` is the first of five; rows of the backward's: five sums, and the gradients of gamma and beta.
 _MEAN, _VAR, _RSTD, _STEP, _GRADIENT, _SPREAD = map(tl.constexpr, (0, 1, 2, 3, 4, 9))
 _MEANS, _SQUARES, _MOMENTS, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, (0, 1, 2, 7, 8, 9, 10))
 _TO_WEIGHT, _TO_BIAS = tl.constexpr(5), tl.constexpr(6)
 _FORWARD_PARTS, _BACKWARD_PARTS = 11, 7
 
+# Coefficients of polynomials, highest power first
+_NUMERATOR, _DENOMINATOR = tl.constexpr(NUMERATOR), tl.constexpr(DENOMINATOR)
+_SERIES = tl.constexpr((1 / 5760, 1 / 840, 1 / 144, 1 / 30, 1 / 8, 1 / 3, 1 / 2))
+_EXPM1 = tl.constexpr(
+    (0.0013882494531571865, 0.00836664717644453, 0.04166720435023308, 0.16666541993618011, 0.4999999701976776)
+)
+_LOG1P = tl.constexpr(
+    (
+        *(0.05413185432553291, -0.12067317217588425, 0.14983916282653809, -0.1682281792163849),
+        *(0.19977077841758728, -0.24993441998958588, 0.3333354890346527, -0.5000005960464478),
+    )
+)
+
+
+@triton.jit
+def _polynomial(x, COEFFICIENTS: tl.constexpr):
+    """Evaluate a polynomial, highest power first."""
+    value = x * COEFFICIENTS[0] + COEFFICIENTS[1]
+    for k in tl.static_range(2, len(COEFFICIENTS)):
+        value = value * x + COEFFICIENTS[k]
+    return value
+
 
 @triton.jit
 def _log_of(k, m):
     """Log of 2^(k / 2^23) * (1 + m), as normality.cpp has it."""
-    p = 0.05413185432553291 * m - 0.12067317217588425
-    p = p * m + 0.14983916282653809
-    p = p * m - 0.1682281792163849
-    p = p * m + 0.19977077841758728
-    p = p * m - 0.24993441998958588
-    p = p * m + 0.3333354890346527
-    p = p * m - 0.5000005960464478
-    return k.to(tl.float32) * (0.6931471805599453 / 8388608) + (p * (m * m) + m)
+    return k.to(tl.float32) * (0.6931471805599453 / 8388608) + (_polynomial(m, _LOG1P) * (m * m) + m)
 
 
 @triton.jit
@@ -66,16 +81,12 @@ def _expm1(u):
     n = tl.floor(u * 1.4426950408889634 + 0.5)
     r = (u - n * 0.693145751953125) - n * 1.4286068203e-6
     scale = ((n.to(tl.int32) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
-    p = 0.0013882494531571865 * r + 0.00836664717644453
-    p = p * r + 0.04166720435023308
-    p = p * r + 0.16666541993618011
-    p = p * r + 0.4999999701976776
-    return (p * (r * r) + r) * scale + (scale - 1)
+    return (_polynomial(r, _EXPM1) * (r * r) + r) * scale + (scale - 1)
 
 
 @triton.jit
 def _normal(position, Seed):
-    """See noise.py."""
+    """See `formulas.normal`."""
     key = position.to(tl.uint32) + tl.load(Seed).to(tl.uint32, bitcast=True)
     key = (key ^ (key >> 17)) * 0xED5AD4BB
     key = ((key ^ (key >> 11)) + tl.load(Seed + 1).to(tl.uint32, bitcast=True)) * 0xAC4C1B51
@@ -85,17 +96,7 @@ def _normal(position, Seed):
     q = v * (2 - v)
     k = (q.to(tl.int32, bitcast=True) - 0x3F400000) & -0x800000
     w = -_log_of(k, q * (0x3F800000 - k).to(tl.float32, bitcast=True) - 1)
-    top = 2.928853064076975e-05 * w + 0.0009993967832997441
-    top = top * w + 0.011874854564666748
-    top = top * w + 0.08982928842306137
-    top = top * w + 0.4523918926715851
-    top = top * w + 1.2533142566680908
-    bottom = 1.0084270343213575e-06 * w + 0.00016978503845166415
-    bottom = bottom * w + 0.0022797624114900827
-    bottom = bottom * w + 0.032670583575963974
-    bottom = bottom * w + 0.09915989637374878
-    bottom = bottom * w + 1.0
-    z = (1 - v) * top / bottom
+    z = (1 - v) * _polynomial(w, _NUMERATOR) / _polynomial(w, _DENOMINATOR)
     return tl.where(key >= 0x80000000, -z, z)
 
 
@@ -111,6 +112,31 @@ def _psi(h, change):
     return growth * tl.where(h < 0, -1 / down, 1 / up), log, u, growth
 
 
+class _Where(NamedTuple):
+    """Where the sets of a tensor lie, as `Geometry` has it, and how many elements of a set a program takes."""
+
+    outer_stride: Any
+    inner: Any
+    inner_stride: Any
+    run_stride: Any
+    length: Any
+    affine_inner: Any
+    affine_run: Any
+    affine_lane: Any
+    sets: Any
+    elements: Any
+    share: Any
+
+
+class _Options(NamedTuple):
+    """What `KernelOptions` holds beside shapes; `seed` and `factor` are None for no noise."""
+
+    t: Any
+    eps: Any
+    factor: Any
+    seed: Any
+
+
 class _Sets(NamedTuple):
     """What a program works on: its sets, a tile's columns, and its share of their elements."""
 
@@ -121,31 +147,31 @@ class _Sets(NamedTuple):
     there: Any  # whether the lane holds a set at all
     start: Any  # of the share; it ends before `stop`
     stop: Any
-    run_stride: Any
-    length: Any
-    count: Any
+    where: Any
 
 
 @triton.jit
-def _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS: tl.constexpr):
+def _sets(where, COLUMNS: tl.constexpr):
     task = tl.program_id(0).to(tl.int64)
-    o, i = task // inner, task % inner
+    o, i = task // where.inner, task % where.inner
     lane = tl.arange(0, COLUMNS).to(tl.int64)[None, :]
-    base = o * outer_stride + i * inner_stride + lane
-    column = task + lane if COLUMNS == 1 else o * length + i * inner_stride + lane
-    there = lane == 0 if COLUMNS == 1 else i * inner_stride + lane < length
-    start = tl.program_id(1) * share
-    return _Sets(i, lane, base, column, there, start, tl.minimum(start + share, elements), run_stride, length, sets)
+    base = o * where.outer_stride + i * where.inner_stride + lane
+    column = task + lane if COLUMNS == 1 else o * where.length + i * where.inner_stride + lane
+    there = lane == 0 if COLUMNS == 1 else i * where.inner_stride + lane < where.length
+    start = tl.program_id(1) * where.share
+    return _Sets(i, lane, base, column, there, start, tl.minimum(start + where.share, where.elements), where)
 
 
 @triton.jit
 def _elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the offsets of a tile from element `e` of the sets, which of them there are, and their run and lane."""
+    """Return of a tile from element `e` of the sets: offsets, which of them there are, and where in gamma and beta."""
+    where = at.where
     e += tl.arange(0, ROWS)[:, None]
-    run = (e // at.length if COLUMNS == 1 else e).to(tl.int64)
-    lane = (e % at.length).to(tl.int64) if COLUMNS == 1 else at.lane
-    offset = run * at.run_stride + at.base + (lane if COLUMNS == 1 else 0)
-    return offset, (e < at.stop) & at.there, run, lane
+    run = (e // where.length if COLUMNS == 1 else e).to(tl.int64)
+    lane = (e % where.length).to(tl.int64) if COLUMNS == 1 else at.lane
+    offset = run * where.run_stride + at.base + (lane if COLUMNS == 1 else 0)
+    parameter = at.block * where.affine_inner + run * where.affine_run + lane * where.affine_lane
+    return offset, (e < at.stop) & at.there, parameter
 
 
 @triton.jit
@@ -156,25 +182,25 @@ def _values(P, offset, mask):
 @triton.jit
 def _statistic(Stats, FIELD: tl.constexpr, at):
     """Return one number of each set, to be broadcast over its elements."""
-    return _values(Stats + FIELD * at.count, at.column, at.there)
+    return _values(Stats + FIELD * at.where.sets, at.column, at.there)
 
 
 @triton.jit
 def _keep(Stats, FIELD: tl.constexpr, at, value):
     """Store one number of each set, by the first of the programs that share it."""
     first = at.there & (at.column * 0 + tl.program_id(1) == 0)
-    tl.store(Stats + FIELD * at.count + at.column, value, mask=first)
+    tl.store(Stats + FIELD * at.where.sets + at.column, value, mask=first)
 
 
 @triton.jit
 def _part(Parts, row, s, at):
     """Load what program `s` of those that share a set left in a row."""
-    return _values(Parts + (row * tl.num_programs(1) + s) * at.count, at.column, at.there)
+    return _values(Parts + (row * tl.num_programs(1) + s) * at.where.sets, at.column, at.there)
 
 
 @triton.jit
 def _leave(Parts, row, at, value):
-    tl.store(Parts + (row * tl.num_programs(1) + tl.program_id(1)) * at.count + at.column, value, mask=at.there)
+    tl.store(Parts + (row * tl.num_programs(1) + tl.program_id(1)) * at.where.sets + at.column, value, mask=at.there)
 
 
 @triton.jit
@@ -210,11 +236,11 @@ def _own_mean(X, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     total, offset_total, power = zero, zero, zero
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
         total += _values(X, offset, mask)
     mean = _total(total) / (at.stop - at.start)
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
         centred = tl.where(mask, _values(X, offset, mask) - mean, 0.0)
         offset_total += centred
         power += centred * centred
@@ -224,8 +250,9 @@ def _own_mean(X, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _whole_mean(Parts, at, elements, share, COLUMNS: tl.constexpr):
+def _whole_mean(Parts, at, COLUMNS: tl.constexpr):
     """Merge the programs' means and sums of squared deviations."""
+    elements, share = at.where.elements, at.where.share
     mean = tl.zeros([1, COLUMNS], tl.float32)
     for s in range(0, tl.num_programs(1)):
         count = tl.minimum((s + 1) * share, elements) - s * share
@@ -244,7 +271,7 @@ def _own_moments(X, at, mean, rstd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     m1, m2, m3, m45, v, low, high = zero, zero, zero, zero, zero, zero, zero
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
         h = tl.where(mask, (_values(X, offset, mask) - mean) * rstd, 0.0)
         a = tl.abs(h)
         log = _log1p(a)
@@ -297,7 +324,7 @@ def _own_sum(X, at, mean, rstd, change, centre, ROWS: tl.constexpr, COLUMNS: tl.
     """Sum psi over a program's share, or its distance from `centre` where that is given."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
         y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
         if centre is not None:
             y = tl.abs(y - centre)
@@ -307,34 +334,11 @@ def _own_sum(X, at, mean, rstd, change, centre, ROWS: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def _forward(
-    Out,
-    X,
-    Weight,
-    Bias,
-    Stats,
-    Parts,
-    T,
-    Factor,
-    Seed,
-    outer_stride,
-    inner,
-    inner_stride,
-    run_stride,
-    length,
-    affine_inner,
-    affine_run,
-    affine_lane,
-    sets,
-    elements,
-    share,
-    eps,
-    STAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    Out, X, Weight, Bias, Stats, Parts, options, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is all at once."""
-    at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
-    t = tl.load(T)
+    at = _sets(where, COLUMNS)
+    t, elements = tl.load(options.t), where.elements
 
     if STAGE <= 0:
         mean, squares = _own_mean(X, at, ROWS, COLUMNS)
@@ -342,11 +346,11 @@ def _forward(
             _leave(Parts, _MEANS, at, mean)
             _leave(Parts, _SQUARES, at, squares)
     if STAGE > 0:
-        mean, squares = _whole_mean(Parts, at, elements, share, COLUMNS)
+        mean, squares = _whole_mean(Parts, at, COLUMNS)
     if STAGE != 0:
         var = squares / elements
         var = tl.where(var < 0, 0.0, var)
-        rstd = 1 / tl.sqrt(var + eps)
+        rstd = 1 / tl.sqrt(var + options.eps)
 
     if STAGE == -1 or STAGE == 1:
         moments, low, high = _own_moments(X, at, mean, rstd, ROWS, COLUMNS)
@@ -362,7 +366,7 @@ def _forward(
         change = t * step
 
     spread = tl.zeros([1, COLUMNS], tl.float32)
-    if Seed is not None:
+    if options.seed is not None:
         if STAGE == -1 or STAGE == 2:
             centre = _own_sum(X, at, mean, rstd, change, None, ROWS, COLUMNS)
             if STAGE == 2:
@@ -381,14 +385,13 @@ def _forward(
             spread = spread / elements
 
     if STAGE == -1 or STAGE == 4:
-        if Seed is not None:
-            amount = tl.load(Factor) * spread
+        if options.seed is not None:
+            amount = tl.load(options.factor) * spread
         for e in range(at.start, at.stop, ROWS):
-            offset, mask, run, lane = _elements(e, at, ROWS, COLUMNS)
+            offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
             y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
-            if Seed is not None:
-                y += _normal(offset, Seed) * amount
-            parameter = at.block * affine_inner + run * affine_run + lane * affine_lane
+            if options.seed is not None:
+                y += _normal(offset, options.seed) * amount
             if Weight is not None:
                 y *= _values(Weight, parameter, mask)
             if Bias is not None:
@@ -405,36 +408,14 @@ def _forward(
 
 @triton.jit
 def _backward(
-    GradX,
-    X,
-    Grad,
-    Weight,
-    Stats,
-    Parts,
-    T,
-    Factor,
-    Seed,
-    outer_stride,
-    inner,
-    inner_stride,
-    run_stride,
-    length,
-    affine_inner,
-    affine_run,
-    affine_lane,
-    sets,
-    elements,
-    share,
-    STAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    GradX, X, Grad, Weight, Stats, Parts, options, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Stage 0 leaves sums: of what `formulas.backward` takes means of (the gradient of lambda, and `direct` and
     `shift`, plain and times h), of grad * y and of grad. Stage 1 writes; -1 does both at once.
     """
-    at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
+    at = _sets(where, COLUMNS)
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
-    t = tl.load(T)
+    t, elements = tl.load(options.t), where.elements
     mean = _statistic(Stats, _MEAN, at)
     rstd = _statistic(Stats, _RSTD, at)
     change = t * _statistic(Stats, _STEP, at)
@@ -443,17 +424,17 @@ def _backward(
     by = StepGradient(by_m1, by_m2, by_m3, by_m45, _statistic(Stats, _GRADIENT + 4, at))
 
     if STAGE <= 0:
-        if Seed is not None:
-            amount = tl.load(Factor) * _statistic(Stats, _SPREAD, at)
+        if options.seed is not None:
+            amount = tl.load(options.factor) * _statistic(Stats, _SPREAD, at)
         to_lmbda, direct, direct_h, shift, shift_h, to_weight, to_bias = zero, zero, zero, zero, zero, zero, zero
         for e in range(at.start, at.stop, ROWS):
-            offset, mask, run, lane = _elements(e, at, ROWS, COLUMNS)
+            offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
             grad = _values(Grad, offset, mask)
             h = tl.where(mask, (_values(X, offset, mask) - mean) * rstd, 0.0)
             y, log, u, growth = _psi(h, change)
             g = grad
             if Weight is not None:
-                g *= _values(Weight, at.block * affine_inner + run * affine_run + lane * affine_lane, mask)
+                g *= _values(Weight, parameter, mask)
             pulled, moved = _pulls(h, log, growth, g, by)
             moved = tl.where(mask, moved, 0.0)
             to_lmbda += g * _lmbda_derivative(u, log, growth)
@@ -461,8 +442,8 @@ def _backward(
             direct_h += pulled * h
             shift += moved
             shift_h += moved * h
-            if Seed is not None:
-                y += _normal(offset, Seed) * amount
+            if options.seed is not None:
+                y += _normal(offset, options.seed) * amount
             to_weight += grad * y
             to_bias += grad
         sums = _total(to_lmbda), _total(direct), _total(direct_h), _total(shift), _total(shift_h)
@@ -477,12 +458,12 @@ def _backward(
         centre = (sums[1] + pull * sums[3]) / elements
         tilt = (sums[2] + pull * sums[4]) / elements
         for e in range(at.start, at.stop, ROWS):
-            offset, mask, run, lane = _elements(e, at, ROWS, COLUMNS)
+            offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
             h = (_values(X, offset, mask) - mean) * rstd
             _, log, _, growth = _psi(h, change)
             g = _values(Grad, offset, mask)
             if Weight is not None:
-                g *= _values(Weight, at.block * affine_inner + run * affine_run + lane * affine_lane, mask)
+                g *= _values(Weight, parameter, mask)
             pulled, moved = _pulls(h, log, growth, g, by)
             grad_x = rstd * (pulled + pull * moved - centre - h * tilt)
             tl.store(GradX + offset, grad_x.to(GradX.dtype.element_ty), mask=mask)
@@ -504,55 +485,30 @@ def _pulls(h, log, growth, g, by):
 @triton.jit
 def _lmbda_derivative(u, log, growth):
     """`power_transform.lmbda_derivative`, with a shorter series on a smaller radius."""
-    near = u * (1 / 5760) + 1 / 840
-    near = near * u + 1 / 144
-    near = near * u + 1 / 30
-    near = near * u + 1 / 8
-    near = near * u + 1 / 3
-    near = near * u + 1 / 2
     small = tl.abs(u) < 0.3
     w = tl.where(small, 1.0, u)
-    return log * log * tl.where(small, near, ((growth + 1) * w - growth) / (w * w))
+    return log * log * tl.where(small, _polynomial(u, _SERIES), ((growth + 1) * w - growth) / (w * w))
 
 
 @triton.jit
-def _affine_gradients(
-    Parts,
-    X,
-    Grad,
-    Stats,
-    T,
-    Factor,
-    Seed,
-    outer_stride,
-    inner,
-    inner_stride,
-    run_stride,
-    length,
-    sets,
-    elements,
-    share,
-    set_outer,
-    set_inner,
-    set_count,
-    normalized,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _affine_gradients(Parts, X, Grad, Stats, options, numbering, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum grad * y and grad over what one affine parameter multiplies, where that is not one normalized set. An
     element's set is (offset // set_outer) * set_count + offset // set_inner % set_count, of `normalized` many.
     """
-    at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
+    at = _sets(where, COLUMNS)
+    set_outer, set_inner, set_count, normalized = numbering
     to_weight, to_bias = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
         of = (offset // set_outer) * set_count + offset // set_inner % set_count
         grad = _values(Grad, offset, mask)
         mean, rstd = _values(Stats, of, mask), _values(Stats + _RSTD * normalized, of, mask)
         h = (_values(X, offset, mask) - mean) * rstd
-        y, _, _, _ = _psi(h, tl.load(T) * _values(Stats + _STEP * normalized, of, mask))
-        if Seed is not None:
-            y += _normal(offset, Seed) * (tl.load(Factor) * _values(Stats + _SPREAD * normalized, of, mask))
+        y, _, _, _ = _psi(h, tl.load(options.t) * _values(Stats + _STEP * normalized, of, mask))
+        if options.seed is not None:
+            y += _normal(offset, options.seed) * (
+                tl.load(options.factor) * _values(Stats + _SPREAD * normalized, of, mask)
+            )
         to_weight += grad * y
         to_bias += grad
     _leave(Parts, 0, at, _total(to_weight))
@@ -560,27 +516,13 @@ def _affine_gradients(
 
 
 @triton.jit
-def _apply(
-    Out,
-    X,
-    Constants,
-    outer_stride,
-    inner,
-    inner_stride,
-    run_stride,
-    length,
-    sets,
-    elements,
-    share,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    at = _sets(outer_stride, inner, inner_stride, run_stride, length, sets, elements, share, COLUMNS)
+def _apply(Out, X, Constants, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = _sets(where, COLUMNS)
     mean, rstd = _statistic(Constants, 0, at), _statistic(Constants, 1, at)
     change = _statistic(Constants, 2, at)
     gamma, beta = _statistic(Constants, 3, at), _statistic(Constants, 4, at)
     for e in range(at.start, at.stop, ROWS):
-        offset, mask, _, _ = _elements(e, at, ROWS, COLUMNS)
+        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
         y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
         tl.store(Out + offset, (y * gamma + beta).to(Out.dtype.element_ty), mask=mask)
 
@@ -589,7 +531,6 @@ class _Launch:
     """How the sets of a tensor are shared out to programs."""
 
     def __init__(self, x: Tensor, geometry: Geometry) -> None:
-        self.device = x.device
         outer, inner, runs, lane = geometry.outer, geometry.inner, geometry.runs, geometry.lane
         elements = runs.size * (1 if geometry.columns else lane.size)
         tasks = outer.size * inner.size
@@ -599,13 +540,15 @@ class _Launch:
         share = triton.cdiv(elements, min(most, triton.cdiv(_programs(x.device), tasks)))
         self.splits = triton.cdiv(elements, share)
         self.grid = (tasks, self.splits)
-        self.strides = (outer.stride, inner.size, inner.stride, runs.stride, lane.size)
-        self.affine = (inner.affine, runs.affine, lane.affine)
-        self.sizes = (geometry.sets, elements, share)
+        strides = outer.stride, inner.size, inner.stride, runs.stride, lane.size
+        self.where = _Where(*strides, inner.affine, runs.affine, lane.affine, geometry.sets, elements, share)
 
-    def parts(self, fields: int) -> Tensor:
+    def run(self, kernel: Any, *arguments: Any) -> None:
+        kernel[self.grid](*arguments, self.where, self.rows, self.columns)
+
+    def parts(self, fields: int, x: Tensor) -> Tensor:
         """Room for `fields` partial sums of each set."""
-        return torch.empty(fields, self.splits, self.sizes[0], dtype=torch.float32, device=self.device)
+        return torch.empty(fields, self.splits, self.where.sets, dtype=torch.float32, device=x.device)
 
 
 def _programs(device: torch.device) -> int:
@@ -619,14 +562,13 @@ def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     geometry = geometry_of(tuple(x.shape), options.dims, options.affine, _COLUMNS)
     if geometry is None:
         return eager.forward(out, x, weight, bias, options)
-    launch, noise = _Launch(x, geometry), (options.t, options.factor, options.seed)
+    launch, given = _Launch(x, geometry), _Options(options.t, options.eps, options.factor, options.seed)
     kept = (1 if d in options.dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
-    pointers = out, x, _flat(weight), _flat(bias), stats, launch.parts(_FORWARD_PARTS), *noise
-    numbers = *launch.strides, *launch.affine, *launch.sizes, options.eps
+    pointers = out, x, _flat(weight), _flat(bias), stats, launch.parts(_FORWARD_PARTS, x)
     stages = range(5) if options.seed is not None else (0, 1, 4)
     for stage in stages if launch.splits > 1 else (_ALL,):
-        _forward[launch.grid](*pointers, *numbers, stage, launch.rows, launch.columns)
+        launch.run(_forward, *pointers, given, stage)
     return stats
 
 
@@ -638,12 +580,10 @@ def backward(
     geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
     if geometry is None:
         return eager.backward(grad_x, x, grad, weight, stats, options)
-    launch, noise = _Launch(x, geometry), (options.t, options.factor, options.seed)
-    parts = launch.parts(_BACKWARD_PARTS)
-    pointers = grad_x, x, grad, _flat(weight), stats, parts, *noise
-    numbers: tuple[int, ...] = *launch.strides, *launch.affine, *launch.sizes
+    launch, given = _Launch(x, geometry), _Options(options.t, options.eps, options.factor, options.seed)
+    parts = launch.parts(_BACKWARD_PARTS, x)
     for stage in (0, 1) if launch.splits > 1 else (_ALL,):
-        _backward[launch.grid](*pointers, *numbers, stage, launch.rows, launch.columns)
+        launch.run(_backward, grad_x, x, grad, _flat(weight), stats, parts, given, stage)
     if all(affine[d] == 1 for d in dims):  # one parameter a set, or several sets
         sums = parts[_TO_WEIGHT.value :].sum(1).view(2, *stats.shape[1:])
         return sums.sum_to_size(2, *affine)
@@ -656,11 +596,10 @@ def backward(
     if of_parameters is None:
         raise AssertionError(f"no layer has affine parameters of shape {affine} on sets over {dims}")
     launch = _Launch(x, of_parameters)
-    shares = launch.parts(2)
+    shares = launch.parts(2, x)
     outer, inner = geometry.outer, geometry.lane if geometry.columns else geometry.inner
-    sets = outer.stride or x.numel(), inner.stride or x.numel(), inner.size, geometry.sets
-    numbers = *launch.strides, *launch.sizes, *sets, launch.rows, launch.columns
-    _affine_gradients[launch.grid](shares, x, grad, stats, *noise, *numbers)
+    numbering = outer.stride or x.numel(), inner.stride or x.numel(), inner.size, geometry.sets
+    launch.run(_affine_gradients, shares, x, grad, stats, given, numbering)
     return shares.sum(1).view(2, *affine)
 
 
@@ -669,9 +608,8 @@ def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> N
     geometry = geometry_of(tuple(x.shape), dims, tuple(constants.shape[1:]), _COLUMNS)
     if geometry is None:
         eager.apply(out, x, dims, constants)
-        return
-    launch = _Launch(x, geometry)
-    _apply[launch.grid](out, x, constants, *launch.strides, *launch.sizes, launch.rows, launch.columns)
+    else:
+        _Launch(x, geometry).run(_apply, out, x, constants)
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:

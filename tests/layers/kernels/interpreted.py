@@ -79,8 +79,8 @@ def collect(Parts, row, at):
 
 @triton.jit
 def elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    offset, mask, run, lane = intact(e, at, ROWS, COLUMNS)
-    return offset, mask & (e + 1 + tl.arange(0, ROWS)[:, None] < at.stop), run, lane
+    offset, mask, parameter = intact(e, at, ROWS, COLUMNS)
+    return offset, mask & (e + 1 + tl.arange(0, ROWS)[:, None] < at.stop), parameter
 
 
 @triton.jit

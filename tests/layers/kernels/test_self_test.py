@@ -98,7 +98,7 @@ def test_programs_share_the_sets_of_the_cases_that_say_so(monkeypatch: pytest.Mo
         assert geometry is not None
         launch = triton._Launch(torch.empty(case.shape, device="meta"), geometry)
         assert (launch.splits > 1) == ("share" in case.name)
-        assert launch.sizes[1] > launch.rows  # a whole tile, and another
+        assert launch.where.elements > launch.rows  # a whole tile, and another
         assert launch.rows * launch.columns == triton._TILE
 
 

@@ -38,15 +38,28 @@ def built(kernel: Any, capability: int, columns: int, dtype: str, **constants: A
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from retrofit.layers.kernels.triton import _TILE
+    from retrofit.layers.kernels.triton import _TILE, _Options, _Where
 
     constants |= {"ROWS": _TILE // columns, "COLUMNS": columns}
-    kinds = {"X": dtype, "Out": dtype, "Grad": dtype, "GradX": dtype, "Seed": "*i32", "eps": "fp32"}
-    signature = {
-        name: "constexpr" if name in constants else kinds.get(name, "*fp32" if name[0].isupper() else "i64")
-        for name in kernel.arg_names
+    kinds = {
+        "X": dtype,
+        "Out": dtype,
+        "Grad": dtype,
+        "GradX": dtype,
+        "seed": "*i32",
+        "eps": "fp32",
+        "numbering": ("i64",) * 4,
     }
-    source = ASTSource(kernel, signature, constexprs=constants)
+    kinds |= dict.fromkeys(_Where._fields, "i64") | dict.fromkeys(constants, "constexpr")
+    signature, constexprs = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        fields = {"options": _Options, "where": _Where}.get(name)
+        names = fields._fields if fields else (name,)
+        found = [kinds.get(each, "*fp32") for each in names]
+        signature[name] = fields(*found) if fields else found[0]
+        paths = [(place, k) if fields else (place,) for k in range(len(names))]
+        constexprs |= {path: constants[each] for path, each in zip(paths, names, strict=True) if each in constants}
+    source = ASTSource(kernel, signature, constexprs=constexprs)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
 
@@ -72,7 +85,7 @@ def test_kernels_fit_gpus_that_are_not_here(capability: int, columns: int, dtype
 
     variants = [(kernels._forward, {"STAGE": -1}), (kernels._backward, {"STAGE": -1})]
     if capability == 90:
-        quiet = dict.fromkeys(("Weight", "Bias", "Factor", "Seed"))
+        quiet = dict.fromkeys(("Weight", "Bias", "factor", "seed"))
         variants += [(kernels._forward, {"STAGE": stage}) for stage in range(5)]
         variants += [(kernels._backward, {"STAGE": stage}) for stage in range(2)]
         variants += [(kernels._forward, {"STAGE": -1, **quiet}), (kernels._affine_gradients, {}), (kernels._apply, {})]
