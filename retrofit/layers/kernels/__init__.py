@@ -10,7 +10,6 @@ repeats its bits. The log says once what was chosen for a kind of device, as a w
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 from functools import cache
@@ -97,20 +96,14 @@ def _fastest(device: torch.device, dtype: torch.dtype) -> ModuleType:
 @cache
 def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Say why kernels cannot run on a device, or return None where they can."""
-    if name == "cpp" and device.type == "cpu":
-        return cpp.fault() and f"there are no C++ kernels: {cpp.fault()}"
     if name == "cpp":
-        return f"the tensor is on {device}"
-    if name == "triton":
-        if not importlib.util.find_spec("triton"):
-            return "triton is not installed"
-        if device.type != "cuda":  # in the interpreter a self-test takes minutes; interpreted.py runs it at small sizes
-            return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the tensor is on {device}"
+        return cpp.fault() if device.type == "cpu" else f"the tensor is on {device}"
+    if device.type != "cuda":  # in the interpreter a self-test takes minutes; test_triton.py has a small one
+        return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the tensor is on {device}"
     try:
-        kernels = _module(name)
+        return self_test.fault(_module(name), device, dtype)
     except ImportError as error:
-        return f"{name} cannot be imported ({error})"
-    return self_test.fault(kernels, device, dtype)
+        return f"triton cannot be imported ({error})"
 
 
 def _module(name: str) -> ModuleType:

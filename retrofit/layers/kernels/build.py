@@ -42,10 +42,6 @@ class UnavailableError(RuntimeError):
     """There is no library and none can be had; the message says why, in a few words."""
 
 
-class HungError(UnavailableError):
-    """The compiler does not come to an end."""
-
-
 def load() -> ctypes.CDLL:
     """Load the library, built if this machine has none yet; an `UnavailableError` says why there can be none."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
@@ -60,14 +56,14 @@ def load() -> ctypes.CDLL:
             with locked(folder):
                 library = _find(folder, name) or _build(folder, name, options)
         return ctypes.CDLL(str(library))
-    except HungError:
-        raise
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"{error.cmd[0]} took more than {_LIMIT:.0f} s") from None
     except (OSError, UnavailableError) as error:
         fault = error
     try:
         with tempfile.TemporaryDirectory(prefix="retrofit-") as private:
             opened = ctypes.CDLL(str(_build(Path(private), name, options)))
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"they cannot be built and loaded in a temporary folder ({error})") from error
     _log.warning("the C++ kernels are built anew by each process: %s", fault)
     return opened
@@ -151,8 +147,6 @@ def _compile(aside: Path, *command: str) -> None:
     with subprocess.Popen(command, stdin=stdin, stderr=stderr, env=environment, start_new_session=True) as process:
         try:
             _, output = process.communicate(timeout=_LIMIT)
-        except subprocess.TimeoutExpired:
-            raise HungError(f"{command[0]} took more than {_LIMIT:.0f} s") from None
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)

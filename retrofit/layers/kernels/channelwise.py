@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,42 +18,36 @@ from torch.nn.modules import module as hooks
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels import cpp
-from retrofit.layers.kernels.cpp import call, room
+from retrofit.layers.kernels.cpp import call, floats, room
 from retrofit.layers.transforms import differentiable_once
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLAMP, _LEAKY, _HARDSWISH, _SILU, _GELU = range(5)
 
 
-class ActivationCode(NamedTuple):
-    """An activation that channelwise.cpp has: its number there, and two numbers of its own."""
-
-    kind: int
-    a: float = 0.0
-    b: float = 0.0
-
-
-def known(activation: Any) -> ActivationCode | None:
-    """Return what channelwise.cpp calls an activation, or None where it has none, or someone's hook wants to see it."""
+def known(activation: Any) -> tuple[int, float, float] | None:
+    """Return the number of an activation in channelwise.cpp and two numbers of its own, or None where it has none, or
+    someone's hook wants to see it.
+    """
     kind = activation
     if isinstance(activation, nn.Module):
         kind = type(activation)
         if any(getattr(activation, name) or getattr(hooks, f"_global{name}") for name in _HOOKS):
             return None
     if kind in (nn.ReLU, functional.relu, torch.relu):
-        return ActivationCode(_CLAMP, 0.0, inf)
-    if kind in (nn.ReLU6, functional.relu6):
-        return ActivationCode(_CLAMP, 0.0, 6.0)
-    if kind is nn.Hardtanh:
-        return ActivationCode(_CLAMP, float(activation.min_val), float(activation.max_val))
+        return _CLAMP, 0.0, inf
+    if kind is functional.relu6:
+        return _CLAMP, 0.0, 6.0
+    if kind in (nn.ReLU6, nn.Hardtanh):
+        return _CLAMP, float(activation.min_val), float(activation.max_val)
     if kind is nn.LeakyReLU:
-        return ActivationCode(_LEAKY, float(activation.negative_slope))
+        return _LEAKY, float(activation.negative_slope), 0.0
     if kind in (nn.Hardswish, functional.hardswish):
-        return ActivationCode(_HARDSWISH)
+        return _HARDSWISH, 0.0, 0.0
     if kind in (nn.SiLU, functional.silu):
-        return ActivationCode(_SILU)
+        return _SILU, 0.0, 0.0
     if kind is functional.gelu or (kind is nn.GELU and activation.approximate == "none"):
-        return ActivationCode(_GELU)
+        return _GELU, 0.0, 0.0
     return None
 
 
@@ -80,13 +74,14 @@ class ChannelLayout(ctypes.Structure):
 
 def layout_of(x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample: bool = False) -> ChannelLayout | None:
     """Return how `x`, (N, C, *) or (N, *, C) by `channel_dim`, lies for tables of (C,), or (N, C) with `per_sample`;
-    None where no kernel takes it, or the parameters and buffers `given` with it.
+    None where no kernel takes it, or the parameters and buffers `given` with it, (C,) each.
     """
-    if not (x.is_cpu and x.dtype in cpp.TYPES and kernels.fits(x) and kernels.runs_cpp(x)):
-        return None
-    if any(g is not None and (type(g) not in (Tensor, nn.Parameter) or not g.is_cpu) for g in given):
+    if not (x.dtype in cpp.TYPES and kernels.fits(x) and kernels.runs_cpp(x)):
         return None
     samples, channels = x.shape[0], x.shape[channel_dim]
+    present = [g for g in given if g is not None]
+    if any(type(g) not in (Tensor, nn.Parameter) or not g.is_cpu or g.shape != (channels,) for g in present):
+        return None
     length = x.numel() // (samples * channels)
     layout = ChannelLayout(threads=cpp.threads(x), channels=channels, half=x.dtype == torch.bfloat16)
     layout.channel_dim = channel_dim
@@ -110,14 +105,12 @@ class ProxyActivation(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         layout: ChannelLayout,
-        constants: tuple[ActivationCode, float, float, bool, int],
+        constants: tuple[tuple[int, float, float], float, float, bool, int],
         *given: Tensor | None,
     ) -> Tensor:
         phi, eps, strength, divide, samples = constants
-        channels = layout.channels
-        tables, given_tables = room(6, channels), (_table(g, channels) for g in given)
-        numbers = channels, samples, *phi, float(eps), float(strength), divide
-        call("proxy_tables", *numbers, tables, _quantiles(samples), *given_tables)
+        tables, numbers = room(6, layout.channels), (*phi, float(eps), float(strength), divide)
+        call("proxy_tables", layout.channels, samples, *numbers, tables, _quantiles(samples), *map(floats, given))
         arranged = layout.arrange(x)
         out = torch.empty_like(arranged)
         call("channels_forward", layout, *phi, out, arranged, tables[0], tables[1])
@@ -135,8 +128,8 @@ class ProxyActivation(torch.autograd.Function):
         arranged, grad = layout.arrange(x), layout.arrange(grads[0].to(x.dtype))
         grad_x, sums, gradients = torch.empty_like(arranged), layout.sums(), room(4, channels)
         call("channels_backward", layout, *ctx.phi, grad_x, sums, arranged, grad, tables[0])
-        given_tables = (_table(g, channels) for g in (gamma, proxy_scale, proxy_bias))
-        call("proxy_gradients", channels, sums.shape[1] // channels, gradients, sums, tables, *given_tables)
+        own = map(floats, (gamma, proxy_scale, proxy_bias))
+        call("proxy_gradients", channels, sums.shape[1] // channels, gradients, sums, tables, *own)
         present = gamma is not None, ctx.has_beta, proxy_scale is not None, proxy_bias is not None
         by_given = (g if there else None for g, there in zip(gradients, present, strict=True))
         return grad_x, None, None, *by_given, None, None
@@ -151,17 +144,15 @@ class MigratedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, layout: ChannelLayout, numbers: tuple[int, float, float, float], *given: Tensor | None
     ) -> Tensor:
-        (samples, channels), (num_groups, *floats) = x.shape[:2], numbers
+        (samples, channels), (num_groups, *rest) = x.shape[:2], numbers
         weight, bias, mean, var, gain = given
         arranged = layout.arrange(x)
         out, kept = torch.empty_like(arranged), room(channels + 2 * samples * num_groups)
-        given_tables = (_table(g, channels) for g in (mean, var, gain, weight, bias))
-        tables = room(2, samples * channels)
-        tensors = out, arranged, kept, layout.sums(), tables
-        call("migrated_forward", layout, num_groups, *map(float, floats), *tensors, *given_tables)
+        tensors = out, arranged, kept, layout.sums(), room(2, samples * channels)
+        call("migrated_forward", layout, num_groups, *rest, *tensors, *map(floats, (mean, var, gain, weight, bias)))
         ctx.save_for_backward(x, weight, mean, gain, kept)
         ctx.has_bias, ctx.layout = bias is not None, layout
-        ctx.num_groups, ctx.strength = num_groups, float(floats[0])
+        ctx.num_groups, ctx.strength = num_groups, rest[0]
         return out
 
     @staticmethod
@@ -171,10 +162,9 @@ class MigratedNorm(torch.autograd.Function):
         layout, (samples, channels) = ctx.layout, x.shape[:2]
         arranged, grad = layout.arrange(x), layout.arrange(grads[0].to(x.dtype))
         grad_x = torch.empty_like(arranged) if ctx.needs_input_grad[0] else None
-        gradients, tables = room(2, channels), room(3, samples * channels)
-        tensors = grad_x, gradients, arranged, grad, kept, layout.sums(), tables
-        given_tables = (_table(g, channels) for g in (mean, gain, weight))
-        call("migrated_backward", layout, ctx.num_groups, ctx.strength, *tensors, *given_tables)
+        gradients = room(2, channels)
+        tensors = grad_x, gradients, arranged, grad, kept, layout.sums(), room(3, samples * channels)
+        call("migrated_backward", layout, ctx.num_groups, ctx.strength, *tensors, *map(floats, (mean, gain, weight)))
         grad_weight = None if weight is None else gradients[0]
         return grad_x, None, None, grad_weight, gradients[1] if ctx.has_bias else None, None, None, None
 
@@ -184,7 +174,3 @@ def _quantiles(samples: int) -> Tensor:
     """Return values of the standard normal, uniform in probability; nobody writes to them."""
     steps = torch.arange(samples, dtype=torch.float64, device="cpu")
     return ((2**0.5) * torch.erfinv((2 * steps + 1) / samples - 1)).to(torch.float32)
-
-
-def _table(values: Tensor | None, channels: int) -> Tensor | None:
-    return None if values is None else values.detach().to(torch.float32).expand(channels).contiguous()

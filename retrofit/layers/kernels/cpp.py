@@ -29,6 +29,7 @@ _ALL, _LAST = -1, 4  # all stages in one call; the stage of `forward` that write
 # Rows of the parts: mean and variance; five means of the Newton step, smallest and largest value; mean of y; its mean
 # absolute deviation
 _STAGES = slice(0, 2), slice(2, 9), slice(9, 10), slice(10, 11)
+library = cache(build.load)
 _SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
 
 
@@ -47,7 +48,7 @@ def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, 
         return eager.forward(out, x, weight, bias, options)
     own, group = _options(x, options), options.group
     stats = room(FIELDS, *(1 if d in options.dims else n for d, n in enumerate(x.shape)))
-    tensors = out, x, _floats(weight), _floats(bias), stats
+    tensors = out, x, floats(weight), floats(bias), stats
     if group is None:
         call("forward", geometry, own, *tensors, None)
         return stats
@@ -70,7 +71,7 @@ def backward(
         return eager.backward(grad_x, x, grad, weight, stats, options)
     own = _options(x, options)
     shares = room(own.threads, 2, *options.affine).zero_()
-    tensors, parts = (grad_x, shares, x, grad.to(x.dtype), _floats(weight), stats), None
+    tensors, parts = (grad_x, shares, x, grad.to(x.dtype), floats(weight), stats), None
     if options.group is not None:
         parts, own.stage = room(5, geometry.sets), 0
         call("backward", geometry, own, *tensors, parts)
@@ -90,18 +91,12 @@ def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> N
 
 
 @cache
-def library() -> Any:
-    """Return the loaded library; see `build.load`."""
-    return build.load()
-
-
-@cache
 def fault() -> str | None:
     """Say why there are no kernels, or return None where there are; they are looked for and built once a process."""
     try:
         library()
     except (OSError, build.UnavailableError) as error:
-        return str(error)
+        return f"there are no C++ kernels: {error}"
     return None
 
 
@@ -113,11 +108,11 @@ def call(name: str, *arguments: Any) -> None:
 def _converted(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
-    if argument is None:
-        return ctypes.c_void_p(None)
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)
-    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    return ctypes.c_float(argument) if isinstance(argument, float) else argument
 
 
 def threads(x: Tensor) -> int:
@@ -159,5 +154,6 @@ def _options(x: Tensor, options: KernelOptions) -> _COptions:
     return own
 
 
-def _floats(parameter: Tensor | None) -> Tensor | None:
+def floats(parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter as the library reads it."""
     return None if parameter is None else parameter.detach().to(torch.float32).contiguous()

@@ -20,7 +20,6 @@ from retrofit.layers.power_transform import Reductions, StepGradient, first_step
 
 _NEAR_ZERO = 1e-20  # stands for p = 0: expm1(p * l) / p is then l, to the bit
 
-
 FIELDS = 10
 """Numbers kept of each set, stacked: mean, variance, 1 / std, lambda's step, its `StepGradient`, the noise's scale."""
 
@@ -49,11 +48,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the result in `x`'s dtype and `FIELDS` numbers of each set; `weight` and `bias` broadcast to `x`."""
     values = x.to(compute_dtype(x))
-    (mean,) = over.means([values])
-    centred = values - mean
-    offset, power = over.means([centred, centred * centred])
-    # Corrected once, so that a large constant set has neither offset nor spread.
-    mean, var = mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)
+    mean, var = _mean_and_variance(values, over)
     rstd = torch.rsqrt(var + eps)
     y, step, gradient = gaussianized((values - mean) * rstd, t, over)
     spread = torch.zeros_like(mean)
@@ -110,6 +105,14 @@ def apply(x: Tensor, constants: Tensor) -> Tensor:
     return (y * gamma + beta).to(x.dtype)
 
 
+def _mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance, the mean corrected once so that a large constant set has neither offset nor spread."""
+    (mean,) = over.means([x])
+    centred = x - mean
+    offset, power = over.means([centred, centred * centred])
+    return mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)
+
+
 def transform(h: Tensor, log: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return psi(h; 1 + change), u = p * l and expm1(u), of which psi is s / p times; `log` is log(1 + |h|)."""
     positive, negative = (torch.where(p == 0, _NEAR_ZERO, p) for p in (1 + change, 1 - change))
@@ -142,17 +145,12 @@ def normal(shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = N
     key = _mix(key, 14)
     v = (key & 0x7FFFFFFF).to(torch.float32) * 2.0**-31 + 2.0**-32
     w = -torch.log(v * (2 - v))
-    z = (1 - v) * _polynomial(w, NUMERATOR) / _polynomial(w, DENOMINATOR)
+    numerator, denominator = torch.zeros_like(w), torch.zeros_like(w)
+    for p, q in zip(NUMERATOR, DENOMINATOR, strict=True):  # highest power first
+        numerator, denominator = numerator * w + p, denominator * w + q
+    z = (1 - v) * numerator / denominator
     return torch.where(key < 0, -z, z)
 
 
 def _mix(key: Tensor, shift: int) -> Tensor:
     return key ^ ((key >> shift) & ((1 << (32 - shift)) - 1))  # a logical shift
-
-
-def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """Evaluate a polynomial, highest power first."""
-    out = x * coefficients[0] + coefficients[1]
-    for coefficient in coefficients[2:]:
-        out = out * x + coefficient
-    return out

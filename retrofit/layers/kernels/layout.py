@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
     def view_affine(self, parameter: Tensor) -> Tensor:
         """View an affine parameter so that it broadcasts to `view`'s result."""
-        return parameter.permute(self.order).reshape(self.affine)
+        return parameter.permute(self.order).reshape(self.affine).contiguous()
 
     def empty_like(self, x: Tensor) -> Tensor:
         """Return room for a result in the tensor's own shape and memory format, of which `view` is a view."""

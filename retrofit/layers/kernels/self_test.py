@@ -25,10 +25,6 @@ _log = logging.getLogger(__name__)
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a tensor's largest value
 
 
-class WrongResultError(Exception):
-    """A result that is wrong, or not the same twice."""
-
-
 class Case(NamedTuple):
     """A tensor in a layout's view, the dimensions of its sets, and the shape of its affine parameters."""
 
@@ -36,12 +32,12 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     dims: tuple[int, ...]
     affine: tuple[int, ...]
-    noise: float = 0.5
+    noise: bool = True
 
 
 CASES = (  # with sets longer than a tile, and last tiles that are not full
     Case("channels, contiguous", (3, 5, 700), (0, 2), (1, 5, 1)),
-    Case("channels, contiguous, without noise", (3, 5, 700), (0, 2), (1, 5, 1), 0.0),
+    Case("channels, contiguous, without noise", (3, 5, 700), (0, 2), (1, 5, 1), noise=False),
     Case("channels, channels_last", (130, 21), (0,), (1, 21)),
     Case("tokens", (5, 1100), (1,), (1, 1100)),
     Case("groups, contiguous", (2, 2, 3, 450), (2, 3), (1, 2, 3, 1)),
@@ -61,30 +57,31 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
     if record is not None and record.exists():
         return None
     _log.warning("testing the %s, once on this machine; compiling them may take a minute", what)
-    try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            for case in CASES:
-                compare(kernels, case, device, dtype)
-    except Exception as error:  # whatever compiling or launching may raise
-        message = (str(error).strip().splitlines() or ["no message"])[0][:300]
-        kind = "" if isinstance(error, WrongResultError) else f"{type(error).__name__}: "
-        return f"the {what} fail their self-test ({case.name}: {kind}{message})"
+    for case in CASES:
+        try:
+            wrong = compare(kernels, case, device, dtype)
+        except Exception as error:  # whatever compiling or launching may raise
+            wrong = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+        if wrong:
+            return f"the {what} fail their self-test ({case.name}: {wrong})"
     if record is not None:
         with contextlib.suppress(OSError):
             record.write_text(f"{what}\n")
     return None
 
 
-def compare(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise a `WrongResultError` where results differ from the formulas', or from run to run."""
-    expected, first, second = (_results(each, case, device, dtype) for each in (eager, kernels, kernels))
+@torch.no_grad()
+def compare(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say which result differs from the formulas', or from run to run; return None if none does."""
+    with torch.autocast(device.type, enabled=False):
+        expected, first, second = (_results(each, case, device, dtype) for each in (eager, kernels, kernels))
     for name, reference in expected.items():
-        scale = reference.abs().max().float()
-        error = ((first[name].float() - reference.float()).abs().max() / scale).item()
+        error = ((first[name].float() - reference.float()).abs().max() / reference.abs().max().float()).item()
         if not error <= TOLERANCES[dtype]:  # NaN is not
-            raise WrongResultError(f"{name} is {error:.1e} of its scale off")
+            return f"{name} is {error:.1e} of its scale off"
         if not torch.equal(first[name], second[name]):
-            raise WrongResultError(f"{name} is not the same twice")
+            return f"{name} is not the same twice"
+    return None
 
 
 def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -98,7 +95,7 @@ def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
     x = (0.6 * numbers(*case.shape)).exp().add(2).to(device, dtype)
     grad = numbers(*case.shape).to(device, dtype)
     weight, bias = numbers(*case.affine).to(device), numbers(*case.affine).to(device)
-    t, factor = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.8, case.noise))
+    t, factor = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.8, 0.5))
     options = KernelOptions(case.dims, case.affine, t, eps=1e-5)
     if case.noise:
         options = options._replace(factor=factor, seed=torch.tensor([11, -7], dtype=torch.int32, device=device))
@@ -122,8 +119,7 @@ def _record(what: str) -> Path | None:
         folder = build.cache_folder()
     except OSError:
         return None
-    kernels = Path(__file__).parent
-    sources = [*sorted(kernels.glob("*.py")), kernels.with_name("power_transform.py")]
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     versions = torch.__version__, [one.version for one in importlib.metadata.distributions(name="triton")]
     made_from = repr((what, versions, [file.read_text() for file in sources]))
     return folder / f"passed-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"

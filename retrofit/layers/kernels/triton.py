@@ -33,7 +33,7 @@ _ROUNDS = 4  # tiles that a program goes through at least before a set is shared
 _LOG_STRETCH, _MIN_CURVATURE, _TINY = tl.constexpr(LOG_STRETCH), tl.constexpr(MIN_CURVATURE), tl.constexpr(TINY)
 # What is kept of each set, as `formulas.FIELDS` has it: `_GRADIENT` is the first of five. Rows of the forward's partial
 # sums: `_MOMENTS` is the first of five; rows of the backward's: five sums, and the gradients of gamma and beta.
-_MEAN, _VAR, _RSTD, _STEP, _GRADIENT, _SPREAD = map(tl.constexpr, (0, 1, 2, 3, 4, 9))
+_MEAN, _RSTD, _STEP, _GRADIENT, _SPREAD = map(tl.constexpr, (0, 2, 3, 4, 9))
 _MEANS, _SQUARES, _MOMENTS, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, (0, 1, 2, 7, 8, 9, 10))
 _TO_WEIGHT, _TO_BIAS = tl.constexpr(5), tl.constexpr(6)
 _FORWARD_PARTS, _BACKWARD_PARTS = 11, 7
@@ -45,10 +45,8 @@ _EXPM1 = tl.constexpr(
     (0.0013882494531571865, 0.00836664717644453, 0.04166720435023308, 0.16666541993618011, 0.4999999701976776)
 )
 _LOG1P = tl.constexpr(
-    (
-        *(0.05413185432553291, -0.12067317217588425, 0.14983916282653809, -0.1682281792163849),
-        *(0.19977077841758728, -0.24993441998958588, 0.3333354890346527, -0.5000005960464478),
-    )
+    (0.05413185432553291, -0.12067317217588425, 0.14983916282653809, -0.1682281792163849)
+    + (0.19977077841758728, -0.24993441998958588, 0.3333354890346527, -0.5000005960464478)
 )
 
 
@@ -56,7 +54,7 @@ _LOG1P = tl.constexpr(
 def _polynomial(x, COEFFICIENTS: tl.constexpr):
     """Evaluate a polynomial, highest power first."""
     value = x * COEFFICIENTS[0] + COEFFICIENTS[1]
-    for k in tl.static_range(2, len(COEFFICIENTS)):
+    for k in tl.static_range(2, len(COEFFICIENTS.value)):
         value = value * x + COEFFICIENTS[k]
     return value
 
@@ -188,8 +186,7 @@ def _statistic(Stats, FIELD: tl.constexpr, at):
 @triton.jit
 def _keep(Stats, FIELD: tl.constexpr, at, value):
     """Store one number of each set, by the first of the programs that share it."""
-    first = at.there & (at.column * 0 + tl.program_id(1) == 0)
-    tl.store(Stats + FIELD * at.where.sets + at.column, value, mask=first)
+    tl.store(Stats + FIELD * at.where.sets + at.column, value, mask=at.there & (at.column * 0 + tl.program_id(1) == 0))
 
 
 @triton.jit
@@ -397,13 +394,9 @@ def _forward(
             if Bias is not None:
                 y += _values(Bias, parameter, mask)
             tl.store(Out + offset, y.to(Out.dtype.element_ty), mask=mask)
-        _keep(Stats, _MEAN, at, mean)
-        _keep(Stats, _VAR, at, var)
-        _keep(Stats, _RSTD, at, rstd)
-        _keep(Stats, _STEP, at, step)
-        for k in tl.static_range(5):
-            _keep(Stats, _GRADIENT + k, at, gradient[k])
-        _keep(Stats, _SPREAD, at, spread)
+        kept = (mean, var, rstd, step) + gradient + (spread,)
+        for k in tl.static_range(10):
+            _keep(Stats, k, at, kept[k])
 
 
 @triton.jit
@@ -565,7 +558,7 @@ def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     launch, given = _Launch(x, geometry), _Options(options.t, options.eps, options.factor, options.seed)
     kept = (1 if d in options.dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
-    pointers = out, x, _flat(weight), _flat(bias), stats, launch.parts(_FORWARD_PARTS, x)
+    pointers = out, x, weight, bias, stats, launch.parts(_FORWARD_PARTS, x)
     stages = range(5) if options.seed is not None else (0, 1, 4)
     for stage in stages if launch.splits > 1 else (_ALL,):
         launch.run(_forward, *pointers, given, stage)
@@ -583,7 +576,7 @@ def backward(
     launch, given = _Launch(x, geometry), _Options(options.t, options.eps, options.factor, options.seed)
     parts = launch.parts(_BACKWARD_PARTS, x)
     for stage in (0, 1) if launch.splits > 1 else (_ALL,):
-        launch.run(_backward, grad_x, x, grad, _flat(weight), stats, parts, given, stage)
+        launch.run(_backward, grad_x, x, grad, weight, stats, parts, given, stage)
     if all(affine[d] == 1 for d in dims):  # one parameter a set, or several sets
         sums = parts[_TO_WEIGHT.value :].sum(1).view(2, *stats.shape[1:])
         return sums.sum_to_size(2, *affine)
@@ -610,7 +603,3 @@ def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> N
         eager.apply(out, x, dims, constants)
     else:
         _Launch(x, geometry).run(_apply, out, x, constants)
-
-
-def _flat(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.detach().contiguous()

@@ -1,6 +1,7 @@
 """Every kernel choice against the paper's algorithm in float64, left to autograd, and against each other."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from retrofit.layers import BatchNormalNorm2d, GroupNormalNorm, LayerNormalNorm
 from retrofit.layers.kernels import VARIABLE, cpp
 from retrofit.layers.normality_norm import Statistics, apply_statistics, normality_norm
 from tests import oracles as oracle
@@ -123,28 +126,27 @@ def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], out: float, g
 
 
 @each(eager=FEW, cpp=OF_CPP, triton=SETS)
-def test_float32(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp, "eager", None)  # which compiled kernels hand nothing to in silence
-    got, statistics = run(sets, torch.float32)
-    assert_near(got, expected(sets, torch.float32), out=1e-5, grad=1e-4)
-    x = sets.input(torch.float32).double()
+@pytest.mark.parametrize(
+    ("dtype", "out", "grad"),
+    [
+        (torch.float32, 1e-5, 1e-4),
+        (torch.float16, 2e-3, 2e-3),
+        (torch.bfloat16, 1e-2, 1e-2),
+        (torch.float64, 1e-6, 1e-5),
+    ],
+)
+def test_the_paper(sets: Sets, dtype: torch.dtype, out: float, grad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dtype in cpp.TYPES:
+        monkeypatch.setattr(cpp, "eager", None)  # which compiled kernels hand nothing to in silence
+    got, statistics = run(sets, dtype)
+    assert got["out"].dtype == got["x"].dtype == dtype
+    assert_near(got, expected(sets, dtype), out, grad)
+    x = sets.input(dtype).double()
     mean = x.mean(sets.dim, keepdim=True)
     var = ((x - mean) ** 2).mean(sets.dim, keepdim=True)
     lmbda = oracle.newton_estimate((x - mean) / (var + EPS).sqrt(), sets.dim)
     for statistic, wanted in zip(statistics[:3], (mean, var, lmbda), strict=True):
         torch.testing.assert_close(statistic.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-@each(eager=FEW, cpp=OF_CPP, triton=SETS)
-@pytest.mark.parametrize(
-    ("dtype", "out", "grad"), [(torch.float16, 2e-3, 2e-3), (torch.bfloat16, 1e-2, 1e-2), (torch.float64, 1e-6, 1e-5)]
-)
-def test_other_types(sets: Sets, dtype: torch.dtype, out: float, grad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    if dtype == torch.bfloat16:
-        monkeypatch.setattr(cpp, "eager", None)
-    got, _ = run(sets, dtype)
-    assert got["out"].dtype == got["x"].dtype == dtype
-    assert_near(got, expected(sets, dtype), out, grad)
 
 
 @each(eager=FEW, triton=SETS)
@@ -202,26 +204,14 @@ def test_estimated_lambda_beside_its_singular_points(lmbda: float) -> None:
 
 @on(*MARKS)
 @pytest.mark.parametrize("centre", [0.0, 2.0])
-@pytest.mark.parametrize("grad", [False, True], ids=["apply", "derivative"])
-def test_given_lambda_at_and_beside_its_singular_points(centre: float, grad: bool) -> None:
-    """scipy's transform, and central differences of it."""
+def test_given_lambda_at_and_beside_its_singular_points(centre: float) -> None:
     offsets = [0.0, 1e-9, -1e-9, 1e-7, -1e-7, 1e-5, -1e-5, 2e-4, -2e-4, 4.9e-4, -4.9e-4, 6e-4]
     lmbda = torch.tensor([centre + offset for offset in offsets], dtype=torch.float32, device=device())
     h = torch.linspace(-6, 9, 41, device=device()).view(-1, 1).expand(41, len(offsets)).contiguous()
     zero = torch.zeros_like(lmbda)
-
-    def wanted(change: float) -> Tensor:
-        columns = [oracle.psi(h[:, i].double().cpu().numpy(), value + change) for i, value in enumerate(lmbda.tolist())]
-        return torch.tensor(np.stack(columns, 1))
-
-    leaf = lmbda.clone().requires_grad_(grad)
-    got = apply_statistics(h, *(value.view(1, -1) for value in (zero, zero + 1, leaf)), None, None, 0.0)
-    torch.testing.assert_close(got.detach().cpu().double(), wanted(0.0), rtol=2e-6, atol=1e-6)
-    if grad:
-        got.sum().backward()
-        step = 1e-5
-        slopes = ((wanted(step) - wanted(-step)) / (2 * step)).sum(0)
-        torch.testing.assert_close(leaf.grad.cpu().double(), slopes, rtol=1e-5, atol=1e-5)
+    got = apply_statistics(h, *(value.view(1, -1) for value in (zero, zero + 1, lmbda)), None, None, 0.0)
+    columns = [oracle.psi(h[:, i].double().cpu().numpy(), value) for i, value in enumerate(lmbda.tolist())]
+    torch.testing.assert_close(got.cpu().double(), torch.tensor(np.stack(columns, 1)), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("sets", OF_CPP.values(), ids=OF_CPP)
@@ -278,3 +268,34 @@ def test_stages_of_ranks_are_the_whole(sets: Sets, tmp_path: Path) -> None:
         dist.destroy_process_group()
     for key, value in wanted.items():
         torch.testing.assert_close(got[key], value, rtol=1e-4, atol=1e-5)
+
+
+def network(noise: float) -> nn.Sequential:
+    relu = nn.ReLU(inplace=True)
+    first = nn.Conv2d(3, 6, 3), BatchNormalNorm2d(6, noise=noise), relu
+    second = nn.Conv2d(6, 6, 3), GroupNormalNorm(2, 6, noise=noise), relu, nn.Flatten()
+    return nn.Sequential(*first, *second, nn.Linear(6 * 16, 10), LayerNormalNorm(10, noise=noise), relu)
+
+
+def gradients(model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    (run or model)(x).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@on("eager", "cpp")
+def test_activations_in_place_and_channels_last() -> None:
+    model, x = network(0.0), torch.randn(4, 3, 8, 8)
+    first = gradients(model, x)
+    assert all(g.isfinite().all() for g in first)
+    second = gradients(model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-4)
+
+
+@on("eager", "cpp")
+def test_checkpointing_draws_the_same_noise() -> None:
+    model, x = network(0.3), torch.randn(4, 3, 8, 8, requires_grad=True)
+    expected = gradients(model, x)
+    got = gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=False))
+    torch.testing.assert_close(got, expected)

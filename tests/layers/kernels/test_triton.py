@@ -1,13 +1,215 @@
-"""The Triton kernels without a GPU: in Triton's interpreter, and through its compiler to machine code."""
+"""The Triton kernels without a GPU: their self-test, their interpreter, and their compiler to machine code."""
 
+from __future__ import annotations
+
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from retrofit.layers import kernels
+from retrofit.layers.kernels import eager, self_test
+from retrofit.layers.kernels.layout import geometry_of
+from retrofit.layers.kernels.self_test import Case
+from tests.layers.kernels.test_agree import SINGULAR, assert_right_where_lambda_is
+from tests.pretend_device import DEVICE, pretended
+
+triton = pytest.importorskip("triton")
+GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
+tl = triton.language
+ours = kernels._module("triton")
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+DTYPES = tuple(self_test.TOLERANCES)
+ALL_CASES = self_test.CASES
+
+
+@pytest.fixture(autouse=True)
+def _unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a machine where nothing was tested."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_test, "CASES", self_test.CASES[:1])
+
+
+class Recorder:
+    """The formulas as kernels, whose calls are counted, and whose results `change` may spoil."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any] = lambda out: None) -> None:
+        self.__name__ = "kernels.stub"
+        self.calls, self.change = 0, change
+
+    def forward(self, out: torch.Tensor, *args: Any) -> Any:
+        self.calls += 1
+        stats = eager.forward(out, *args)
+        self.change(out)
+        return stats
+
+    backward = staticmethod(eager.backward)
+    apply = staticmethod(eager.apply)
+
+
+def test_what_passed_is_remembered_for_its_dtype_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Recorder()
+    for _ in range(3):
+        assert [self_test.fault(stub, CPU, dtype) for dtype in DTYPES] == [None] * 3
+    assert stub.calls == 2 * len(DTYPES)
+    newer = [SimpleNamespace(version="9.9")]
+    monkeypatch.setattr(self_test.importlib.metadata, "distributions", lambda name: newer if name == "triton" else [])
+    assert self_test.fault(stub, CPU, torch.float32) is None
+    assert stub.calls == 2 * len(DTYPES) + 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: out.mul_(1.001), r"\(channels, contiguous: the output is 1\.0e-03 of its scale off\)"),
+        (lambda out: out.view(-1)[:1].fill_(torch.nan), "the output is nan of its scale off"),
+        (lambda out: out.add_(1e-6 * torch.rand(())), "the output is not the same twice"),
+        (lambda out: out.no_such_instruction, r"AttributeError: 'Tensor' object has no attribute"),
+    ],
+)
+def test_what_failed_is_named_and_tried_again(change: Callable[[torch.Tensor], Any], message: str) -> None:
+    stub = Recorder(change)
+    for _ in range(2):
+        assert re.search(message, str(self_test.fault(stub, CPU, torch.float32)))
+    assert stub.calls >= 2
+
+
+def test_each_process_tests_where_nothing_can_be_kept_and_leaves_random_numbers_and_grad_mode_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub, state = Recorder(), torch.get_rng_state()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert [self_test.fault(stub, CPU, torch.float32) for _ in range(2)] == [None, None]
+    assert stub.calls == 4
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+def test_nothing_meets_a_tensor_of_another_device() -> None:
+    with pretended(torch.nn.Module()):
+        assert self_test.compare(Recorder(), self_test.CASES[0], DEVICE, torch.bfloat16) is None
+
+
+def test_programs_share_the_sets_of_the_cases_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_programs", lambda device: 4 * 40)  # of a T4, which has few
+    for case in ALL_CASES:
+        geometry = geometry_of(case.shape, case.dims, case.affine, ours._COLUMNS)
+        assert geometry is not None
+        launch = ours._Launch(torch.empty(case.shape, device="meta"), geometry)
+        assert (launch.splits > 1) == ("share" in case.name)
+        assert launch.where.elements > launch.rows  # a whole tile, and another
+        assert launch.rows * launch.columns == ours._TILE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_this_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "CASES", ALL_CASES)
+    assert self_test.fault(ours, GPU, dtype) is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "chosen", "message"),
+    [
+        (None, "triton", "Triton kernels on GPUs in torch.bfloat16"),
+        ("they are broken", "eager", "operations, several times slower, on GPUs in torch.bfloat16: they are broken"),
+    ],
+)
+def test_what_is_broken_is_replaced_and_it_is_said_once(
+    fault: str | None, chosen: str, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {("retrofit.layers.kernels.triton", GPU, torch.bfloat16): fault}
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(self_test, "fault", lambda module, *where: known[module.__name__, *where])
+    kernels._fault.cache_clear(), kernels._fastest.cache_clear()
+    x = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.bfloat16)
+    assert [kernels.choose(x).__name__.rpartition(".")[2] for _ in range(3)] == [chosen] * 3
+    (record,) = caplog.records
+    assert message in record.getMessage()
+    assert record.levelno == (logging.WARNING if fault else logging.INFO)
+    kernels._fault.cache_clear(), kernels._fastest.cache_clear()
+
+
+# In Triton's interpreter, which takes about a second a program; in a process of their own, as functions are interpreted
+# or not when first read.
+
+TINY = (  # with tiles of 4 elements, 3 programs share a channel
+    Case("stretches", (1, 2, 11), (0, 2), (1, 2, 1)),
+    Case("columns", (9, 5), (0,), (1, 5)),
+    Case("tokens", (2, 9), (1,), (1, 9)),
+    Case("groups", (1, 2, 3, 4), (2, 3), (1, 2, 3, 1)),
+)
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_in_the_interpreter runs it")
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_programs": lambda device: 6, "_COLUMNS": 4, "_TILE": 4, "_ROUNDS": 1}.items():
+        monkeypatch.setattr(ours, name, value)
+    monkeypatch.setattr(self_test, "CASES", TINY)
+
+
+@triton.jit
+def collect(Parts, row, at):
+    total = ours._part(Parts, row, 0, at)
+    for s in range(1, tl.num_programs(1) - 1):
+        total += ours._part(Parts, row, s, at)
+    return total
+
+
+@triton.jit
+def elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    offset, mask, parameter = intact(e, at, ROWS, COLUMNS)
+    return offset, mask & (e + 1 + tl.arange(0, ROWS)[:, None] < at.stop), parameter
+
+
+intact = ours._elements
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(
+    ("name", "broken", "dtype", "message"),
+    [
+        ("_elements", intact, torch.float32, "^None$"),
+        ("_elements", intact, torch.bfloat16, "^None$"),
+        ("_collect", collect, torch.float32, r"triton kernels for float32 on .* fail .* is .* of its scale off"),
+        ("_elements", elements, torch.float32, r"fail their self-test .* the output is .* of its scale off"),
+    ],
+    ids=["right", "right in half", "programs that share a set", "the end of a set"],
+)
+def test_interpreted(name: str, broken: Any, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, name, broken)
+    assert re.search(message, str(self_test.fault(ours, CPU, dtype)))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("lmbda", SINGULAR)
+def test_interpreted_where_lambda_is_beside_its_singular_points(lmbda: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    assert_right_where_lambda_is(lmbda, (1, 9))
+
+
+@pytest.mark.slow
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-k", "interpreted"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([*command, __file__], check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "6 passed" in done.stdout
+
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, H100, B200
 # Registers that a thread may have on all of these; bytes of stack, to which registers are spilled; bytes of the 48 KiB
@@ -15,61 +217,29 @@ CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, 
 MOST = {"REG": 255, "STACK": 64, "SHARED": 16 * 1024}
 
 
-@pytest.mark.slow
-def test_interpreted_kernels() -> None:
-    """In a process of its own: functions are interpreted or not when first read."""
-    file = Path(__file__).with_name("interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", ""]
-    done = subprocess.run(
-        [*command, str(file)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=file.parents[3],
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
-
-
 def built(kernel: Any, capability: int, columns: int, dtype: str, **constants: Any) -> Any:
     """Compile a kernel for a GPU that is not here."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from retrofit.layers.kernels.triton import _TILE, _Options, _Where
-
-    constants |= {"ROWS": _TILE // columns, "COLUMNS": columns}
-    kinds = {
-        "X": dtype,
-        "Out": dtype,
-        "Grad": dtype,
-        "GradX": dtype,
-        "seed": "*i32",
-        "eps": "fp32",
-        "numbering": ("i64",) * 4,
-    }
-    kinds |= dict.fromkeys(_Where._fields, "i64") | dict.fromkeys(constants, "constexpr")
+    constants |= {"ROWS": ours._TILE // columns, "COLUMNS": columns}
+    kinds = {"seed": "*i32", "eps": "fp32", "numbering": ("i64",) * 4}
+    kinds |= dict.fromkeys(("X", "Out", "Grad", "GradX"), dtype)
+    kinds |= dict.fromkeys(ours._Where._fields, "i64") | dict.fromkeys(constants, "constexpr")
     signature, constexprs = {}, {}
     for place, name in enumerate(kernel.arg_names):
-        fields = {"options": _Options, "where": _Where}.get(name)
+        fields = {"options": ours._Options, "where": ours._Where}.get(name)
         names = fields._fields if fields else (name,)
         found = [kinds.get(each, "*fp32") for each in names]
         signature[name] = fields(*found) if fields else found[0]
         paths = [(place, k) if fields else (place,) for k in range(len(names))]
         constexprs |= {path: constants[each] for path, each in zip(paths, names, strict=True) if each in constants}
-    source = ASTSource(kernel, signature, constexprs=constexprs)
+    source = triton.compiler.ASTSource(kernel, signature, constexprs=constexprs)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
 
 def resources(kernel: Any, folder: Path) -> dict[str, int]:
     """Return registers and bytes of stack (what is spilled) a thread, and shared bytes a program, of machine code."""
-    from triton import knobs
-
     code = folder / "kernel.cubin"
     code.write_bytes(kernel.asm["cubin"])
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(code)]
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(code)]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: int(amount) for name, amount in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
     return {**found, "SHARED": found["SHARED"] + kernel.metadata.shared}  # what it has of its own, and asks for
@@ -81,17 +251,15 @@ def resources(kernel: Any, folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_fit_gpus_that_are_not_here(capability: int, columns: int, dtype: str, tmp_path: Path) -> None:
     """The largest kernels for every GPU, all of them for one."""
-    from retrofit.layers.kernels import triton as kernels
-
-    variants = [(kernels._forward, {"STAGE": -1}), (kernels._backward, {"STAGE": -1})]
+    variants = [(ours._forward, {"STAGE": -1}), (ours._backward, {"STAGE": -1})]
     if capability == 90:
         quiet = dict.fromkeys(("Weight", "Bias", "factor", "seed"))
-        variants += [(kernels._forward, {"STAGE": stage}) for stage in range(5)]
-        variants += [(kernels._backward, {"STAGE": stage}) for stage in range(2)]
-        variants += [(kernels._forward, {"STAGE": -1, **quiet}), (kernels._affine_gradients, {}), (kernels._apply, {})]
+        variants += [(ours._forward, {"STAGE": stage}) for stage in range(5)]
+        variants += [(ours._backward, {"STAGE": stage}) for stage in range(2)]
+        variants += [(ours._forward, {"STAGE": -1, **quiet}), (ours._affine_gradients, {}), (ours._apply, {})]
         ones = dict.fromkeys(("inner", "length", "sets", "elements", "share"), 1)  # which Triton takes for constants
-        variants += [(kernels._forward, {"STAGE": stage, **ones}) for stage in (-1, 4)]
-        variants += [(kernels._backward, {"STAGE": -1, **ones}), (kernels._apply, ones)]
+        variants += [(ours._forward, {"STAGE": stage, **ones}) for stage in (-1, 4)]
+        variants += [(ours._backward, {"STAGE": -1, **ones}), (ours._apply, ones)]
     for kernel, constants in variants:
         used = resources(built(kernel, capability, columns, dtype, **constants), tmp_path)
         assert all(used[name] <= most for name, most in MOST.items()), (kernel.__name__, constants, used)
