@@ -1,4 +1,7 @@
-"""Time and peak memory of networks, measured in turns so that whatever else the machine does hits all of them alike."""
+"""Time and peak memory of networks, and the time of exported files in the runtimes that they are for.
+
+All are measured in turns, so that whatever else the machine does hits all of them alike.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from retrofit.errors import RetrofitError
+from retrofit.record import check_size
+from retrofit.utils.onnx_runtimes import Runtime, metadata, open_onnx
 from retrofit.utils.running import autocast
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # called as progress(turns done, in all)
+
+_WARM = 3  # runs of a file that are not timed
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,16 @@ class Cost:
     memory_ratio: float | None  # to the reference; None for the reference
 
 
+@dataclass(frozen=True)
+class FileCost:
+    """What one file costs: time of a batch, size, and time over that of the reference in the same turn (else None)."""
+
+    file: str
+    seconds: Spread
+    bytes: int
+    time_ratio: Spread | None
+
+
 def measure(
     networks: Mapping[str, tuple[nn.Module, tuple[int, int, int]]],
     setting: Setting,
@@ -71,8 +91,7 @@ def measure(
 ) -> list[Cost]:
     """Measure copies of networks, each given with its input size (C, H, W), against the last of them.
 
-    `progress` is called as progress(turns done, in all). A RetrofitError says which network gives no class scores,
-    which training needs.
+    A RetrofitError says which network gives no class scores, which training needs.
     """
     costs: list[Cost] = []
     *_, reference = networks
@@ -84,20 +103,56 @@ def measure(
             step()
             memory[name] = peak_memory(step, setting.device)
         turns = range(number * setting.rounds + 1, (number + 1) * setting.rounds + 1)
-        for name, times in in_turns(steps, turns, len(modes) * setting.rounds, setting.device, progress).items():
+        for name, times in _in_turns(steps, turns, len(modes) * setting.rounds, setting.device, progress).items():
             memory_ratio = None if name == reference else memory[name] / max(memory[reference], 1)
             costs.append(Cost(name, mode, times[0], memory[name], times[1], memory_ratio))
     return costs
 
 
-def in_turns(
+def measure_files(
+    files: Mapping[str, Path],
+    runtime: Runtime,
+    *,
+    batch_size: int = 16,
+    rounds: int = 15,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[FileCost]:
+    """Measure ONNX files, each on images of its own size, against the last of them, on the CPU.
+
+    `threads` None leaves the number to the runtime. A UsageError says that the runtime is not installed, a
+    RetrofitError that it does not take a file, or that a file does not say which images it takes.
+    """
+    steps = {}
+    for name, path in files.items():
+        size: Any = metadata(path).get("input_size")
+        try:
+            check_size(size)
+        except (TypeError, ValueError):
+            raise RetrofitError(
+                f"{path} does not say which images it takes; write it with `retrofit.export_onnx` or `retrofit export`"
+            ) from None
+        pixels = np.random.default_rng(0).standard_normal((batch_size, *size), dtype=np.float32)
+        run = open_onnx(path, runtime, shape=pixels.shape, threads=threads, advice="export it again")
+        steps[name] = partial(run, pixels)
+        for _ in range(_WARM):
+            steps[name]()
+    times = _in_turns(steps, range(1, rounds + 1), rounds, torch.device("cpu"), progress)
+    return [FileCost(name, own, files[name].stat().st_size, ratio) for name, (own, ratio) in times.items()]
+
+
+def _in_turns(
     steps: Mapping[str, Callable[[], object]], turns: range, total: int, device: torch.device, progress: Progress | None
 ) -> dict[str, tuple[Spread, Spread | None]]:
     """Return the seconds of each step, and their ratio to those of the last one, the reference, which has none."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in turns:
         for name, step in steps.items():
-            times[name].append(_timed(step, device))
+            _synchronize(device)
+            start = time.perf_counter()
+            step()
+            _synchronize(device)
+            times[name].append(time.perf_counter() - start)
         if progress is not None:
             progress(turn, total)
     *_, last = times.values()
@@ -111,10 +166,9 @@ def _step(
     """Return what runs one batch of seeded images through a copy of the network."""
     layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
     model = copy.deepcopy(network).to(setting.device).to(memory_format=layout).train(mode == "train")
-    pixels = torch.randn(
-        setting.batch_size, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-    )
-    pixels = pixels.to(setting.device).contiguous(memory_format=layout)
+    shape, generator = (setting.batch_size, *size), torch.Generator().manual_seed(0)
+    pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(setting.device)
+    pixels = pixels.contiguous(memory_format=layout)
     with torch.inference_mode():
         scores = copy.deepcopy(model).eval()(pixels[:2])
     run: Callable[[Tensor], Any] = torch.compile(model) if setting.compile else model
@@ -135,14 +189,9 @@ def _step(
     return step
 
 
-def _timed(step: Callable[[], object], device: torch.device) -> float:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
@@ -161,11 +210,11 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     events: Any = recorded.profiler.kineto_results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
     alive = peak = 0
-    for change in sorted(changes, key=lambda event: event.start_ns()):
-        alive += change.nbytes()
-        peak = max(peak, alive)
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
     return peak
 
 

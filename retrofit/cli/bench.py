@@ -29,8 +29,7 @@ from retrofit.utils.text import plural
 if TYPE_CHECKING:
     import torch
 
-    from retrofit.bench import Cost
-    from retrofit.bench.exported import FileCost
+    from retrofit.bench.cost import Cost, FileCost
 
 
 @options.command("bench", __doc__, against="The measurement")
@@ -57,8 +56,7 @@ def command(model: str, against: str | None, as_json: bool, **given: Any) -> Non
 
 
 def _measure_networks(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    from retrofit.bench import Setting, measure
-    from retrofit.bench.cost import MODES
+    from retrofit.bench.cost import MODES, Setting, measure
     from retrofit.cli.network import open_network, placement
     from retrofit.networks.artifact import artifact_path
     from retrofit.networks.library import build
@@ -96,7 +94,7 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
 def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from retrofit.bench.exported import measure_files
+    from retrofit.bench.cost import measure_files
 
     of_files = ("model", "against", "runtime", "batch_size", "rounds", "as_json")
     options.refuse_flags("an exported file is run as it is", but=of_files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,11 +84,8 @@ def metadata(path: Path) -> dict[str, Any]:
         entries = onnx.load(path, load_external_data=False).metadata_props
     except Exception as error:  # protobuf's errors have no common class
         raise RetrofitError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
-    return {entry.key: _value(entry.value) for entry in entries}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    known: dict[str, Any] = {entry.key: entry.value for entry in entries}
+    for key, text in known.items():
+        with suppress(ValueError, RecursionError):
+            known[key] = json.loads(text)
+    return known
