@@ -21,8 +21,7 @@ from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
     from retrofit.export import ExportReport
-    from retrofit.export.report import FoldedLayer
-    from retrofit.export.request import Precision
+    from retrofit.export.request import FoldedLayer, Precision
 
 
 _IMAGES = 256  # to fit on, and to check on: half each
@@ -65,7 +64,7 @@ def command(
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
     from retrofit.compare import ComparisonError
-    from retrofit.export.report import check_report
+    from retrofit.export.request import check_report
 
     if half and int8:
         raise UsageError("--half and --int8 are two precisions; choose one")

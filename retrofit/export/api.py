@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,15 +20,11 @@ import retrofit
 from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import choose
-from retrofit.export.approximation.fit import Fit
-from retrofit.export.capture import Program, capture
+from retrofit.export.capture import Program, capture, layer_of
 from retrofit.export.fold_constants import fold as fold_program
-from retrofit.export.nodes import Transform, layer_of
-from retrofit.export.onnx.precision import HalfRun, to_float16, to_int8
-from retrofit.export.onnx.write import OPSETS, Check, node_counts, to_onnx, written
-from retrofit.export.power_forms import POWER, Polynomial
-from retrofit.export.report import SCHEMA, ExportReport, FoldedLayer, check_report
-from retrofit.export.request import Examples, Fold, FoldOptions, Precision
+from retrofit.export.onnx_file import OPSETS, HalfRun, to_float16, to_int8, to_onnx, written
+from retrofit.export.power_forms import Fit, Polynomial
+from retrofit.export.request import SCHEMA, ExportReport, Fold, FoldedLayer, Precision, Request, check_report
 from retrofit.inputs import Call, Inputs
 from retrofit.layers.base import lambda_values
 from retrofit.networks.artifact import common_strength
@@ -66,11 +63,10 @@ def fold(
     Args:
         model: Any network, converted or not; it is not changed.
         fold: "exact", the same function to rounding, or "poly", polynomials or lines in place of the power transform.
-        inputs: Example inputs as the network takes them, in place of random images: one tensor, a tuple of positional
-            arguments, or a dict of keyword arguments.
-        input_size: Shape of one sample, (C, H, W); the model's own if None.
-        batch: The number of samples, fixed, for networks that cannot be captured with any number.
-        runtime: As `export_onnx` takes it, as are those that follow.
+        inputs: As `export_onnx` takes it, as are those that follow.
+        input_size: Shape of one sample.
+        batch: The number of samples, if fixed.
+        runtime: What an approximation is for.
         degree: Of all, or the number of lines.
         tolerance: Largest difference of an output that passes; the choice of degrees has to meet it.
         calibrate: Images to fit and judge on.
@@ -85,11 +81,10 @@ def fold(
         RetrofitError: If the network does not take such inputs, no degree meets the tolerance, or the folded network is
             not the same function.
     """
-    examples = Examples(model, inputs, input_size, batch, dynamic_size, calibrate)
-    options = FoldOptions(fold, runtime, degree, tolerance, freeze_lambda, len(examples.images))
-    program, _, _, comparison = _checked_fold(examples, options)
+    how = fold, inputs, input_size, batch, runtime, degree, tolerance, calibrate, freeze_lambda, dynamic_size
+    program, _, _, comparison = _checked_fold(Request(model, *how))
     if program.note:
-        warnings.warn(f"nothing is fused: {_with_advice(program.note, examples)}", stacklevel=2)
+        warnings.warn(f"nothing is fused: {program.note}", stacklevel=2)
     if comparison.not_checked:
         warnings.warn(str(comparison), stacklevel=2)
     module: nn.Module = program.module
@@ -160,42 +155,39 @@ def export_onnx(
     """
     if opset not in OPSETS:
         raise UsageError(f"`opset={opset}` is not supported; use {OPSETS.start} to {OPSETS.stop - 1}")
-    examples = Examples(model, inputs, input_size, batch, dynamic_size, calibrate)
-    options = FoldOptions(fold, runtime, degree, tolerance, freeze_lambda, len(examples.images), precision)
+    how = fold, inputs, input_size, batch, runtime, degree, tolerance, calibrate, freeze_lambda, dynamic_size
+    request = Request(model, *how, precision)
     file = ensure_writable(path, force)
     if report is not None:
         check_report(report, file, force)
-    program, layers, reference, _ = _checked_fold(examples, options)
+    program, layers, reference, _ = _checked_fold(request)
     if program.note:
-        raise RetrofitError(_with_advice(program.note, examples))
+        raise RetrofitError(program.note)
     if precision == "int8" and runtime != "openvino":  # which computes a polynomial in float32 in one pass
         for part in program.module.modules():
             if isinstance(part, Polynomial):
                 part.to_convolutions()
     proto, exported = to_onnx(program, opset)
-    record, sample = record_of(model), [int(size) for size in examples.sample]
+    checks = [(reference, _REPORT_IT)]
+    if precision != "float32":
+        maker = proto.producer_name, proto.producer_version
+        proto, checks = _narrowed(request, proto, exported)
+        proto.producer_name, proto.producer_version = maker
+    elif request.approximates:
+        checks.insert(0, (Reference(program.module, request.calls), _REPORT_IT))
+    record, sample = record_of(model), [int(size) for size in request.sample]
     labels, shapes = record.labels or None, [output.type.tensor_type.shape.dim for output in proto.graph.output]
     if labels and len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][1].dim_value != len(labels):
         labels = None  # of a classifier that the network had before
     preprocess = {} if record.preprocess is None else {**record.preprocess.to_dict(), "input_size": sample}
     target = record.plans[-1].to if record.plans else None
     shared: Any = {"target": target, "strength": common_strength(model), "fold": fold, "precision": precision}
-    name = type(examples.network).__name__ if record.source is None else str(record.source)
+    name = type(request.network).__name__ if record.source is None else str(record.source)
     facts = {"schema": SCHEMA, "retrofit": retrofit.__version__, "model": name, **shared}
     facts |= {"input_size": sample, "labels": labels, **preprocess}
     known = {key: value for key, value in facts.items() if value is not None}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
     onnx.helper.set_model_props(proto, texts)
-    checks: list[Check] = [(reference, _REPORT_IT)]
-    if precision != "float32":
-        proto, checks = _narrowed(examples, proto, exported, precision, tolerance)
-    elif options.approximates:
-        checks.insert(0, (Reference(program.module, examples.calls), _REPORT_IT))
-    judged_on = calls = "given inputs" if examples.are_given else "random inputs"
-    if precision == "float32" and not options.approximates:
-        judged_on = f"{calls} and images" if examples.images else calls
-    elif len(examples.images) > 1:
-        judged_on = "images"
     with ExitStack() as stack:  # the model gets its name before its report
         aside = None if report is None else stack.enter_context(atomic_write(report, force))
         parity, length = stack.enter_context(written(proto, file, force, checks))
@@ -207,8 +199,8 @@ def export_onnx(
             output=str(path),
             bytes=length,
             parity=parity,
-            judged_on=judged_on,
-            nodes=node_counts(proto),
+            judged_on=request.judged_on,
+            nodes=dict(Counter(sorted(node.op_type for node in proto.graph.node)).most_common()),
             preprocess=preprocess or None,
             labels=None if labels is None else len(labels),
             layers=tuple(layers),
@@ -219,63 +211,49 @@ def export_onnx(
     return result
 
 
-def _checked_fold(examples: Examples, options: FoldOptions) -> tuple[Program, list[FoldedLayer], Reference, Comparison]:
+def _checked_fold(request: Request) -> tuple[Program, list[FoldedLayer], Reference, Comparison]:
     """Capture a network, fold it, and compare the two; also return what became of its layers and what it answered."""
-    judged = examples.judged if options.approximates else examples.calls + examples.batches(examples.images)
-    reference = Reference(examples.network, judged, tolerance=options.allowed)
+    network, fold = request.network, request.fold
+    reference = Reference(network, request.judged, tolerance=request.allowed)
     if reference.not_checked == NO_NUMBERS:
         raise RetrofitError(NO_NUMBERS)
-    for name, value in examples.network.state_dict().items() if reference.holds_nan else ():
+    for name, value in network.state_dict().items() if reference.holds_nan else ():
         if isinstance(value, Tensor) and value.is_floating_point() and value.isnan().any():
             raise RetrofitError(f"{name} holds NaN; export other weights")
-    lambdas = _mean_lambdas(examples.network, examples.fitted) if options.freeze_lambda else {}
-    call = examples.calls[0 if examples.are_given else -1]
-    program = capture(examples.network, call, batch=examples.batch, dynamic_size=examples.dynamic_size, lambdas=lambdas)
+    lambdas = _mean_lambdas(network, request.fitted) if request.freeze_lambda else {}
+    call = request.calls[-1 if request.inputs is None else 0]
+    program = capture(network, call, batch=request.batch, dynamic_size=request.dynamic_size, lambdas=lambdas)
     fits: dict[Node, Fit] = {}
-    if program.note and options.fold == "poly":
+    if program.note and fold == "poly":
         raise RetrofitError(f"{program.note}; use `fold='exact'`")
     if not program.note:
-        for other in reference.calls[:3]:
-            _check_batch(program, other, examples.calls[0].batch)
-        if options.fold == "poly":
-            nodes = program.module.graph.find_nodes(op="call_function", target=POWER)
-            powers = [one for node in nodes if (one := Transform.of(program.module, node)).lmbda.numel() > 1]
-            how = options.made_for, options.degree, options.allowed
-            fits = choose(program.module, powers, *how, examples.fitted, examples.judged)
+        try:
+            reference.compare(program.module)
+        except RetrofitError as error:  # it was captured for one number of samples, without a word
+            batch = request.calls[0].batch
+            raise RetrofitError(f"{error}; fix the number of samples, as `batch={batch}`") from error
+        if fold == "poly":
+            # in INT8 what lies between lines would get a range of its own
+            made_for = "onnxruntime" if request.runtime is None or request.precision == "int8" else request.runtime
+            how = made_for, request.degree, request.allowed
+            fits = choose(program.module, *how, request.fitted, request.unseen)
         fold_program(program, fits)
+    elif request.batch is None:
+        advice = "leave out `dynamic_size`" if request.dynamic_size else "some networks need a fixed `batch=1`"
+        program.note += f"; {advice}"
     errors = {layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()}
     layers = [FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()]
     comparison = reference.compare(program.module)
     if comparison.differs:
         what, advice = "the folded network differs from the given one", _REPORT_IT
-        if options.freeze_lambda:
+        if request.freeze_lambda:
             what = "the network with constant lambdas differs from the given one"
             advice = "raise `tolerance` if you can accept that, or leave out `freeze_lambda`"
-        elif options.degree is not None:
+        elif request.degree is not None:
             what = "the approximation differs from the given network"
             advice = "raise `degree` or leave it out, or raise `tolerance` if you can accept that"
         raise ComparisonError(comparison, what, advice)
     return program, layers, reference, comparison
-
-
-def _check_batch(program: Program, call: Call, advised: int) -> None:
-    """Check that a captured network takes the number of samples of a call that the network itself took."""
-    try:
-        if call.batch != program.call.batch:
-            with torch.no_grad():
-                call.on(program.module)
-    except Exception as error:  # torch.export's guards, or the network's own code
-        raise RetrofitError(
-            f"captured with {program.call.batch} samples, the network does not take {call.batch}; fix their number, as "
-            f"`batch={advised}`"
-        ) from error
-
-
-def _with_advice(note: str, examples: Examples) -> str:
-    """Say what may help where a network cannot be captured."""
-    if examples.batch is not None:
-        return note
-    return f"{note}; {'leave out `dynamic_size`' if examples.dynamic_size else 'some networks need a fixed `batch=1`'}"
 
 
 def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
@@ -292,17 +270,13 @@ def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]
 
 
 def _narrowed(
-    examples: Examples,
-    proto: onnx.ModelProto,
-    exported: torch.export.ExportedProgram,
-    precision: Precision,
-    tolerance: float | None,
-) -> tuple[onnx.ModelProto, list[Check]]:
+    request: Request, proto: onnx.ModelProto, exported: torch.export.ExportedProgram
+) -> tuple[onnx.ModelProto, list[tuple[Reference, str]]]:
     """Return a model in less than 32 bits, and what it has to answer."""
-    reference = Reference(examples.network, examples.judged, tolerance=tolerance or NARROW[precision])
-    if precision == "int8":
-        few = examples.batch or CALIBRATED_AT_ONCE
-        fitted = [images for call in examples.fitted for images in call.args[0].split(few)]
+    reference = Reference(request.network, request.unseen, tolerance=request.tolerance or NARROW[request.precision])
+    if request.precision == "int8":
+        few = request.batch or CALIBRATED_AT_ONCE
+        fitted = [images for call in request.fitted for images in call.args[0].split(few)]
         advice = "bake the network first, give other images, or raise `tolerance` if you can accept that"
         return to_int8(proto, fitted), [(reference, advice)]
     advice = "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"

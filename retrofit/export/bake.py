@@ -139,7 +139,8 @@ def bake(
     try:
         for name, layer in layers.items():
             layer.bake(*constants[name])
-        chosen = trial.judge(model, stage)
+        with evaluating(model):  # what reads its layers' tensors shows in the network itself alone
+            chosen = trial.stage(stage.threshold, _answers(model, trial.check), stage.layers)
         if not chosen.error <= 1.001 * tolerance:
             raise RetrofitError(
                 f"the baked network's output changes by {chosen.error:.2g} of its standard deviation, in the trial by "
@@ -165,9 +166,9 @@ class _Trial:
         device, dtype = placement_of(net)
         call = call.to(device, dtype)
         every = torch.arange(call.batch, device="cpu")
-        self._fit, self._check = call.select(every[::2].repeat(2)), call.select(every[1::2])
+        self._fit, self.check = call.select(every[::2].repeat(2)), call.select(every[1::2])
         self.images = len(every[::2]), len(every[1::2])
-        self._expected = _answers(net, self._check)
+        self._expected = _answers(net, self.check)
         self.reasons = _reasons(net, layers, call)
         self._layers = {name: layer for name, layer in layers.items() if name not in self.reasons}
         if not self._layers:
@@ -175,13 +176,12 @@ class _Trial:
             raise RetrofitError(f"no layer can be baked: {name or 'the model'} {why}")
         self._bare: dict[str, Any] = {}  # normalizations at strength 0, without weight, bias and activation
         for name, layer in self._layers.items():
-            if behind := layer.fused_modules():
-                layer.drop = layer.act = nn.Identity()
             bare = self._bare[name] = copy.deepcopy(layer)
             bare.set_strength(0.0)
             bare.weight.fill_(1.0)
             bare.bias.zero_()
-            if behind:  # as a hook, so that others may come before it
+            if behind := layer.fused_modules():  # as a hook, so that others may come before it
+                layer.drop = layer.act = bare.drop = bare.act = nn.Identity()
                 after = nn.Sequential(*behind)
                 layer.register_forward_hook(lambda *call, after=after: after(call[-1]))
 
@@ -200,7 +200,7 @@ class _Trial:
             start = len(out) // 2 if fitting else 0
             base = self._bare[name](args[0][start:])
             if fitting:
-                weight, bias, errors[name] = regress(base, out[:start], self._bare[name].channel_dims(base))
+                weight, bias, errors[name] = _regress(base, out[:start], self._bare[name].channel_dims(base))
                 if errors[name] > threshold:
                     return out
                 constants[name] = self._layers[name].bakeable(weight, bias)
@@ -212,16 +212,10 @@ class _Trial:
         ):
             self._net(*self._fit.args, **self._fit.kwargs)
             fitting = False
-            answers = _answers(self._net, self._check)
-        return self._stage(threshold, answers, len(constants)), errors, constants
+            answers = _answers(self._net, self.check)
+        return self.stage(threshold, answers, len(constants)), errors, constants
 
-    def judge(self, model: nn.Module, stage: Stage) -> Stage:
-        """Judge the network itself after the baking of a choice: what reads its layers' tensors shows there alone."""
-        with evaluating(model):
-            answers = _answers(model, self._check)
-        return self._stage(stage.threshold, answers, stage.layers)
-
-    def _stage(self, threshold: float, answers: Sequence[Tensor], layers: int) -> Stage:
+    def stage(self, threshold: float, answers: Sequence[Tensor], layers: int) -> Stage:
         per_image = []
         for expected, found in zip(self._expected, answers, strict=True):
             spread = float((expected - expected.mean(0)).square().mean())
@@ -267,17 +261,17 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
     try:
         batches = [[leaf.float() for leaf in tensors_of(net(*one.args, **one.kwargs))] for one in calls]
         together = [torch.cat(leaves) for leaves in zip(*batches, strict=True)]
+        if not together or any(len(leaf) != call.batch for leaf in together):
+            raise ValueError(f"its outputs are {[tuple(leaf.shape) for leaf in together]}")
+        return together
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise RetrofitError(
             "baking compares tensors of one row an image, which the network does not give for such images "
             f"({one_line(error)}); bake the part of it that does"
         ) from error
-    if not together or any(len(leaf) != call.batch for leaf in together):
-        raise RetrofitError("baking compares outputs of one row an image, the network gives others; bake a part of it")
-    return together
 
 
-def regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
+def _regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
     """Fit target = weight * base + bias by least squares; return weight and bias, which broadcast, and the rms of what
     is left as a share of the target's standard deviation, over all channels together.
     """
@@ -286,6 +280,5 @@ def regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor
     power = centred.square().mean(dims, keepdim=True)
     weight = (centred * target).mean(dims, keepdim=True) / power.clamp_min(1e-12)
     left = (target - weight * centred).square().mean()
-    bias = mean - weight * mean_base
     share = float((left / target.square().mean().clamp_min(1e-30)).sqrt())
-    return weight, bias, share
+    return weight, mean - weight * mean_base, share

@@ -7,17 +7,17 @@ plain ATen.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import Node
 
 from retrofit.errors import RetrofitError
-from retrofit.export.power_forms import POWER
 from retrofit.inputs import Call, is_detector
 from retrofit.layers import ProxyNorm
 from retrofit.layers.converted_layer import ConvertedLayer
@@ -28,12 +28,27 @@ from retrofit.surgery.families import find_norms
 from retrofit.utils.running import copied, device_of, silence
 from retrofit.utils.text import cause_of
 
+ATEN = torch.ops.aten
 _KINDS = {
     EstimatedTransform: "estimated",
     MigratedForm: "group",
     TwoBranch: "two branches",
     GroupConvolution: "group convolution",
 }
+
+
+@torch.library.custom_op("retrofit::power", mutates_args=())
+def power(h: Tensor, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """Return gamma * psi(h; lambda) + beta of standardised values (N, C, *), with (C,) constants."""
+    return TwoBranch(lmbda, gamma, beta)(h).contiguous()
+
+
+@power.register_fake
+def _shape_of_power(h: Tensor, _lmbda: Tensor, _gamma: Tensor, _beta: Tensor) -> Tensor:
+    return torch.empty_like(h, memory_format=torch.contiguous_format)
+
+
+POWER = torch.ops.retrofit.power.default
 
 
 @dataclass
@@ -61,7 +76,7 @@ def capture(
     *,
     batch: int | None = None,
     dynamic_size: bool = False,
-    lambdas: Mapping[str, float] = MappingProxyType({}),
+    lambdas: Mapping[str, float] | None = None,
 ) -> Program:
     """Capture a network with an example call; it is not changed.
 
@@ -71,15 +86,24 @@ def capture(
     net = copied(model).float().eval().requires_grad_(False)
     call = call.resized(batch or max(2, call.batch)).to(device_of(net), torch.float32)
     batch_norms = frozenset(norm.name for norm in find_norms(net) if norm.family in ("bn", "frozen-bn"))
-    program = Program(net, call, _shapes(call, batch is None, dynamic_size), batch_norms)
+    shapes = torch.export.ShapesCollection()
+    for x in call.tensors:
+        dims = [0] if batch is None and x.ndim and len(x) == call.batch else []
+        dims += range(2, x.ndim) if dynamic_size else []
+        shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
+    program = Program(net, call, shapes, batch_norms)
     named = {layer: name for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)}
     forms = {layer: layer.inference_form() for layer in named}
     for layer, name in named.items():
-        kind = _kind(layer, forms[layer])
-        for part in forms[layer].modules():
-            if name in lambdas and isinstance(part, EstimatedTransform):
+        parts = list(forms[layer].modules())
+        default = "normalization" if layer.affine_map() is None else "affine"
+        kind = next((kind for form, kind in _KINDS.items() if any(type(part) is form for part in parts)), default)
+        for part in parts:
+            if lambdas is not None and name in lambdas and isinstance(part, EstimatedTransform):
                 part.freeze(lambdas[name])
                 kind = "frozen"
+        if isinstance(layer, ProxyNorm | WeightStandardization | PlainAffine):
+            kind = ""  # it is no normalization
         if "forward" in vars(layer):  # somebody's own
             program.layers[name] = "kept"
         else:
@@ -89,16 +113,15 @@ def capture(
         return program
     powers = [part for form in forms.values() for part in form.modules() if isinstance(part, TwoBranch)]
     for part in powers:
-        vars(part)["forward"] = partial(POWER, **dict(zip(("lmbda", "gamma", "beta"), part.constants, strict=True)))
+        vars(part)["forward"] = lambda h, part=part: POWER(h, *part.constants)
     try:
-        exported = _exported(net, call, program.shapes).run_decompositions({})
+        program.module = _exported(net, call, shapes).run_decompositions({}).module()
     except RetrofitError as error:
         program.note = str(error)
         return program
     finally:
         for part in powers:
             del vars(part)["forward"]
-    program.module = exported.module()
     for name in ("train", "eval"):  # they refuse, but the mode of a captured module does not matter
         vars(program.module).pop(name, None)
     for owner in program.module.modules():
@@ -111,30 +134,11 @@ def capture(
 
 
 def _by_form(form: nn.Module, layers: dict[str, str], name: str, kind: str, x: Tensor) -> Tensor:
-    """A layer's forward by its form, which notes that the layer is called."""
+    """A layer's forward by its form, which notes that the layer is called, and what it has become so far."""
     if kind:
         layers[name] = kind
     out: Tensor = form.forward(x)
     return out
-
-
-def _kind(layer: ConvertedLayer, form: nn.Module) -> str:
-    """Return what a layer has become if nothing is folded: see `FoldedLayer`; empty for what is no normalization."""
-    if isinstance(layer, ProxyNorm | WeightStandardization | PlainAffine):
-        return ""
-    kinds = {type(part) for part in form.modules()}
-    default = "normalization" if layer.affine_map() is None else "affine"
-    return next((kind for part, kind in _KINDS.items() if part in kinds), default)
-
-
-def _shapes(call: Call, varies: bool, dynamic_size: bool) -> torch.export.ShapesCollection:
-    """Return the dimensions that may vary: the batch's, those behind the channels."""
-    shapes = torch.export.ShapesCollection()
-    for x in call.tensors:
-        dims = [0] if varies and x.ndim and len(x) == call.batch else []
-        dims += range(2, x.ndim) if dynamic_size else []
-        shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
-    return shapes
 
 
 def _exported(net: nn.Module, call: Call, shapes: torch.export.ShapesCollection) -> torch.export.ExportedProgram:
@@ -144,3 +148,31 @@ def _exported(net: nn.Module, call: Call, shapes: torch.export.ShapesCollection)
             return torch.export.export(net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises anything that the network's code does
         raise RetrofitError(f"torch.export cannot capture the network ({cause_of(error)})") from error
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of a call of an ATen operator by name, in their order, defaults included."""
+    expected = node.target._schema.arguments  # type: ignore[union-attr]
+    values = dict(zip((argument.name for argument in expected), node.args, strict=False)) | node.kwargs
+    return {argument.name: values.get(argument.name, argument.default_value) for argument in expected}
+
+
+def users_of(node: Node) -> list[Node]:
+    """Return the nodes that use a value; what only checks its type does not."""
+    return [user for user in node.users if user.target is not ATEN._assert_tensor_metadata.default]
+
+
+def shape_of(node: Node) -> tuple[Any, ...]:
+    """Return the shape of a node's value."""
+    return tuple(node.meta["val"].shape)
+
+
+def layer_of(node: Node) -> str:
+    """Return the name of the innermost module that a node comes from."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def attribute_of(module: fx.GraphModule, node: Node) -> Any:
+    """Return the value of a `get_attr` node."""
+    return operator.attrgetter(str(node.target))(module)

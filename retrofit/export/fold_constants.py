@@ -11,32 +11,23 @@ import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from retrofit.export.approximation.fit import Fit
-from retrofit.export.capture import Program
-from retrofit.export.nodes import (
-    ATEN,
-    LINEAR,
-    Transform,
-    arguments,
-    attribute_of,
-    border_of,
-    layer_of,
-    linear_map,
-    per_channel,
-    shape_of,
-    users_of,
-)
-from retrofit.export.power_forms import POWER, one_branch
+from retrofit.export.capture import ATEN, POWER, Program, arguments, attribute_of, layer_of, shape_of, users_of
+from retrofit.export.power_forms import Fit, Transform, exact_form
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
-from retrofit.layers.forms import ChannelAffine, ConstantNorm, TwoBranch
+from retrofit.layers.forms import ChannelAffine, ConstantNorm
 
+_TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
+_LINEAR = (
+    *(ATEN.linear.default, ATEN.conv1d.default, ATEN.conv2d.default, ATEN.conv3d.default, ATEN.convolution.default),
+    *(ATEN.conv1d.padding, ATEN.conv2d.padding, ATEN.conv3d.padding, *_TRANSPOSED),
+)
 _NORM = ATEN._native_batch_norm_legit_no_training.default
 _SUMS = {ATEN.add.Tensor: 1.0, ATEN.sub.Tensor: -1.0}
 _PRODUCTS = {ATEN.mul.Tensor: 1.0, ATEN.div.Tensor: -1.0}
@@ -76,8 +67,9 @@ def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
     folding = _Folding(program)
     for node in list(folding.graph.nodes):
         if node.target is POWER:
-            folding.replace_power(Transform.of(folding.module, node), fits.get(node))
-        elif node.target in LINEAR:
+            found = Transform.of(folding.module, node)
+            folding.replace_power(found, fits.get(node) or exact_form(found))
+        elif node.target in _LINEAR:
             folding.merge_whitening(node)
         else:
             folding.fold_affine(node)
@@ -100,7 +92,13 @@ class _Folding:
         self.values: dict[Node, Any] = {}
         self.folded: set[str] = set()
         self.added = 0
-        self.constants = _constants(self.graph)
+        self.constants: set[Node] = set()  # reached by no input, written to by nothing, not random
+        written = [node.args[0] for node in self.graph.find_nodes(op="call_function", target=ATEN.copy_.default)]
+        for node in self.graph.nodes:
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            pure = node.op == "get_attr" or (node.op == "call_function" and not random and not node.is_impure())
+            if pure and node not in written and self.constants.issuperset(node.all_input_nodes):
+                self.constants.add(node)
         attributes = self.graph.find_nodes(op="get_attr")
         self.readers = Counter(_memory(attribute_of(self.module, node)) for node in attributes for _ in node.users)
 
@@ -131,16 +129,22 @@ class _Folding:
         return values["input"], Affine(scale, shift, 1, frozenset([layer_of(norm)]), is_norm=True)
 
     def _arithmetic(self, node: Node) -> tuple[Node, Affine] | None:
-        """Return the input and the map of a sum with, or a product by, one constant for each channel."""
+        """Return the input and the map of a sum with, or a product by, one float32 constant for each channel."""
         if node.op != "call_function" or node.target not in (*_SUMS, *_PRODUCTS) or node.kwargs:
             return None
         place = 1 if node.target in _COMMUTE and self._constant(node.args[0]) is not None else 0
         x, value = node.args[place], self._constant(node.args[1 - place])
         if value is None or not isinstance(x, Node) or self._constant(x) is not None:
             return None
-        if (channels := per_channel(value, x, node)) is None:
+        shape = shape_of(x)
+        wide = (1,) * (len(shape) - value.ndim) + tuple(value.shape)
+        dims = [dim for dim, size in enumerate(wide) if size != 1]
+        if len(wide) != len(shape) or len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
             return None
-        dim, vector = channels
+        dim, vector = dims[0], value.flatten().double()
+        same = x.meta["val"].dtype == node.meta["val"].dtype == value.dtype == torch.float32
+        if not same or shape != shape_of(node) or len(vector) != shape[dim]:
+            return None
         scale = torch.ones_like(vector) if node.target in _SUMS else vector ** _PRODUCTS[node.target]
         shift = vector * _SUMS[node.target] if node.target in _SUMS else torch.zeros_like(vector)
         return (x, Affine(scale, shift, dim, frozenset([layer_of(node)]))) if scale.isfinite().all() else None
@@ -163,7 +167,7 @@ class _Folding:
         """Fold a map into the layer that alone takes its output, through padding too; over zeros only the scale."""
         one, last, zeros = self.maps[node], node, False
         while len(users := users_of(last)) == 1 and users[0].target in _PADS:
-            border = border_of(users[0])
+            border = _border_of(users[0])
             if one.dim != 1 or border is None:
                 return
             last, zeros = users[0], zeros or border == "zeros"
@@ -210,26 +214,18 @@ class _Folding:
                 self.layers[layer_of(node)] = "folded"
             self._replace(node, x)
 
-    def replace_power(self, found: Transform, fit: Fit | None) -> None:
-        """Put a form in the place of a power transform: the fit, or the transform itself."""
+    def replace_power(self, found: Transform, fit: Fit) -> None:
+        """Put a fit, or an exact form, in the place of a power transform."""
         node, name = found.node, layer_of(found.node)
-        scale, shift, after, drops_relu = found.sign, 0 * found.sign, torch.ones_like(found.sign), False
-        if fit is not None:
-            label, scale, shift, forms = fit.form, scale * fit.scale, fit.shift, fit.parts
-            drops_relu = fit.has_activation and found.relu is not None
-        elif (branch := one_branch(found)) is not None:
-            label, drops_relu, (scale, shift, forms, after) = "one branch", True, branch
-        else:
-            label, forms = "two branches", [TwoBranch(found.lmbda, found.gamma, found.beta)]
-        folds_away = frozenset([name] if label == "affine" else ())
-        x = self._mapped(node, node.args[0], Affine(scale, shift, 1, folds_away, True))
-        for form in forms:
-            x = self._form(node, x, form)
-        if forms:
-            x = self._mapped(node, x, Affine(after, torch.zeros_like(after)))
+        folds_away = frozenset([name] if fit.form == "affine" else ())
+        x = self._mapped(node, node.args[0], Affine(found.sign * fit.scale, fit.shift, 1, folds_away, True))
+        for part in fit.parts:
+            x = self._form(node, x, part)
+        if fit.after is not None:
+            x = self._mapped(node, x, Affine(fit.after, torch.zeros_like(fit.after)))
         if self.layers.get(name) != "frozen":
-            self.layers[name] = label
-        if drops_relu and found.relu is not None:
+            self.layers[name] = fit.form
+        if fit.has_activation and found.relu is not None:
             self._replace(found.relu, x)
             self.graph.erase_node(node)
         else:
@@ -251,7 +247,7 @@ class _Folding:
 
     def _linear(self, node: Any) -> LinearMap | None:
         """Return a convolution or linear layer whose weight is a constant that nothing else uses; None for others."""
-        if not isinstance(node, Node) or node.target not in LINEAR:
+        if not isinstance(node, Node) or node.target not in _LINEAR:
             return None
         values = arguments(node)
         weight, bias = (self._constant(values[name]) for name in ("weight", "bias"))
@@ -261,7 +257,10 @@ class _Folding:
             return None
         if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
             return None  # a single sample without its batch
-        return linear_map(node, weight, bias)
+        transposed = node.target in _TRANSPOSED or bool(values.get("transposed"))
+        padding = values.get("padding", "valid")
+        pads = weight[0, 0].numel() > 1 if padding == "same" else transposed or (padding != "valid" and any(padding))
+        return LinearMap.of(weight, bias, values.get("groups", 1), transposed, pads)
 
     def _set(self, node: Node, layer: LinearMap) -> None:
         """Give a convolution or linear layer other constants."""
@@ -305,18 +304,6 @@ class _Folding:
         self.graph.erase_node(node)
 
 
-def _constants(graph: fx.Graph) -> set[Node]:
-    """Return the nodes whose values no input reaches, nothing writes to, and no random number is in."""
-    constants: set[Node] = set()
-    written = [node.args[0] for node in graph.find_nodes(op="call_function", target=ATEN.copy_.default)]
-    for node in graph.nodes:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        pure = node.op == "get_attr" or (node.op == "call_function" and not random and not node.is_impure())
-        if pure and node not in written and constants.issuperset(node.all_input_nodes):
-            constants.add(node)
-    return constants
-
-
 def _channel_dim(node: Node) -> int:
     """Return the dimension that a convolution or linear layer mixes."""
     return len(shape_of(node)) - 1 if node.target is ATEN.linear.default else 1
@@ -331,11 +318,21 @@ def _memory(value: Any) -> int:
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else id(value)
 
 
+def _border_of(node: Node) -> Literal["zeros", "values"] | None:
+    """Return what a padding puts beside maps (N, C, *): zeros, or values from within; None for anything else."""
+    values = arguments(node)
+    pads, fill = values.get("pad") or values["padding"], values.get("value")
+    if len(pads) > 2 * (len(shape_of(node)) - 2):
+        return None  # it pads the channels
+    if node.target is ATEN.constant_pad_nd.default or values.get("mode") == "constant":
+        return None if fill else "zeros"
+    return "values"
+
+
 def _drop_unused_attributes(module: fx.GraphModule) -> None:
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     called = tuple(f"{node.target}." for node in module.graph.nodes if node.op == "call_module")
-    for prefix, owner in list(module.named_modules()):
-        if not f"{prefix}.".startswith(called):
-            for table in (owner._parameters, owner._buffers):
-                for name in [name for name in table if ".".join(filter(None, (prefix, name))) not in used]:
-                    del table[name]
+    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name in [name for name, _ in held if name not in used and not name.startswith(called)]:
+        owner, _, attribute = name.rpartition(".")
+        delattr(module.get_submodule(owner), attribute)

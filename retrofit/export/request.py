@@ -1,65 +1,74 @@
-"""What a user requests to be folded: the network, the inputs that it is run on, and what may be approximated."""
+"""What a user requests to be folded and exported, and the report of what became of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from retrofit.compare import TOLERANCE
+from retrofit.compare import TOLERANCE, Comparison
 from retrofit.errors import UsageError
 from retrofit.export.approximation.fit import MAX_SIZE
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.record import unwrapped
+from retrofit.utils.files import ensure_writable
 from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
-from retrofit.utils.running import copied, images_of, placement_of
+from retrofit.utils.running import copied, device_of, images_of, placement_of
 
 Fold = Literal["exact", "poly"]
 Precision = Literal["float32", "float16", "int8"]
 
+SCHEMA = 1
 APPROXIMATE_TOLERANCE = 0.05
 
 
-class Examples:
-    """A network, in float32, and what it is run on: example calls, the user's or random, and images. `sample` is the
-    shape of one sample, empty for a network of several inputs.
-    """
+@dataclass
+class Request:
+    """A network, what it is run on, and how it is to be folded; `export_onnx` says what each option means."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Inputs | None,
-        input_size: Sequence[int] | None,
-        batch: int | None,
-        dynamic_size: bool,
-        calibrate: Iterable[Any] | None,
-    ) -> None:
-        """Check what a user gives to run a network on, and complete it by random inputs."""
-        if batch is not None and batch < 1:
-            raise UsageError(f"`batch={batch}` is no number of samples; give 1 or more")
-        self.network, self.are_given = unwrapped(model), inputs is not None
-        self.batch, self.dynamic_size = batch, dynamic_size
-        self.device, dtype = placement_of(self.network)
+    model: nn.Module
+    fold: Fold
+    inputs: Inputs | None
+    input_size: Sequence[int] | None
+    batch: int | None
+    runtime: Runtime | None
+    degree: int | None
+    tolerance: float | None
+    calibrate: Iterable[Any] | None
+    freeze_lambda: bool
+    dynamic_size: bool
+    precision: Precision = "float32"
+    network: nn.Module = field(init=False)  # in float32
+    calls: list[Call] = field(init=False)  # examples, the user's or random
+    images: list[Tensor] = field(init=False)
+    sample: tuple[int, ...] = ()  # the shape of one sample; empty for a network of several inputs
+
+    def __post_init__(self) -> None:
+        """Check what a user requests, and complete it by random inputs."""
+        self.network = unwrapped(self.model)
+        self.images = [] if self.calibrate is None else [image for few in images_of(self.calibrate) for image in few]
+        self._check_options()
+        device, dtype = placement_of(self.network)
         if dtype != torch.float32:  # its own rounding is no part of its function
             self.network = copied(self.network).float()
-        calls = [call.to(self.device, torch.float32) for call in example_calls(self.network, inputs, input_size)]
+        calls = example_calls(self.network, self.inputs, self.input_size)
+        calls, batch = [call.to(device, torch.float32) for call in calls], self.batch
         if batch is not None:
-            if inputs is not None and calls[0].batch != batch:
+            if self.inputs is not None and calls[0].batch != batch:
                 raise UsageError(f"`inputs` are {calls[0].batch} samples, `batch` says {batch}; make them the same")
             calls = [calls[-1].resized(batch)]
-        elif inputs is not None:  # what is captured must do for other numbers too, where the network does
+        elif self.inputs is not None:  # what is captured must do for other numbers too, where the network does
             calls += [calls[0].resized(rows) for rows in (1, 3) if rows != calls[0].batch]
         self.calls, leaves = calls, tree_leaves((calls[0].args, dict(calls[0].kwargs)))
-        self.sample = tuple(leaves[0].shape[1:]) if len(leaves) == 1 and isinstance(leaves[0], Tensor) else ()
-        self.images = [] if calibrate is None else [image for few in images_of(calibrate) for image in few]
-        if batch is not None and 0 < len(self.images) < 2 * batch:
-            raise UsageError(f"`batch={batch}` takes {2 * batch} `calibrate` images or more; got {len(self.images)}")
-        fixed = self.sample[:1] if dynamic_size else self.sample
+        if len(leaves) == 1 and isinstance(leaves[0], Tensor):
+            self.sample = tuple(leaves[0].shape[1:])
+        fixed = self.sample[:1] if self.dynamic_size else self.sample
         for image in self.images:
             if image.ndim != len(self.sample) or image.shape[: len(fixed)] != fixed:
                 shape = ", ".join(str(size) for size in ("N", *self.sample))
@@ -68,59 +77,33 @@ class Examples:
                 both = f"{tuple(self.images[0].shape)} and {tuple(image.shape)}"
                 raise UsageError(f"`calibrate` takes images of one size; got images of {both}")
 
-    @property
-    def fitted(self) -> list[Call]:
-        """Calls with the images that are fitted on: every second one."""
-        return self.batches(self.images[::2])
-
-    @property
-    def judged(self) -> list[Call]:
-        """Calls with the images that are judged on: the others; the example calls where there are none."""
-        return self.batches(self.images[1::2]) if len(self.images) > 1 else self.calls
-
-    def batches(self, images: Sequence[Tensor]) -> list[Call]:
-        """Return calls with all of some images: one alone, three, and the others in larger batches."""
-        sizes = [1, 3, *[32] * (len(images) // 32 + 1)] if self.batch is None else [self.batch] * len(images)
-        stacks = [torch.stack(list(images[a:b])) for a, b in pairwise([0, *accumulate(sizes)]) if a < len(images)]
-        return [Call((stack.to(self.device, torch.float32),)) for stack in stacks if self.batch in (None, len(stack))]
-
-
-@dataclass(frozen=True)
-class FoldOptions:
-    """How a network is to be folded, by one who gives so many images; `export_onnx` says what each option means."""
-
-    fold: Fold
-    runtime: Runtime | None
-    degree: int | None
-    tolerance: float | None
-    freeze_lambda: bool
-    images: int
-    precision: Precision = "float32"
-
-    def __post_init__(self) -> None:
-        """Check what a user requests."""
-        fold, degree, tolerance = self.fold, self.degree, self.tolerance
-        if fold not in get_args(Fold):
-            raise UsageError(f"there is no fold {fold!r}; use exact or poly")
+    def _check_options(self) -> None:
+        batch, degree, tolerance, images = self.batch, self.degree, self.tolerance, len(self.images)
+        if self.fold not in get_args(Fold):
+            raise UsageError(f"there is no fold {self.fold!r}; use exact or poly")
         if self.precision not in get_args(Precision):
             raise UsageError(f"there is no precision {self.precision!r}; use {', '.join(get_args(Precision))}")
-        if self.precision == "int8" and self.images < 2:
+        if self.precision == "int8" and images < 2:
             raise UsageError(
                 "INT8 takes its ranges from images and is judged on others; give `calibrate` images, 2 or more"
             )
         if self.runtime is not None and self.runtime not in RUNTIMES:
             raise UsageError(f"nothing is known of a runtime {self.runtime!r}; use {' or '.join(RUNTIMES)}")
         for name in ("degree", "runtime"):
-            if getattr(self, name) is not None and fold != "poly":
+            if getattr(self, name) is not None and self.fold != "poly":
                 raise UsageError(f"`{name}` matters to approximations only; use `fold='poly'` with it")
         if degree is not None and not 2 <= degree <= MAX_SIZE:
             raise UsageError(f"`degree={degree}` is not supported; use 2 to {MAX_SIZE}, or leave it out")
         if tolerance is not None and not tolerance > 0:
             raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; {TOLERANCE:g} is usual")
-        if self.freeze_lambda and not self.images:
+        if self.freeze_lambda and not images:
             raise UsageError("`freeze_lambda` takes the mean of lambda over images; give `calibrate` images too")
-        if self.approximates and self.images == 1:
+        if self.approximates and images == 1:
             raise UsageError("one image cannot be fitted on and checked on; give `calibrate` more")
+        if batch is not None and batch < 1:
+            raise UsageError(f"`batch={batch}` is no number of samples; give 1 or more")
+        if batch is not None and 0 < images < 2 * batch:
+            raise UsageError(f"`batch={batch}` takes {2 * batch} `calibrate` images or more; got {images}")
 
     @property
     def approximates(self) -> bool:
@@ -136,6 +119,97 @@ class FoldOptions:
         return max(self.tolerance, usual) if narrow else self.tolerance  # no further off than the file may be
 
     @property
-    def made_for(self) -> Runtime:
-        """The runtime whose approximations are taken: in INT8 what lies between lines would get a range of its own."""
-        return "onnxruntime" if self.runtime is None or self.precision == "int8" else self.runtime
+    def fitted(self) -> list[Call]:
+        """Calls with the images that are fitted on: every second one."""
+        return self._batches(self.images[::2])
+
+    @property
+    def unseen(self) -> list[Call]:
+        """Calls with the images that are not fitted on; the example calls where there are none."""
+        return self._batches(self.images[1::2]) if len(self.images) > 1 else self.calls
+
+    @property
+    def judged(self) -> list[Call]:
+        """What the folded network is judged on."""
+        return self.unseen if self.approximates else self.calls + self._batches(self.images)
+
+    @property
+    def judged_on(self) -> str:
+        """What the file is judged on, in words."""
+        calls = "random inputs" if self.inputs is None else "given inputs"
+        if self.precision == "float32" and not self.approximates:
+            return f"{calls} and images" if self.images else calls
+        return "images" if len(self.images) > 1 else calls
+
+    def _batches(self, images: Sequence[Tensor]) -> list[Call]:
+        """Return calls with all of some images: one alone, three, and the others in larger batches."""
+        sizes = [1, 3, *[32] * (len(images) // 32 + 1)] if self.batch is None else [self.batch] * len(images)
+        stacks = [torch.stack(list(images[a:b])) for a, b in pairwise([0, *accumulate(sizes)]) if a < len(images)]
+        calls = [Call((stack,)) for stack in stacks if self.batch in (None, len(stack))]
+        return [call.to(device_of(self.network), torch.float32) for call in calls]
+
+
+@dataclass(frozen=True)
+class FoldedLayer:
+    """What became of one layer; errors are shares of the standard deviation of its output.
+
+    Its form is "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "lines",
+    "normalization" (of its source's kind), "group", "group convolution" (of size 1, a whitening), "estimated" or
+    "frozen"; "kept" where its forward is somebody's own.
+    """
+
+    name: str  # in the given network
+    form: str
+    degree: int | None = None  # of the polynomial, or the number of lines
+    max_error: float | None = None  # of the approximation, on the values fitted
+    rms_error: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its form, with the degree of a polynomial or the number of lines."""
+        degree = "" if self.degree is None else f" of degree {self.degree}"
+        return f"{self.degree} lines" if self.form == "lines" else f"{self.form}{degree}"
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written, and how it was checked."""
+
+    model: str | None  # the network's name, if known
+    target: str | None  # what it was converted to last; None if it was not
+    strength: float | None  # of its converted layers; None where there are none, or they differ
+    weights: Mapping[str, Any] | None  # where they are from, if known
+    fold: str
+    precision: Precision
+    opset: int
+    output: str
+    bytes: int  # external data included
+    parity: Comparison  # ONNX Runtime against the given network in PyTorch, in its own precision
+    judged_on: str  # the samples of `parity`: "random inputs", "given inputs", "images" or "... and images"
+    nodes: dict[str, int]  # how many of each operator
+    preprocess: Mapping[str, Any] | None  # how to make the network's input of an image, as in the file's metadata
+    labels: int | None  # how many names of outputs the file's metadata hold; None if they are unknown
+    layers: tuple[FoldedLayer, ...]  # each normalization layer
+
+    @property
+    def judged(self) -> str:
+        """How many samples of what the file was compared on."""
+        return f"{sum(self.parity.batches)} {self.judged_on}"
+
+    @property
+    def guessed(self) -> bool:
+        """Whether something is approximated, and no picture was there to judge it on."""
+        return self.judged_on == "random inputs" and any(layer.max_error is not None for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        layers = [asdict(layer) for layer in self.layers]
+        return {"schema": SCHEMA, **vars(self), "parity": self.parity.to_dict(), "layers": layers}
+
+
+def check_report(path: str | Path, output: str | Path, force: bool = False) -> None:
+    """Raise, before any long work, if a report of the file `output` may not be written at `path`."""
+    if Path(path).suffix != ".json":
+        raise UsageError(f"a report is a .json file, not {path}; give `report` a name that ends in .json")
+    if ensure_writable(path, force) == ensure_writable(output, force):
+        raise UsageError(f"{path} is the exported file itself; give `report` another name")

@@ -1,13 +1,16 @@
-"""A layer with trained-looking statistics for the export tests."""
+"""Layers and networks with trained-looking statistics for the export tests, and images."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import timm
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import retrofit
 from retrofit.layers import BatchNormalNorm2d
+from tests.half_resnet import HALF
 
 
 def norm(channels: int, **changes: Any) -> BatchNormalNorm2d:
@@ -29,3 +32,28 @@ def norm(channels: int, **changes: Any) -> BatchNormalNorm2d:
         for name, value in {**values, **changes}.items():
             getattr(layer, name).copy_(torch.as_tensor(value))
     return layer
+
+
+def images(number: int = 16, size: int = 32) -> list[Tensor]:
+    """Batches of 8 images of unlike contrast."""
+    generator = torch.Generator().manual_seed(1)
+    levels = 1 + 0.2 * torch.randn(number, 1, 1, 1, generator=generator)
+    return list((levels * torch.randn(number, 3, size, size, generator=generator)).split(8))
+
+
+def converted(to: str) -> nn.Module:
+    """A small network at strength 1 whose statistics are those of `images`."""
+    name, options = ("test_vit", {"img_size": 32}) if to == "lnn" else ("test_resnet", HALF)
+    model = timm.create_model(name, num_classes=5, **options).train()
+    with torch.no_grad():
+        for batch in images():
+            model(batch)
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.uniform_(0.5, 1.5)
+                module.bias.normal_(0, 0.2)
+    model, _ = retrofit.convert(model.eval(), to, check=False, strength=1.0)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("running_lambda"):
+            nn.init.uniform_(buffer, 0.8, 1.2)
+    return model.eval()

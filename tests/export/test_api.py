@@ -1,8 +1,9 @@
-"""ONNX files: right against PyTorch for every target, deterministic, whole or absent; failures in a few lines."""
+"""ONNX files and reports: right against PyTorch, deterministic, both or neither; failures in a few lines."""
 
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 import os
@@ -20,30 +21,42 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export import api
-from retrofit.export.onnx import write
+from retrofit.export import ExportReport, api, onnx_file
+from retrofit.record import Preprocess, set_record
 from retrofit.utils.running import silence
 from tests.export.networks import norm
+
+LABELS = ["ant", "bee", "cat", "dog", "elk"]
 
 
 @pytest.fixture
 def model() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
+    preprocess = Preprocess((3, 6, 6), (0.1, 0.2, 0.3), (0.9, 0.8, 0.7), "bicubic", 0.9, "squash")
+    set_record(net, preprocess=preprocess, labels=LABELS)
+    return net.eval()
 
 
-def export(model: nn.Module, path: Path, **options: Any) -> Any:
+def export(model: nn.Module, path: Path, **options: Any) -> ExportReport:
     return retrofit.export_onnx(model, path, **{"input_size": (3, 6, 6), **options})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def metadata(path: Path) -> dict[str, str]:
+    return {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
 
 
 def run(path: Path, x: Tensor) -> Tensor:
     return torch.from_numpy(onnxruntime.InferenceSession(str(path)).run(None, {"input": x.numpy()})[0])
 
 
-@pytest.mark.parametrize("opset", [18, 22])
-def test_parity(opset: int, model: nn.Module, tmp_path: Path) -> None:
-    report = export(model, tmp_path / "out.onnx", opset=opset)
+def test_parity(model: nn.Module, tmp_path: Path) -> None:
+    report = export(model, tmp_path / "out.onnx", opset=22)
     assert (report.parity.passed, report.parity.batches, report.parity.tolerance) == (True, (1, 2), 1e-4)
-    assert onnx.load(tmp_path / "out.onnx").opset_import[0].version == opset
+    assert onnx.load(tmp_path / "out.onnx").opset_import[0].version == 22
     x = torch.randn(3, 3, 6, 6)
     expected = model(x).detach()
     torch.testing.assert_close(run(tmp_path / "out.onnx", x), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
@@ -56,17 +69,18 @@ def test_strength_0_adds_no_node(tmp_path: Path) -> None:
     assert plain.nodes == converted.nodes == {"Conv": 2, "Relu": 1}
 
 
-def test_same_bytes_every_time_of_a_network_that_is_not_changed(model: nn.Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["float32", "int8", pytest.param("float16", marks=pytest.mark.slow)])
+def test_same_bytes_every_time_of_a_network_that_is_not_changed(
+    precision: str, model: nn.Module, tmp_path: Path
+) -> None:
     before = {name: value.clone() for name, value in model.train().state_dict().items()}
+    images = [torch.randn(8, 3, 6, 6)]
     for name in ("a", "b"):
-        export(model, tmp_path / name)
+        export(model, tmp_path / name, precision=precision, calibrate=images, tolerance=1.0)
     content = (tmp_path / "a").read_bytes()
     assert content == (tmp_path / "b").read_bytes()
     assert str(Path(__file__).parent).encode() not in content
     assert b"site-packages" not in content
-    found = {entry.key: entry.value for entry in onnx.load(tmp_path / "a").metadata_props}
-    assert (found["schema"], found["retrofit"]) == ("1", retrofit.__version__)
-    assert json.loads(found["input_size"]) == [3, 6, 6]
     assert all(module.training for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -154,13 +168,6 @@ def test_what_only_images_show_is_seen(model: nn.Module, monkeypatch: pytest.Mon
         retrofit.fold(model, input_size=(3, 6, 6), calibrate=[200 * torch.rand(2, 3, 6, 6)])
 
 
-def test_tolerance_of_a_fold(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, lambda net: weight(net).mul_(1.01))
-    retrofit.fold(model, input_size=(3, 6, 6), tolerance=0.2)
-    with pytest.raises(RetrofitError, match=r"more than 0\.0001; .*raise `tolerance`"):
-        retrofit.fold(model, input_size=(3, 6, 6))
-
-
 def test_other_precisions_are_folded_as_float32(model: nn.Module) -> None:
     model = model.bfloat16()
     folded = retrofit.fold(model, input_size=(3, 6, 6))
@@ -188,35 +195,6 @@ def test_a_folded_network_compiles_copies_and_is_captured_again(model: nn.Module
         torch.testing.assert_close(net(x), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_weights_beside_the_file_are_replaced_with_it(
-    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pair() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    path = tmp_path / "out.onnx"
-    monkeypatch.setattr(write, "LARGEST", 100)
-    monkeypatch.chdir(tmp_path)  # where the file lies: onnx looks for names in the working folder
-    report = export(model, path)
-    before = pair()
-    assert set(before) == {"out.onnx", "out.onnx.data"}
-    assert report.bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
-    with pytest.raises(RetrofitError, match="`force=True`"):
-        export(model, path)
-    nn.init.ones_(model[4].weight)  # type: ignore[index,arg-type]
-    for calls, error in ((0, KeyboardInterrupt), (1, KeyboardInterrupt), (2, OSError)):
-        effects = [mock.DEFAULT] * calls + [error("stop")] + [mock.DEFAULT] * 9
-        with mock.patch.object(os, "replace", wraps=os.replace, side_effect=effects), pytest.raises(error):
-            export(model, path, force=True)
-        assert pair() == before
-    export(model, path, force=True)
-    assert set(pair()) == set(before)
-    assert pair()["out.onnx.data"] != before["out.onnx.data"]
-    x = torch.randn(2, 3, 6, 6)
-    torch.testing.assert_close(run(path, x), model(x).detach(), atol=1e-4, rtol=1e-4)
-
-
 class Branches(nn.Sequential):
     """Takes one way or the other by what its norm gives."""
 
@@ -233,14 +211,93 @@ def test_a_failing_export_is_one_line_and_nothing_else(tmp_path: Path, capfd: py
     assert not list(tmp_path.iterdir())
     with silence():
         print("unheard", file=sys.stderr)
-    print("heard")
-    assert capfd.readouterr() == ("heard\n", "")
+    assert capfd.readouterr() == ("", "")
 
 
-def test_an_invalid_model_is_one_line() -> None:
-    values = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", 2]) for n in ("input", "output")]
-    node = onnx.helper.make_node("Det", ["input"], ["output"])
-    graph = onnx.helper.make_graph([node], "network", values[:1], values[1:])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
-    with pytest.raises(RetrofitError, match="not valid ONNX"):
-        write.check_model(model)
+def test_an_invalid_model_is_one_line(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>
+        network (float[n, 2] input) => (float[n, 2] output) { output = Det(input) }""")
+    written = onnx_file.written(model, tmp_path / "a.onnx", False, [])
+    with pytest.raises(RetrofitError, match="not valid ONNX"), written:
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_is_the_report(model: nn.Module, tmp_path: Path) -> None:
+    path, beside = tmp_path / "net.onnx", tmp_path / "net.json"
+    report = export(model, path, report=beside)
+    assert json.loads(beside.read_text()) == report.to_dict()
+    assert report.labels == 5
+    found = metadata(path)
+    assert (found["schema"], found["retrofit"]) == ("1", retrofit.__version__)
+    assert (json.loads(found["input_size"]), json.loads(found["labels"])) == ([3, 6, 6], LABELS)
+    assert set(contents(tmp_path)) == {"net.onnx", "net.json"}
+    unknown = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).eval()
+    report = export(unknown, path, force=True)
+    assert (report.model, report.target, report.strength, report.weights) == (None, None, None, None)
+    assert (report.preprocess, report.labels, report.layers) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("calibrate", "options", "judged"),
+    [
+        (6, {}, "9 random inputs and images"),
+        (0, {"fold": "poly"}, "3 random inputs"),
+        (1, {"precision": "float16"}, "3 random inputs"),
+        (6, {"precision": "float16"}, "3 images"),
+    ],
+)
+def test_what_it_was_judged_on(
+    calibrate: int, options: dict[str, Any], judged: str, model: nn.Module, tmp_path: Path
+) -> None:
+    images = [torch.randn(calibrate, 3, 6, 6)] if calibrate else None
+    report = export(model, tmp_path / "net.onnx", calibrate=images, tolerance=0.9, **options)
+    assert report.judged == judged
+    assert report.guessed == (options.get("fold") == "poly" and not calibrate)
+
+
+def full(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_weights_beside_the_file_are_replaced_with_it_and_the_report(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, options = tmp_path / "net.onnx", {"report": tmp_path / "net.json", "force": True}
+    monkeypatch.setattr(onnx_file, "LARGEST", 100)
+    monkeypatch.chdir(tmp_path)  # where the file lies: onnx looks for names in the working folder
+    report = export(model, path, **options)
+    before = contents(tmp_path)
+    assert set(before) == {"net.onnx", "net.onnx.data", "net.json"}
+    assert report.bytes == len(before["net.onnx"]) + len(before["net.onnx.data"])
+    with pytest.raises(RetrofitError, match="`force=True`"):
+        export(model, path)
+    nn.init.ones_(model[4].weight)  # type: ignore[index,arg-type]
+    for calls, error in ((0, KeyboardInterrupt), (1, KeyboardInterrupt), (2, OSError)):
+        effects = [mock.DEFAULT] * calls + [error("stop")] + [mock.DEFAULT] * 9
+        with mock.patch.object(os, "replace", wraps=os.replace, side_effect=effects), pytest.raises(error):
+            export(model, path, **options)
+        assert contents(tmp_path) == before
+    for owner, name, said in ((api, "json_text", r".*net\.json"), (os, "replace", r".*net\.onnx")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(RetrofitError, match=f"^no space left for {said}; "):
+                export(model, path, **options)
+        assert contents(tmp_path) == before
+    export(model, path, **options)
+    assert set(contents(tmp_path)) == set(before)
+    assert contents(tmp_path)["net.onnx.data"] != before["net.onnx.data"]
+    x = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(run(path, x), model(x).detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_wrong_report_is_refused_before_any_work(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "capture", None)
+    (tmp_path / "same.json").symlink_to(tmp_path / "net.onnx")
+    html = r"^a report is a \.json file, not .*net\.html; give `report` a name"
+    for name, message in (("net.html", html), ("same.json", "is the exported file itself")):
+        with pytest.raises(UsageError, match=message):
+            export(model, tmp_path / "net.onnx", report=tmp_path / name)
+    assert os.listdir(tmp_path) == ["same.json"]

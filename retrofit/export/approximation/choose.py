@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from retrofit.compare import largest_gap, scale_of, tensors_of
 from retrofit.errors import RetrofitError
-from retrofit.export.approximation.fit import MAX_SIZE, Fit, LayerFunction, LineFitter, PolynomialFitter
-from retrofit.export.approximation.sample import Observer
-from retrofit.export.nodes import Transform, attribute_of, shape_of
-from retrofit.export.power_forms import POWER
+from retrofit.export.approximation.fit import MAX_SIZE, LayerFunction, LineFitter, Observer, PolynomialFitter
+from retrofit.export.capture import POWER, attribute_of, shape_of
+from retrofit.export.power_forms import Fit, Transform
 from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.onnx_runtimes import Runtime
@@ -45,7 +44,6 @@ _FALL = 1.25  # of the squared error, from one choice to the next
 @torch.no_grad()
 def choose(
     module: fx.GraphModule,
-    transforms: Sequence[Transform],
     runtime: Runtime,
     degree: int | None,
     tolerance: float,
@@ -58,9 +56,10 @@ def choose(
     output's scale, holds for the calls `judged`. A given degree is that of all fits. Transforms that the answer does
     not have stay exact. A RetrofitError says that no choice of degrees meets the tolerance.
     """
+    found = (Transform.of(module, node) for node in module.graph.find_nodes(op="call_function", target=POWER))
+    transforms = {one.node: one for one in found if one.lmbda.numel() > 1}  # a frozen estimate is one number
     if not transforms:
         return {}
-    by_node = {one.node: one for one in transforms}
     observer, functions = Observer(sum(call.batch for call in fitted)), {}
 
     def observed(node: Node, h: Tensor) -> Tensor:
@@ -68,8 +67,8 @@ def choose(
         return POWER(h, *(attribute_of(module, argument) for argument in node.args[1:]))  # type: ignore[arg-type]
 
     for call in fitted:
-        answers(module, call, {node: partial(observed, node) for node in by_node})
-    for node, one in by_node.items():
+        answers(module, call, {node: partial(observed, node) for node in transforms})
+    for node, one in transforms.items():
         data = observer.sample(node, len(one.sign), one.sign.device)
         functions[node] = LayerFunction(one, replace(data, h=data.h * one.sign[:, None]), one.high)
     if degree is not None:
@@ -78,8 +77,8 @@ def choose(
         return fits | {node: fitter(function).fit(degree) for node, function in rough.items()}
     limit, best = _ROOM * tolerance, math.inf
     expected = [answers(module, call) for call in judged]
-    for fits in allocations(_options(module, by_node, functions, runtime, fitted or judged)):
-        difference = _difference(module, approximated(by_node, fits), judged, expected, limit)
+    for fits in allocations(_options(module, transforms, functions, runtime, fitted or judged)):
+        difference = _difference(module, approximated(transforms, fits), judged, expected, limit)
         if difference <= limit:
             return fits
         best = min(best, difference)

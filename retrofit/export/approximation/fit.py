@@ -17,24 +17,31 @@ lines, continuous and piecewise linear. With slopes m_0 ... m_K between division
 as PReLU changes the slope below 0 and leaves what is above. The transform is convex throughout for lambda > 1, concave
 for lambda < 1. The least-squares lines of adjacent intervals therefore meet where the best division between them is:
 fitting lines and moving divisions to where they meet, in turns, finds both.
+
+Of the values that a layer sees a sample is kept, with the largest and the smallest. What it sees in use goes beyond: of
+values to come, one in as many as were seen is expected to exceed them all. By how much is taken from the largest: an
+exponential tail with the mean excess of those, as of peaks over a threshold.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
-from retrofit.export.approximation.sample import WeightedSample
-from retrofit.export.nodes import Transform
-from retrofit.export.power_forms import Polynomial, limits
+from retrofit.export.power_forms import INF, Fit, Polynomial, Transform, limits
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.forms import ChannelAffine
 from retrofit.layers.power_transform import yeo_johnson
 
 MAX_SIZE = 8  # largest degree of a polynomial, and largest number of lines
+_SAMPLES = 2048  # of each channel, over all batches
+_EXTREMES = 32  # largest, and smallest, of each channel in a batch
+_TAIL = 16  # points in place of what lies beyond
+_HEAVY = 2.0  # what new images go beyond the largest values by, over the mean excess of those
+_GAUSSIAN, _IMAGINED = 511, 10_000  # quantiles where there are no images, in place of so many values
 _ROOM = 0.5  # of the data's range, at most, between it and a root below: a polynomial is to see more than a sliver
 _SHARES = (1.0, 0.75, 0.56, 0.42, 0.32, 0.24, 0.18, 0.13)  # of that range to try
 _ROUNDS = 50
@@ -42,24 +49,60 @@ _FLAT = 1e-6  # slope, of the channel's largest, below which it counts as that
 
 
 @dataclass(frozen=True)
-class Fit:
-    """An approximation of one layer, with gamma >= 0: scale * h + shift, (C,) in float64, and the parts that follow."""
+class WeightedSample:
+    """Values of each channel, and the share that each value stands for."""
 
-    form: str  # "affine", "polynomial" or "lines"
-    size: int  # the degree, or the number of lines
-    scale: Tensor
-    shift: Tensor
-    parts: list[nn.Module]
-    has_activation: bool = False  # whether a ReLU behind the layer is included; else it stays
-    max_error: float = 0.0  # on what was seen, as a share of the standard deviation of the layer's output
-    rms_error: float = 0.0  # root mean square, on guessed values too
+    h: Tensor  # (C, S)
+    weight: Tensor  # (S,), about 1 together
+    seen: int  # so many were seen, the others behind them are guessed
 
-    def __call__(self, h: Tensor) -> Tensor:
-        """Evaluate for h, (C, S), in the precision of a folded network."""
-        y = torch.addcmul(self.shift[:, None], h, self.scale[:, None]).T.float()
-        for part in self.parts:
-            y = part(y)
-        return y.T.to(h)
+
+def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSample:
+    """Add what may lie beyond a sample of `total` values: the `few` largest, and smallest, show how far it may be."""
+    few = min(few, h.shape[1])
+    ranks = (torch.arange(_TAIL, dtype=h.dtype, device=h.device) + 0.5) / _TAIL
+    excess = -_HEAVY * torch.log1p(-ranks)
+    tails = []
+    for sign in (1.0, -1.0):
+        largest = (sign * h).topk(few, 1).values
+        tails.append(sign * (largest[:, :1] + (largest.mean(1, keepdim=True) - largest[:, -1:]) * excess))
+    guessed = torch.full((2 * _TAIL,), 1 / (total * _TAIL), dtype=weight.dtype, device=weight.device)
+    return WeightedSample(torch.cat([h, *tails], 1), torch.cat([weight, guessed]), h.shape[1])
+
+
+def gaussian(channels: int, device: torch.device | None = None) -> WeightedSample:
+    """Return what running statistics alone say of standardised values: the quantiles of a standard normal."""
+    ranks = (torch.arange(_GAUSSIAN, dtype=torch.float64, device=device or "cpu") + 0.5) / _GAUSSIAN
+    h = torch.special.ndtri(ranks).expand(channels, -1)
+    return with_tails(h, torch.full_like(ranks, 1 / _GAUSSIAN), _IMAGINED, _EXTREMES)
+
+
+class Observer:
+    """Collects values while a network runs on so many images, in batches of any size."""
+
+    def __init__(self, images: int) -> None:
+        self._images, self._generator = images, torch.Generator().manual_seed(0)
+        self._parts: dict[Node, list[tuple[Tensor, Tensor, int]]] = {}
+
+    def take(self, node: Node, values: Tensor) -> None:
+        """Keep some of the values, (N, C, *), that a node takes in one batch."""
+        share = max(1, _SAMPLES * len(values) // self._images)
+        values = values.movedim(1, 0).flatten(1)
+        count = values.shape[1]
+        chosen = torch.randint(count, (share,), generator=self._generator, device="cpu").to(values.device)
+        extremes = [values.topk(min(_EXTREMES, count), 1, largest).values for largest in (True, False)]
+        self._parts.setdefault(node, []).append((values[:, chosen], torch.cat(extremes, 1), count))
+
+    def sample(self, node: Node, channels: int, device: torch.device) -> WeightedSample:
+        """Return what a node took, with what may lie beyond; a Gaussian's quantiles where nothing was seen."""
+        if node not in self._parts:
+            return gaussian(channels, device)
+        samples, extremes, counts = zip(*self._parts[node], strict=True)
+        h = torch.cat([*samples, *extremes], 1).double()
+        weight = torch.full((h.shape[1],), 1 / sum(counts), dtype=h.dtype, device=h.device)
+        sampled = sum(sample.shape[1] for sample in samples)
+        weight[:sampled] = 1 / sampled
+        return with_tails(h, weight, sum(counts), extremes[0].shape[1] // 2)
 
 
 class LayerFunction:
@@ -117,79 +160,60 @@ class LayerFunction:
 
 
 class PolynomialFitter:
-    """Polynomials for one function."""
+    """Polynomials in p = clamp(scale * h + shift, low, 1) for one function."""
 
     def __init__(self, function: LayerFunction) -> None:
-        """Find the root and the range of each channel."""
+        """Find the root and the range of each channel, and sum up what least squares need, for all shares of it."""
         self.function = function
         high, low, top = function.high, function.low, function.top
-        self.root = self._root()
+        root = self._root()
         if high is not None:
-            self.root = self.root.maximum(low - _ROOM * (top - low).clamp_min(1.0))
-        reach = top - self.root if high is not None else torch.maximum(top - self.root, self.root - low)
-        if high is not None and high < float("inf"):  # beyond it nothing rises
-            reach = torch.minimum(reach, function.inverse(high, self.root + reach) - self.root)
-        self.reach = torch.where((reach > 0) & self.root.isfinite() & (function.gamma > 0), reach, 0.0)
+            root = root.maximum(low - _ROOM * (top - low).clamp_min(1.0))
+        reach = top - root if high is not None else torch.maximum(top - root, root - low)
+        if high is not None and high < INF:  # beyond it nothing rises
+            reach = torch.minimum(reach, function.inverse(high, root + reach) - root)
+        reach = torch.where((reach > 0) & root.isfinite() & (function.gamma > 0), reach, 0.0)
         self.limit = -1.0 if high is None else 0.0
+        self.scales = torch.stack([torch.where(reach > 0, 1 / (share * reach), 0.0) for share in _SHARES])
+        self.shifts = torch.where(reach > 0, -root * self.scales, (function.gamma == 0).double())
+        moments = [self._moments(*line) for line in zip(self.scales, self.shifts, strict=True)]
+        self.powers, self.products = (torch.stack(sums) for sums in zip(*moments, strict=True))
 
     def fit(self, size: int) -> Fit:
         """Fit by least squares on the data. Each channel is limited to as much of its range as serves it best: a few
         values far out would bend a polynomial of low degree for all the others.
         """
-        solutions = [equations.solve(size) for equations in self._equations]
-        best = torch.stack([error for _, error in solutions]).argmin(0)
-
-        def pick(values: list[Tensor]) -> Tensor:
-            return torch.stack(values).take_along_dim(best.expand_as(values[0])[None], 0)[0]
-
-        scale, shift = (pick([getattr(one, name) for one in self._equations]) for name in ("to_p", "from_p"))
-        parts = [limits(self.limit, 1.0), Polynomial(pick([values for values, _ in solutions]))]
+        k = torch.arange(size, device=self.scales.device)
+        gram, products = self.powers[..., k[:, None] + k + 1], self.products[..., :size]
+        ridge = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-30  # dead channels have no data at all
+        gram = gram + torch.eye(size, dtype=gram.dtype, device=gram.device) * ridge[..., None, None]
+        coefficients = torch.linalg.solve(gram, products[..., None])[..., 0]
+        left = self.function.values.square() @ self.function.weight - (coefficients * products).sum(-1)
+        best, channels = left.argmin(0), torch.arange(left.shape[1], device=left.device)
+        parts = [limits(self.limit, 1.0), Polynomial(coefficients[best, channels].T.contiguous())]
+        scale, shift = self.scales[best, channels], self.shifts[best, channels]
         return self.function.measured(Fit("polynomial", size, scale, shift, parts, has_activation=self.limit == 0))
 
-    @cached_property
-    def _equations(self) -> list[_Equations]:
-        dead = (self.function.gamma == 0).double()
-        scales = [torch.where(self.reach > 0, 1 / (share * self.reach), 0.0) for share in _SHARES]
-        shifts = [torch.where(self.reach > 0, -self.root * scale, dead) for scale in scales]
-        return [_Equations(self.function, *line, self.limit) for line in zip(scales, shifts, strict=True)]
-
-    def _root(self) -> Tensor:
-        """Return where each channel is 0, or where its tangent at the end of the range would be."""
-        function, low, top = self.function, self.function.low, self.function.top
-
-        def value(h: Tensor) -> Tensor:
-            return function.unlimited(h[:, None])[:, 0]
-
-        def tangent(h: Tensor) -> Tensor:
-            return h - value(h) / function.slope(h[:, None])[:, 0]
-
-        root = torch.where(value(low) > 0, tangent(low), function.inverse(0.0, low))
-        return torch.where(value(top) < 0, tangent(top) if function.high is None else top, root)
-
-
-class _Equations:
-    """Normal equations of the polynomials in p = clamp(to_p * h + from_p, low, 1), of all degrees at once."""
-
-    def __init__(self, function: LayerFunction, to_p: Tensor, from_p: Tensor, low: float) -> None:
-        self.to_p, self.from_p = to_p, from_p
-        p = torch.addcmul(from_p[:, None], function.h, to_p[:, None]).clamp(low, 1.0)
-        power, powers, products = p, [], []
+    def _moments(self, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the means of p, p^2, ..., (C, K), and of their products with the function's values."""
+        function, powers, products = self.function, [], []
+        p = torch.addcmul(shift[:, None], function.h, scale[:, None]).clamp(self.limit, 1.0)
+        power = p
         for k in range(2 * MAX_SIZE):
             powers.append(power @ function.weight)
             if k < MAX_SIZE:
                 products.append((power * function.values) @ function.weight)
             power = power * p
-        self._powers, self._products = torch.stack(powers), torch.stack(products)
-        self._target = function.values.square() @ function.weight
+        return torch.stack(powers, 1), torch.stack(products, 1)
 
-    def solve(self, degree: int) -> tuple[Tensor, Tensor]:
-        """Return the coefficients, (degree, C), and the mean squared error, (C,)."""
-        k = torch.arange(degree, device=self.to_p.device)
-        gram, products = self._powers.T[:, k[:, None] + k + 1], self._products[:degree].T
-        ridge = 1e-12 * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-30  # dead channels have no data at all
-        gram = gram + torch.eye(degree, dtype=gram.dtype, device=gram.device) * ridge[:, None, None]
-        coefficients = torch.linalg.solve(gram, products[..., None])[..., 0]
-        return coefficients.T.contiguous(), self._target - (coefficients * products).sum(1)
+    def _root(self) -> Tensor:
+        """Return where each channel is 0, or where its tangent at the end of the range would be."""
+        function, low, top = self.function, self.function.low, self.function.top
+        ends = torch.stack([low, top], 1)
+        values = function.unlimited(ends)
+        tangents = (ends - values / function.slope(ends)).unbind(1)
+        root = torch.where(values[:, 0] > 0, tangents[0], function.inverse(0.0, low))
+        return torch.where(values[:, 1] < 0, tangents[1] if function.high is None else top, root)
 
 
 class LineFitter:
@@ -198,7 +222,13 @@ class LineFitter:
     def __init__(self, function: LayerFunction) -> None:
         """Sort the values of each channel on which a ReLU leaves something, and sum up what least squares need."""
         self.function = function
-        self.start, self.end = self._domain()
+        low, top, high = function.low, function.top, function.high
+        self.start, self.end = low, top  # of what is fitted: the data, as far as a ReLU lets it through
+        if high is not None:
+            root = function.inverse(0.0, low)
+            end = top if high == INF else torch.minimum(function.inverse(high, top), top)
+            self.start = torch.where(root < top, root.maximum(low), low)
+            self.end = torch.where(end > self.start, end, top)
         self.h, order = function.h.sort(1)
         inside = (self.h >= self.start[:, None]) & (self.h <= self.end[:, None])
         self.weight, self.values = function.weight[order] * inside, function.unlimited(self.h)
@@ -222,12 +252,17 @@ class LineFitter:
         lifts = torch.where(live, lifts, nn.functional.pad(self.function.beta[:, None], (0, size - 2)))
         last, bends = torch.where(live, slopes, 0.0)[:, -1], slopes[:, :-1] / slopes[:, 1:]  # m_K, m_(k-1) / m_k
         pairs = zip(bends.T.flip(0), lifts.T.flip(0), strict=True)
-        parts = [part for bend, lift in pairs for part in (_prelu(bend), ChannelAffine(torch.ones_like(lift), lift))]
+        parts: list[nn.Module] = []
+        for bend, lift in pairs:
+            prelu = nn.PReLU(len(bend), device=bend.device, dtype=torch.float32).requires_grad_(False)
+            prelu.weight.copy_(bend)
+            parts += [prelu, ChannelAffine(torch.ones_like(lift), lift)]
         return self.function.measured(Fit("lines", size, last, -last * knots[:, -1], parts))
 
     def _knots(self, size: int) -> Tensor:
         """Return the best divisions, (C, size - 1): each where the lines on either side of it meet."""
-        knots = self._quantiles(size)
+        ranks = self.rank[:, -1:] * torch.arange(1, size, dtype=self.rank.dtype, device=self.rank.device) / size
+        knots = self.h.gather(1, torch.searchsorted(self.rank, ranks).clamp_max(self.h.shape[1] - 1))
         for _ in range(_ROUNDS):
             slope, x, y = self._segments(knots)
             turn = slope.diff(dim=1)
@@ -246,16 +281,6 @@ class LineFitter:
         missing = (self.weight * (self.values - y)).sum(1, keepdim=True) / total.clamp_min(1e-30)
         return torch.where(total > 0, missing, self.function.unlimited(knots[:, :1]))
 
-    def _domain(self) -> tuple[Tensor, Tensor]:
-        """Return the ends of what is fitted, (C,) each: the data, as far as a ReLU lets it through."""
-        function, low, top = self.function, self.function.low, self.function.top
-        if function.high is None:
-            return low, top
-        root = function.inverse(0.0, low)
-        start = torch.where(root < top, root.maximum(low), low)
-        end = torch.minimum(function.inverse(function.high, top), top) if function.high < float("inf") else top
-        return start, torch.where(end > start, end, top)
-
     def _only_line(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the channels that a ReLU makes constant on all data, and their line: slope and height at `x`, (C, 1).
         It is the tangent where the data is nearest to what the ReLU lets through: it has no error on the data, and
@@ -268,11 +293,6 @@ class LineFitter:
         nearest = torch.where(dead, top, low)
         slope = function.slope(nearest)
         return dead | full, slope, function.unlimited(nearest) + slope * (x - nearest)
-
-    def _quantiles(self, size: int) -> Tensor:
-        """Return divisions to begin with, (C, size - 1)."""
-        ranks = self.rank[:, -1:] * torch.arange(1, size, dtype=self.rank.dtype, device=self.rank.device) / size
-        return self.h.gather(1, torch.searchsorted(self.rank, ranks).clamp_max(self.h.shape[1] - 1))
 
     def _segments(self, knots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the least-squares line of each interval, or the chord where data is too little: (C, size) slopes, and
@@ -292,9 +312,3 @@ class LineFitter:
         y = torch.where(known, wy / total, (values[:, :-1] + values[:, 1:]) / 2)
         a, b = steep[:, :-1], steep[:, 1:]  # no line is steeper, or flatter, than the function within its interval
         return slope.clamp(torch.minimum(a, b), torch.maximum(a, b)), x, y
-
-
-def _prelu(slopes: Tensor) -> nn.Module:
-    layer = nn.PReLU(len(slopes), device=slopes.device, dtype=torch.float32).requires_grad_(False)
-    layer.weight.copy_(slopes)
-    return layer

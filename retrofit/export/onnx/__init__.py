@@ -1,1 +1,0 @@
-"""The ONNX file: made by torch's exporter, compared with PyTorch, written whole."""
