@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retrofit.callbacks.walk import Walk
+from retrofit.callbacks import Walk
 
 
 class LightningStrength(Walk, Callback):

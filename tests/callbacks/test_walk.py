@@ -6,7 +6,7 @@ import pytest
 import timm
 
 import retrofit
-from retrofit.callbacks.walk import Walk
+from retrofit.callbacks import Walk
 from retrofit.errors import UsageError
 from retrofit.surgery import strength_of
 

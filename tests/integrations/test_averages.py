@@ -78,13 +78,6 @@ def test_a_network_averaged_with_itself_is_itself() -> None:
             torch.testing.assert_close(average(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_torchs_average_of_the_parameters_copies_the_buffers() -> None:
-    model = converted("gn-pn")
-    ema = AveragedModel(model, avg_fn=get_ema_avg_fn(0.999))
-    ramped(model, ema.update_parameters)
-    assert strengths(ema.eval()) == {1.0}
-
-
 @pytest.mark.parametrize(
     ("to", "average"),
     [("bnn", {"avg_fn": get_ema_avg_fn(0.999)}), ("ln", {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}), ("dbn", {})],

@@ -23,7 +23,6 @@ import schedulefree
 import timm
 import torch
 import torchvision
-import transformers
 from opacus.grad_sample.utils import wrap_model
 from opacus.validators import ModuleValidator
 from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d
@@ -35,10 +34,12 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.utils.data import DataLoader
 from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
+from tests.integrations.trainers import Module, WithLoss, by_lightning, by_transformers
 
 with warnings.catch_warnings(action="ignore"):  # of its docstrings
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -51,9 +52,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 STRENGTHS = (0.0, 0.5, 1.0)
 X, Y = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
 # Batches of 8: the last layers see one value an image, and the lambda of two values is a rounding error's.
-MANY = torch.utils.data.TensorDataset(
-    torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 4
-)
+IMAGES = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+MANY: Any = [{"x": image, "labels": number % 4} for number, image in enumerate(IMAGES)]
 
 
 @functools.cache
@@ -169,28 +169,12 @@ CLIENTS["torch AveragedModel"] = _torch_averaged
 CLIENTS["torch AveragedModel(use_buffers=True)"] = functools.partial(_torch_averaged, use_buffers=True)
 
 
-class _Module(lightning.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: list[Tensor], i: int) -> Tensor:
-        return cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 1e-3)
-
-
 def _fit(case: Case, callback: str | None = None, **options: Any) -> None:
-    module = _Module(case.model(0.0))
+    module = Module(case.model(0.0), lr=1e-3)
     callbacks = [] if callback is None else [getattr(lightning.pytorch.callbacks, callback)(**options)]
     if case.to != "frozen":
         callbacks.insert(0, retrofit.callbacks.LightningStrength(ramp=0.5, end=case.strength))
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", callbacks=callbacks, enable_checkpointing=False, **quiet
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(MANY, 8))
+    by_lightning(module, DataLoader(MANY, 8), max_epochs=2, callbacks=callbacks, enable_checkpointing=False)
     assert case.holds(module.net)
 
 
@@ -200,27 +184,12 @@ CLIENTS["Lightning EMAWeightAveraging"] = functools.partial(_fit, callback="EMAW
 CLIENTS["Lightning StochasticWeightAveraging"] = functools.partial(_fit, **_lightning_swa)
 
 
-class _WithLoss(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.net(x)
-        return {"loss": cross_entropy(logits, labels), "logits": logits}
-
-
 @client("transformers Trainer")
 def _transformers(case: Case) -> None:
     model = case.model(0.0)
-    arguments = transformers.TrainingArguments(
-        str(case.folder), max_steps=4, per_device_train_batch_size=8, save_steps=2, report_to=[], use_cpu=True,
-        disable_tqdm=True,
-    )  # fmt: skip
     callbacks = [retrofit.callbacks.TransformersStrength(ramp=0.5, end=case.strength)] if case.to != "frozen" else []
-    data = [{"x": x, "labels": y} for x, y in MANY]
-    trainer = transformers.Trainer(_WithLoss(model), arguments, train_dataset=data, callbacks=callbacks)
-    trainer.train()
+    options = {"max_steps": 4, "per_device_train_batch_size": 8, "save_steps": 2}
+    by_transformers(WithLoss(model), case.folder, MANY, callbacks, **options)
     assert case.holds(model)
 
 
@@ -325,13 +294,11 @@ def _distribute(case: Case) -> None:
 
 
 @client("Opacus ModuleValidator.validate")
-def _validate(case: Case) -> None:
-    ModuleValidator.validate(case.model().train(), strict=True)
+def _validate(case: Case, fix: Callable[[nn.Module], nn.Module] = nn.Module.train) -> None:
+    ModuleValidator.validate(fix(case.model().train()), strict=True)
 
 
-@client("Opacus ModuleValidator.fix")
-def _fix(case: Case) -> None:
-    ModuleValidator.validate(ModuleValidator.fix(case.model().train()), strict=True)
+CLIENTS["Opacus ModuleValidator.fix"] = functools.partial(_validate, fix=ModuleValidator.fix)
 
 
 def _per_sample(model: nn.Module, mode: str) -> None:
@@ -481,9 +448,9 @@ def _first_extracted(case: Case, extractor: nn.Module) -> None:
     torch.testing.assert_close(case.walk(extractor, 0.0)(X), before, rtol=1e-3, atol=1e-4)
 
 
-@client("timm FeatureGraphNet, then converted")
-def _graph_before(case: Case) -> None:
-    _first_extracted(case, FeatureGraphNet(case.source().eval(), (0, 1)))
+CLIENTS["timm FeatureGraphNet, then converted"] = lambda case: _first_extracted(
+    case, FeatureGraphNet(case.source().eval(), (0, 1))
+)
 
 
 def _of_torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:
@@ -504,23 +471,16 @@ def _extractor_after(case: Case) -> None:
     torch.testing.assert_close(dict(extractor(X)), dict(expected), rtol=1e-4, atol=1e-4)
 
 
-@client("torchvision create_feature_extractor, then converted")
-def _extractor_before(case: Case) -> None:
-    _first_extracted(case, create_feature_extractor(*_of_torchvision(case)))
+def _taken_apart(case: Case, take: Callable[[nn.Module, dict[str, str]], nn.Module]) -> None:
+    _first_extracted(case, take(*_of_torchvision(case)))
 
 
-@client("torchvision IntermediateLayerGetter, then converted")
-def _getter(case: Case) -> None:
-    _first_extracted(case, IntermediateLayerGetter(*_of_torchvision(case)))
-
-
-@client("nn.Sequential of the children")
-def _children(case: Case) -> None:
-    model = nn.Sequential(*list(_of_torchvision(case)[0].children())[:-2]).eval()
-    before = model(X)
-    model = case.converted(model)
-    assert model(X).isfinite().all()
-    torch.testing.assert_close(case.walk(model, 0.0)(X), before, rtol=1e-3, atol=1e-4)
+for name, take in {
+    "torchvision create_feature_extractor, then converted": create_feature_extractor,
+    "torchvision IntermediateLayerGetter, then converted": IntermediateLayerGetter,
+    "nn.Sequential of the children": lambda model, names: nn.Sequential(*list(model.children())[:-2]),
+}.items():
+    CLIENTS[name] = functools.partial(_taken_apart, take=take)
 
 
 @client("timm save_for_hf, opened again")
