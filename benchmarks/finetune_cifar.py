@@ -30,8 +30,8 @@ from torch import nn
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import evaluate
-from retrofit.finetune.classifier import with_classes
 from retrofit.finetune.loop import finetune
+from retrofit.finetune.prepare import with_classes
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network, open_model

@@ -22,7 +22,7 @@ from finetune_cifar import excerpt
 
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe
-from retrofit.finetune.run_callback import RunCallback
+from retrofit.finetune.run_report import RunCallback
 from retrofit.networks.models import open_model
 from retrofit.surgery import convert
 

@@ -26,7 +26,7 @@ from timm.utils import random_seed
 from retrofit.evaluation.accuracy import evaluate
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.finetune.run_callback import RunCallback
+from retrofit.finetune.run_report import RunCallback
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network, open_model
 from retrofit.surgery import convert, set_strength

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from retrofit.errors import RetrofitError, UsageError
     from retrofit.export import export_onnx, fold
     from retrofit.export.bake import bake
-    from retrofit.finetune.batch_statistics import sync_norms
-    from retrofit.finetune.running_statistics import freeze_norms, recentre, update_bn
+    from retrofit.finetune.statistics import freeze_norms, recentre, sync_norms, update_bn
     from retrofit.networks.artifact import load, save
     from retrofit.networks.hub import push_to_hub, save_for_hub
     from retrofit.surgery import convert, plan, set_strength, strength_of
@@ -29,8 +28,7 @@ __getattr__ = lazy_names(
         "export": ("export_onnx", "fold"),
         "export.bake": ("bake",),
         "surgery.plain": ("plain",),
-        "finetune.batch_statistics": ("sync_norms",),
-        "finetune.running_statistics": ("freeze_norms", "recentre", "update_bn"),
+        "finetune.statistics": ("freeze_norms", "recentre", "sync_norms", "update_bn"),
         "networks.artifact": ("load", "save"),
         "networks.hub": ("push_to_hub", "save_for_hub"),
         "surgery": ("convert", "plan", "set_strength", "strength_of"),

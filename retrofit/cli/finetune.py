@@ -36,7 +36,7 @@ from retrofit.cli import options
 from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
 from retrofit.finetune.recipe import FREE, Recipe, load_recipe
-from retrofit.finetune.run_callback import Result, RunCallback, Step
+from retrofit.finetune.run_report import Result, RunCallback, Step
 from retrofit.utils.text import plural, printable
 
 _SHORT = {"batch_size": "-b", "workers": "-j"}

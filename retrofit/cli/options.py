@@ -91,7 +91,7 @@ def complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> 
 
 def complete_recipe(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
     """Complete files and the recipes that come with the package."""
-    from retrofit.finetune.recipe_files import recipe_summaries
+    from retrofit.finetune.recipe import recipe_summaries
 
     return _completed(recipe_summaries(), typed)
 

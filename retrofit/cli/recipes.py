@@ -21,7 +21,7 @@ from retrofit.cli.console import say
 @click.pass_context
 def command(context: click.Context) -> None:
     if context.invoked_subcommand is None:
-        from retrofit.finetune.recipe_files import recipe_summaries
+        from retrofit.finetune.recipe import recipe_summaries
 
         for name, summary in recipe_summaries().items():
             click.echo(f"{name:30}{summary}")
@@ -31,7 +31,7 @@ def command(context: click.Context) -> None:
 @click.argument("name", metavar="NAME")
 def show(name: str) -> None:
     """Write a recipe to stdout."""
-    from retrofit.finetune.recipe_files import recipe_text
+    from retrofit.finetune.recipe import recipe_text
 
     click.echo(recipe_text(name), nl=False)
 
@@ -42,7 +42,7 @@ def show(name: str) -> None:
 @options.force
 def copy(name: str, file: Path, force: bool) -> None:
     """Write a recipe to FILE."""
-    from retrofit.finetune.recipe_files import recipe_text
+    from retrofit.finetune.recipe import recipe_text
     from retrofit.utils.files import atomic_write
 
     text = recipe_text(name)

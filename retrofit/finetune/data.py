@@ -1,20 +1,39 @@
-"""The images of a run: those to train on, and those to validate on."""
+"""The images of a run: those to train on, in what order and how augmented, and those to validate on.
+
+The order of an epoch and the augmentation of an image depend on the seed, the epoch and the image alone: not on the
+number of workers or processes, and not on whether the run was interrupted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from timm.data import create_transform
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.loaders import Part
+from retrofit.evaluation.accuracy import Accuracy, evaluate, predictions
 from retrofit.finetune.recipe import Recipe
-from retrofit.images.dataset import TO_VALIDATE, ImageData, has_part, open_images, parts_in
+from retrofit.images.dataset import TO_VALIDATE, ImageData, has_part, heed_no_signals, open_images, parts_in
+from retrofit.record import Preprocess
 from retrofit.utils.text import shortlist, shown
 
 _HELD_OUT = 0.1  # where the data has no part to validate on and the recipe names no fraction
+
+_AS_IT_IS = nn.Identity()  # a transform, which pickles
+
+Key = tuple[int, int]  # epoch, number of the image
 
 
 @dataclass(frozen=True)
@@ -107,3 +126,224 @@ def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, I
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     train, val = (Part(data.images, sorted(indices)) for indices in (order[held:], order[:held]))
     return replace(data, images=train), replace(data, images=val)
+
+
+class Part(Dataset[Any]):
+    """Some images of a map-style dataset (all without `indices`), with a transform of their own.
+
+    `targets`, once set, take the place of the dataset's; those of unreadable images stay negative.
+    """
+
+    targets: Sequence[int] | None = None
+
+    def __init__(
+        self, images: Any, indices: Sequence[int] | None = None, transform: Callable[[Any], Any] = _AS_IT_IS
+    ) -> None:
+        self.images = copy.copy(images)
+        self.images.transform = _AS_IT_IS
+        self.indices = range(len(images)) if indices is None else indices
+        self.transform = transform  # timm's create_loader sets another
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, target = self.images[self.indices[index]]
+        if self.targets is not None and target >= 0:
+            target = self.targets[index]
+        return self.transform(image), target
+
+    def unreadable(self, target: int) -> str:
+        """Return the name of the file behind a negative target."""
+        return str(self.images.unreadable(target))
+
+    def batches(self, count: int, batch_size: int) -> Iterator[Tensor]:
+        """Give `count` images, those that can be read, in batches (N, C, H, W).
+
+        They are spread over all images, and so are those of each batch: sorted by class, neighbours would be of one.
+        """
+        count = min(count, len(self))
+        chosen = [place * len(self) // count for place in range(count)]
+        batches = math.ceil(count / batch_size)
+        for first in range(batches):
+            readable = [image for image, target in map(self.__getitem__, chosen[first::batches]) if target >= 0]
+            if readable:
+                yield torch.stack(readable)
+
+
+class Augmented(Part):
+    """Images whose augmentation is drawn from (seed, epoch, image): ask for a list of (epoch, number)."""
+
+    def __init__(self, images: Any, transform: Callable[[Any], Any], seed: int) -> None:
+        super().__init__(images, transform=transform)
+        self._seed = seed
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were."""
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # slow, so once a batch
+        try:
+            return [self._read(*key) for key in keys]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+    def _read(self, epoch: int, number: int) -> Any:
+        seed = _hash(self._seed, epoch, number)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        return self[number]
+
+
+def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any], Any]:
+    """Build timm's training augmentation, all on the CPU and image by image; a UsageError says why timm cannot."""
+    try:
+        return create_transform(
+            preprocess.input_size,
+            is_training=True,
+            no_aug=recipe.no_aug,
+            scale=recipe.scale,
+            ratio=recipe.ratio,
+            hflip=recipe.hflip,
+            color_jitter=recipe.color_jitter,
+            auto_augment=recipe.aa,
+            interpolation=recipe.train_interpolation,
+            mean=preprocess.mean,
+            std=preprocess.std,
+            re_prob=recipe.reprob,
+            re_mode="pixel",
+        )
+    except Exception as error:  # timm asserts, and raises KeyError and ValueError
+        raise UsageError(
+            f"timm cannot build the augmentation ({error or type(error).__name__}); check `aa`, "
+            "`train_interpolation` and `scale`"
+        ) from error
+
+
+class Order(Sampler[list[Key]]):
+    """The batches of `epoch` for one process, from batch `start` on: set both before each pass.
+
+    The processes' batches together are those that a single process with the whole batch size gives.
+    """
+
+    def __init__(self, count: int, batch_size: int, rank: int, world: int, seed: int) -> None:
+        self.count, self.batch_size, self.rank, self.world, self.seed = count, batch_size, rank, world, seed
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        """Return the number of batches in a whole epoch; what is left over at its end is left out."""
+        return self.count // (self.batch_size * self.world)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        generator = torch.Generator().manual_seed(_hash(self.seed, self.epoch))
+        order = torch.randperm(self.count, generator=generator, device="cpu").tolist()
+        for batch in range(self.start, len(self)):
+            first = (batch * self.world + self.rank) * self.batch_size
+            yield [(self.epoch, index) for index in order[first : first + self.batch_size]]
+
+
+class Batches:
+    """The training batches of one process, epoch by epoch; a RetrofitError if the images are too few for one."""
+
+    def __init__(self, images: Any, recipe: Recipe, preprocess: Preprocess, rank: int, world: int) -> None:
+        batch_size = min(recipe.batch_size, len(images) // world)
+        if recipe.mixup or recipe.cutmix:
+            batch_size -= batch_size % 2
+        if batch_size < 1:
+            raise RetrofitError(f"{len(images)} images to train on are too few for {world} processes; give more")
+        self._order = Order(len(images), batch_size, rank, world, recipe.seed)
+        self._images = Augmented(images, training_transform(recipe, preprocess), recipe.seed)
+        self._loader = DataLoader(
+            self._images,
+            batch_sampler=self._order,
+            num_workers=recipe.workers,
+            worker_init_fn=heed_no_signals,
+            persistent_workers=recipe.workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # the loader draws from it, and not from the one that the network draws from
+        )
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._order)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """Give an epoch's batches of (images, targets), from batch `start` on."""
+        self._order.epoch, self._order.start = number, start
+        return iter(self._loader)
+
+    def replace_unreadable(self, images: Tensor, targets: Tensor) -> list[str]:
+        """Replace a batch's unreadable images by readable ones and return their names; a RetrofitError if all are."""
+        answers = targets.tolist()
+        readable = [place for place, target in enumerate(answers) if target >= 0]
+        unread = [place for place, target in enumerate(answers) if target < 0]
+        names = [self._images.unreadable(answers[place]) for place in unread]
+        if not readable:
+            raise RetrofitError(
+                f"none of a batch's {len(names)} images can be read ({shortlist(names)}); check the files"
+            )
+        for number, place in enumerate(unread):
+            substitute = readable[number % len(readable)]
+            images[place], targets[place] = images[substitute], targets[substitute]
+        return names
+
+
+def _hash(*key: int) -> int:
+    """Return a 32-bit number that depends on all of `key`."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
+
+
+def validation_share(
+    images: ImageData | None, preprocess: Preprocess, teacher: nn.Module | None, accelerator: Accelerator
+) -> ImageData | None:
+    """Return the images that this process validates on; a RetrofitError if there are fewer images than processes.
+
+    A teacher labels them, so that accuracy is agreement with it.
+    """
+    if images is None:
+        return None
+    count, processes = len(images.images), accelerator.num_processes
+    if count < processes:
+        raise RetrofitError(
+            f"{count} images to validate on are too few for {processes} processes; give more, or a larger `val_split`"
+        )
+    share = range(accelerator.process_index, count, processes)
+    part = Part(images.images, share, create_transform(**preprocess.to_dict()))
+    if teacher is None:
+        return replace(images, images=part)
+    part.targets = predictions(teacher, (batch[0].to(accelerator.device) for batch in DataLoader(part, 32)))
+    return replace(images, images=part, outputs=None)
+
+
+def validate(
+    model: nn.Module, images: ImageData, preprocess: Preprocess, recipe: Recipe, accelerator: Accelerator
+) -> Accuracy:
+    """Return the accuracy over all processes of the first one's network, whose running statistics are saved.
+
+    The names of unreadable images are those of this process alone.
+    """
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            buffer.copy_(broadcast(buffer.contiguous()))
+    result = evaluate(
+        model,
+        images,
+        preprocess,
+        batch_size=recipe.batch_size,
+        workers=recipe.workers,
+        device=accelerator.device,
+        amp={"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision),
+        channels_last=recipe.channels_last,
+    )
+    own = result.images - result.not_finite
+    counts = [result.images, result.correct1, result.correct5, own, result.loss * own if own else 0.0]
+    seen, correct1, correct5, finite, loss = summed(counts, accelerator)
+    mean_loss = loss / finite if finite else math.nan
+    return replace(result, images=round(seen), correct1=round(correct1), correct5=round(correct5), loss=mean_loss)
+
+
+def summed(figures: list[float], accelerator: Accelerator) -> list[float]:
+    """Return the sums of figures over all processes."""
+    device = accelerator.device if accelerator.device.type == "cuda" else "cpu"
+    return accelerator.reduce(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()

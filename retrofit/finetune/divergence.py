@@ -1,12 +1,15 @@
-"""Runs that fail to learn: which layer diverged first, or why a network stays at chance."""
+"""Runs that fail: steps that are not finite, which layer diverged first, and why a network stays at chance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -16,10 +19,108 @@ from retrofit.utils.running import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
 
+_HALVINGS = 30  # of float16's scale of the loss in a row, which then is no longer the reason
+_FAULTS: tuple[Fault | None, ...] = (None, "loss", "gradient")
 _NORMS = (StrengthMixin, FrozenBatchNorm, _NormBase, nn.LayerNorm, nn.GroupNorm)
 _NEAR = 0.95  # of the loss of guessing: a network that has begun to learn is below
 _FEW = 100  # steps, of a run that may have ended before it began to learn
 _SAME = 0.05  # share of what answers differ by between classes, below which they do not differ between images
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the device says of a step."""
+
+    step: Any  # as passed to `send`
+    images: Tensor  # the step's last batch
+    loss_sum: float  # of all images since `start`
+    fault: Fault | None  # what was not finite
+    names: list[str]  # of the parameters that have a gradient
+    norms: Tensor  # of their gradients, (len(names),)
+
+    @property
+    def what(self) -> str:
+        """What was not finite, in words: of gradients the one that went first.
+
+        They are computed from the last layer back: the last, or, if only their common norm is infinite, the largest.
+        """
+        if self.fault == "loss":
+            return "the loss"
+        norms = dict(zip(self.names, self.norms.tolist(), strict=True))
+        broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        return f"the gradient of {broken[-1] if broken else max(norms, key=norms.__getitem__)}"
+
+
+class StepGate:
+    """Judges every step on the device: one whose loss or gradient is not finite, and all after it, change no weight.
+
+    A fused optimizer takes a flag and leaves the step out; for others the gradient is zeroed. With float16, whose
+    loss is scaled, the scaler leaves out steps whose gradient overflows; only a row of them is a fault. The host reads
+    a step's verdict one step later, when the device is likely to be done with it; on a CPU, where nothing is queued,
+    at once. `clip` is the largest norm of a gradient; None or 0 for any.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None
+    ) -> None:
+        self._accelerator, self._optimizer, self._clip = accelerator, optimizer, clip
+        self._device = accelerator.device
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._lag = int(self._device.type == "cuda")
+        self._sent: deque[tuple[Any, Tensor, Tensor, list[str], Tensor, Any]] = deque()
+        self._overflows = self._fault = torch.zeros((), dtype=torch.int32, device=self._device)
+        self.start(0.0)
+
+    def start(self, loss_sum: float) -> None:
+        """Begin an epoch, or go on with one whose losses add up to `loss_sum` so far."""
+        self._loss_sum = torch.tensor(loss_sum, device=self._device)
+        self._finite = torch.ones((), dtype=torch.bool, device=self._device)
+
+    def add(self, loss: Tensor, images: int) -> None:
+        """Take a batch's mean loss into account."""
+        self._loss_sum = self._loss_sum + loss.detach().float() * images
+        self._finite = self._finite & loss.detach().isfinite()
+
+    def close(self) -> None:
+        """Judge the step whose gradient is complete, and clip it; the optimizer's step comes next."""
+        self._accelerator.unscale_gradients()
+        scaled = self._accelerator.scaler is not None
+        gradients = {name: one.grad for name, one in self._trained.items() if one.grad is not None}
+        norms = torch._foreach_norm(list(gradients.values()))
+        self._names, self._norms = list(gradients), torch.stack([norm.float() for norm in norms])
+        norm = torch.linalg.vector_norm(self._norms)
+        self._overflows = torch.where(norm.isfinite(), 0, self._overflows + 1)
+        fault = torch.where(self._overflows > (_HALVINGS if scaled else 0), 2, 0)
+        fault = torch.where(self._finite, fault, 1)
+        self._fault = torch.where(self._fault > 0, self._fault, fault)
+        self._finite = torch.ones_like(self._finite)
+        if self._clip:
+            nn.utils.clip_grads_with_norm_(self._trained.values(), self._clip, norm)
+        if scaled:
+            return
+        if self._optimizer.defaults.get("fused"):
+            self._optimizer.found_inf = (self._fault > 0).float()  # type: ignore[attr-defined]  # as GradScaler sets it
+        else:
+            for gradient in gradients.values():
+                gradient.masked_fill_(self._fault > 0, 0.0)
+
+    def send(self, step: Any, images: Tensor) -> None:
+        """Ask for the verdict of a step that is done."""
+        figures, event = torch.stack([self._loss_sum, self._fault.float()]), None
+        if self._device.type == "cuda":
+            figures = torch.empty(2, pin_memory=True).copy_(figures, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._sent.append((step, images, figures, self._names, self._norms, event))
+
+    def verdicts(self, all_of_them: bool = False) -> Iterator[Verdict]:
+        """Give the verdicts that are due: of all steps, or of those before the last one sent."""
+        while len(self._sent) > (0 if all_of_them else self._lag):
+            step, images, figures, names, norms, event = self._sent.popleft()
+            if event is not None:
+                event.synchronize()
+            loss_sum, fault = figures.tolist()
+            yield Verdict(step, images, loss_sum, _FAULTS[int(fault)], names, norms)
 
 
 def not_finite(model: nn.Module) -> str | None:
@@ -31,22 +132,10 @@ def not_finite(model: nn.Module) -> str | None:
 
 
 def divergence_of(model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe) -> tuple[str, str]:
-    """Say what diverged first, shown by a batch of images (N, C, H, W), and what to do."""
-    advice = "lower `lr` or `noise`, or lengthen `strength_ramp`"
-    if (layer := first_to_diverge(model, images)) is not None:
-        return f"{layer} went first", advice
-    if fault == "loss":
-        return "all layers are finite, the loss alone is not", advice
-    if fault == "state":
-        return "no layer's output is affected", advice
-    retry = "start again with `amp=False`" if recipe.amp else "start again on another `device`"
-    return "the loss and all layers are finite, so the cause is not `lr`", retry
+    """Say which layer diverged first, shown by a batch of images (N, C, H, W), and what to do.
 
-
-def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
-    """Name the first layer, in the order of the computation, whose statistics or outputs are not finite.
-
-    Normalization layers come before all others: their statistics show a divergence before the loss does.
+    It is the first in the order of the computation whose statistics or outputs are not finite. Normalization layers
+    come before all others: their statistics show a divergence before the loss does.
     """
     names = {module: name for name, module in model.named_modules()}
     diverged: list[nn.Module] = []
@@ -58,10 +147,16 @@ def first_to_diverge(model: nn.Module, images: Tensor) -> str | None:
 
     with hooked(module.register_forward_hook(look) for module in names), torch.no_grad():
         model(images)
+    advice = "lower `lr` or `noise`, or lengthen `strength_ramp`"
     norms: list[nn.Module] = [module for module in diverged if isinstance(module, _NORMS)]
     for module in norms or [module for module in diverged if not list(module.children())] or diverged:
-        return f"{names[module] or 'the network'} ({type(module).__name__})"
-    return None
+        return f"{names[module] or 'the network'} ({type(module).__name__}) went first", advice
+    if fault == "loss":
+        return "all layers are finite, the loss alone is not", advice
+    if fault == "state":
+        return "no layer's output is affected", advice
+    retry = "start again with `amp=False`" if recipe.amp else "start again on another `device`"
+    return "the loss and all layers are finite, so the cause is not `lr`", retry
 
 
 class ChanceWatch:
@@ -71,10 +166,8 @@ class ChanceWatch:
         self._recipe, self._steps, self._classes, self._untrained = recipe, steps, classes, untrained
         self._in_a_row, self._done = 0, False
 
-    def warning(
-        self, row: dict[str, Any], images: int, model: nn.Module, few: Callable[[], Tensor | None]
-    ) -> str | None:
-        """Return a warning after an epoch, by metrics on so many images; `few` reads some, (N, C, H, W)."""
+    def warning(self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]) -> str | None:
+        """Return a warning after an epoch, by metrics on so many images; `few` gives some, (N, C, H, W), if asked."""
         epoch, top1, loss, last = row["epoch"], row["val_top1"], row["val_loss"], row["epoch"] >= self._recipe.epochs
         early = epoch < max(2, self._recipe.warmup + 1) and not last
         if self._done or early or loss is None or self._classes is None:
@@ -83,7 +176,7 @@ class ChanceWatch:
         if self._in_a_row < (1 if last else 2):  # the walk may stumble for an epoch
             return None
         self._done = True
-        collapsed = (few_images := few()) is not None and all_alike(model, few_images)
+        collapsed = any(all_alike(model, some) for some in few)
         why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
         return (
             f"warning: after epoch {epoch} the network does no better than guessing (top-1 {top1:.1f}% of "

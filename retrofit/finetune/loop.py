@@ -6,14 +6,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from timm.utils import random_seed
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import Run
-from retrofit.finetune.run_callback import Result, RunCallback
+from retrofit.finetune.run_report import Result, RunCallback
 from retrofit.finetune.run_state import START, load_state, owned
-from retrofit.finetune.setup import make_accelerator
 from retrofit.networks.artifact import artifact_path
 from retrofit.networks.models import Network, open_model
 
@@ -50,6 +52,33 @@ def finetune(
                 run.end_epoch()
             run.checkpoint()
         return run.end()
+
+
+def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
+    """Set up the run that `torchrun` or `accelerate launch` started; a UsageError names a missing device or tracker."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if recipe.device not in (None, "cpu") and (present is None or recipe.device != present.type):
+        have = f"there is {present.type}" if present else "there is no accelerator"
+        raise UsageError(f"cannot use `device={recipe.device!r}`: {have}; leave it out or use cpu")
+    cpu = recipe.device == "cpu" or present is None
+    precision = "no"
+    if recipe.amp:
+        precision = {"bfloat16": "bf16", "float16": "fp16", None: "bf16" if cpu else "fp16"}[recipe.amp_dtype]
+        if cpu and precision == "fp16":
+            raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")
+    trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
+    if missing := [name for name in recipe.log_with if name not in trackers]:
+        have = f"installed here: {', '.join(trackers)}" if trackers else "none is installed here"
+        raise UsageError(
+            f"`log_with={missing[:1]!r}` is no tracker of accelerate that can be used ({have}); install it"
+        )
+    return Accelerator(
+        cpu=cpu,
+        mixed_precision=precision,
+        gradient_accumulation_steps=recipe.grad_accum_steps,
+        log_with=recipe.log_with or None,
+        project_dir=str(folder),
+    )
 
 
 def recipe_network(recipe: Recipe, network: str | None = None) -> Network:

@@ -1,48 +1,83 @@
-"""What is trained, and by which optimizer and schedule of timm's."""
+"""What a step minimizes, and by which optimizer and schedule of timm's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
 from typing import Any
 
 import torch
+from timm.data import Mixup
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor, nn
+from torch.nn import functional
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
+from retrofit.layers import ProxyNorm
 from retrofit.layers.frozen_batch_norm import TrainedAffine
-from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.networks.models import Network
+from retrofit.surgery import set_strength, strength_layers
 from retrofit.utils.text import one_line
 
 _FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's: one pass over the weights, and a flag to skip it
 
 
-def freeze_all_but_norm(model: nn.Module, also: Collection[str] = ()) -> int:
-    """Freeze all but converted normalization layers and the parameters named in `also`.
+class Objective:
+    """The loss of a run, that of the labels and that of a teacher, by the recipe's weights.
 
-    Return how many numbers are still trained; a RetrofitError if none is.
+    A teacher in evaluation gives the Kullback-Leibler divergence of the class probabilities. The temperature divides
+    both networks' scores, and its square multiplies the loss, so that gradients keep their size (Hinton et al. 2015).
+    Mixup has to know how many outputs (`classes`) there are.
     """
-    model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, StrengthMixin | FrozenBatchNorm) and not isinstance(module, WeightStandardization):
-            for parameter in module.parameters(recurse=False):
-                parameter.requires_grad_(True)
-    for name, parameter in model.named_parameters():
-        if name in also:
-            parameter.requires_grad_(True)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    if not trained:
-        raise RetrofitError("freezing all but the converted layers leaves nothing to train; drop `freeze`")
-    return trained
+
+    def __init__(self, recipe: Recipe, classes: int | None, teacher: nn.Module | None) -> None:
+        self._recipe, self._teacher = recipe, teacher
+        self._mixup: Any = None
+        self._task: nn.Module = LabelSmoothingCrossEntropy(recipe.smoothing)
+        if recipe.mixup or recipe.cutmix:
+            if classes is None:
+                raise UsageError(
+                    "`mixup` and `cutmix` need to know how many outputs the network has; set `num_classes`"
+                )
+            self._mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=classes)
+            self._task = SoftTargetCrossEntropy()
+
+    def mix(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix a batch, (N, C, H, W) and (N,), with itself, if the recipe says so; the targets become (N, classes)."""
+        return (images, targets) if self._mixup is None else self._mixup(images, targets)
+
+    def loss(self, scores: Tensor, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of `scores`, (N, classes), on what `mix` gave."""
+        recipe, total = self._recipe, scores.new_zeros(())
+        if recipe.task_loss_weight:
+            total = total + recipe.task_loss_weight * self._task(scores.float(), targets)
+        if self._teacher is not None and recipe.distill_loss_weight:
+            temperature = recipe.kd_temperature
+            with torch.no_grad():
+                taught = functional.log_softmax(self._teacher(images).float() / temperature, dim=1)
+            learned = functional.log_softmax(scores.float() / temperature, dim=1)
+            divergence = functional.kl_div(learned, taught, reduction="batchmean", log_target=True)
+            total = total + recipe.distill_loss_weight * (temperature**2 * divergence)
+        return total
 
 
-def unconverted_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the layers with running statistics that are not converted: `freeze_all_but_norm` leaves them out."""
-    return [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, StrengthMixin)]
+def source_network(network: Network, resumed: bool = False) -> nn.Module:
+    """Return a converted network's source, to teach it: a frozen copy at strength 0.
+
+    A RetrofitError says that no layer has a strength, or that the network was trained since its conversion, as steps or
+    strength tell: it is no longer its source. That of a `resumed` run was asked before the run set its first strength.
+    """
+    trained = network.weights.get("steps") or any(layer.strength for layer in strength_layers(network.model))
+    if trained and not resumed:
+        raise RetrofitError(
+            "`teacher='source'` is the network at strength 0, but this one was trained since its conversion, or its "
+            "strength raised; convert the source anew, at strength 0, and train that, or drop `teacher`"
+        )
+    source = copy.deepcopy(network.model)
+    set_strength(source, 0.0)
+    return source.eval().requires_grad_(False)
 
 
 def parameter_groups(

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,13 @@ from timm.utils import ModelEmaV3, random_seed
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune import run_report, setup
-from retrofit.finetune.batch_statistics import local_norms, sync_norms
-from retrofit.finetune.classifier import fit_network, outputs_of
-from retrofit.finetune.data import open_data
-from retrofit.finetune.divergence import ChanceWatch, Fault, divergence_of, not_finite
-from retrofit.finetune.loaders import Batches, Part, training_transform
-from retrofit.finetune.objective import Objective, check_untrained, source_network
-from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm, unconverted_norms
+from retrofit.finetune import run_report
+from retrofit.finetune.data import Batches, Part, open_data, summed, validate, validation_share
+from retrofit.finetune.divergence import ChanceWatch, Fault, StepGate, Verdict, divergence_of, not_finite
+from retrofit.finetune.optim import Objective, build_optimizer, build_scheduler, source_network
+from retrofit.finetune.prepare import adjust_layers, draws_noise, fit_network, freeze_all_but_norm, outputs_of
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_callback import Result, RunCallback, Step
+from retrofit.finetune.run_report import Result, RunCallback, Step
 from retrofit.finetune.run_state import (
     RECIPE,
     START,
@@ -38,10 +34,8 @@ from retrofit.finetune.run_state import (
     save_state,
     set_random_state,
 )
-from retrofit.finetune.running_statistics import recentre, update_bn
-from retrofit.finetune.step_gate import StepGate, Verdict
+from retrofit.finetune.statistics import local_norms, recentre, sync_norms, update_bn
 from retrofit.finetune.strength_schedule import StrengthSchedule
-from retrofit.finetune.validation import summed, validate, validation_share
 from retrofit.networks import artifact
 from retrofit.networks.models import Network
 from retrofit.surgery import strength_layers
@@ -66,16 +60,13 @@ class Run:
     ) -> None:
         """Open the data and prepare the network; `state` is that of a run to go on with."""
         self.recipe, self.folder, self.accelerator, self.callback = recipe, folder, accelerator, callback
-        self.device = accelerator.device
-        self.position = Position()
+        self.device, self.position = accelerator.device, Position()
         random_seed(recipe.seed)
 
         images = open_data(recipe, network.labels, network.preprocess.input_size[0])
         for note in images.notes:
             callback.note(note)
         if state is None:
-            if recipe.teacher == "source":
-                check_untrained(network)
             network, self.new_tensors = fit_network(network, images, recipe, callback.note)
         else:
             self.new_tensors = tuple(state["new_tensors"])
@@ -83,17 +74,14 @@ class Run:
         self.origin = network.weights.get("from") or network.source.name
         self.layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.model = network.model.to(self.device).to(memory_format=self.layout).train()
-        teacher = source_network(self.model) if recipe.teacher == "source" else None
+        teacher = source_network(network, state is not None) if recipe.teacher == "source" else None
         outputs = outputs_of(self.model)
         self.objective = Objective(recipe, outputs, teacher)
-
-        labeller = None if recipe.labelled else teacher
-        self.val = validation_share(images.val, network.preprocess, labeller, accelerator)
-        self.plain_images = Part(images.train.images)  # those to train on, as in validation
-        self.plain_images.transform = create_transform(**network.preprocess.to_dict())
+        self.val = validation_share(images.val, network.preprocess, None if recipe.labelled else teacher, accelerator)
+        as_validated = create_transform(**network.preprocess.to_dict())
+        self.plain_images = Part(images.train.images, transform=as_validated)
         rank, world = accelerator.process_index, accelerator.num_processes
-        augmentation = training_transform(recipe, network.preprocess)
-        self.batches = Batches(images.train.images, augmentation, recipe, rank, world)
+        self.batches = Batches(images.train.images, recipe, network.preprocess, rank, world)
         self.kept = {  # what a resumed run must have as it was
             **recipe.decisive(),
             "images": len(images.train.images),
@@ -114,12 +102,9 @@ class Run:
     def _prepare_training(self) -> None:
         """Set up what changes the weights, and what follows them."""
         recipe, callback, accelerator = self.recipe, self.callback, self.accelerator
-        setup.adjust_layers(self.model, recipe, self.steps * recipe.grad_accum_steps, callback.note)
-        self.frozen_norms: list[nn.Module] = []
-        if recipe.freeze == "all-but-norm":
-            self.frozen_norms = unconverted_norms(self.model)
-            trained = freeze_all_but_norm(self.model, self.new_tensors)
-            callback.note(f"training {trained:,} parameters, those of the converted normalization layers")
+        adjust_layers(self.model, recipe, self.steps * recipe.grad_accum_steps, callback.note)
+        frozen = recipe.freeze == "all-but-norm"
+        self.frozen_norms = freeze_all_but_norm(self.model, self.new_tensors, callback.note) if frozen else []
         self.average: Any = ModelEmaV3(self.model, recipe.model_ema_decay) if recipe.model_ema else None
         self.networks = [self.model] if self.average is None else [self.model, self.average.module]
         self.validated: nn.Module = self.networks[-1]
@@ -132,7 +117,7 @@ class Run:
                 ramp=recipe.strength_ramp,
                 start=recipe.strength_start,
                 end=recipe.strength_end,
-                noise=recipe.noise if setup.draws_noise(self.model) else None,
+                noise=recipe.noise if draws_noise(self.model) else None,
                 noise_start=recipe.noise_start,
                 noise_ramp=recipe.noise_ramp,
             )
@@ -207,11 +192,14 @@ class Run:
                 self.average.update(self.model, position.step)
             if self.schedule is not None:
                 self.schedule.step()
-                if self.schedule.turning:
-                    self._recentre()
+                if self.schedule.turning:  # before the way back, constants say what the network estimates by now
+                    for model in self.networks:
+                        recentre(self.plain_images.batches(_RECENTRED, _FEW), model, self.device)
             position.seconds += time.monotonic() - began
             self.gate.send((self._step(epoch), position.images), self.last_images)
-            stopping = self._any_process(stop())
+            stopping = stop()
+            if self.accelerator.num_processes > 1:  # because one was asked to
+                stopping = summed([stopping], self.accelerator)[0] > 0
             last = stopping or position.step % self.epoch_steps == 0
             saving = recipe.checkpoint_every and position.step % recipe.checkpoint_every == 0
             for verdict in self.gate.verdicts(all_of_them=bool(last or saving)):
@@ -245,13 +233,6 @@ class Run:
             if name not in self.position.unreadable:
                 self.position.unreadable.append(name)
                 self.callback.note(f"warning: cannot read {name}; {then}")
-
-    def _recentre(self) -> None:
-        """Before the way back, let constants say what the network estimates by now; the same on all processes."""
-        images = self.plain_images.spread(_RECENTRED)
-        if images is not None:
-            for model in self.networks:
-                recentre(images.split(_FEW), model, self.device)
 
     def _step(self, epoch: int) -> Step:
         """Describe the step that was just done; its loss is known once the device has come so far."""
@@ -293,21 +274,13 @@ class Run:
     def _strength(self) -> float | None:
         return None if self.schedule is None else self.schedule.strength
 
-    def _any_process(self, stop: bool) -> bool:
-        """Whether any process was asked to stop."""
-        if self.accelerator.num_processes == 1:
-            return stop
-        if stop:
-            self.accelerator.set_trigger()
-        return bool(self.accelerator.check_trigger())
-
     def end_epoch(self) -> None:
         """Validate, write the epoch's line, and the network if it is the best so far."""
         position, recipe = self.position, self.recipe
         loss_sum, images = summed([position.loss_sum, position.images], self.accelerator)
         if recipe.precise_bn is not None:
             for model in self.networks:
-                update_bn(self.plain_images.batches(recipe.precise_bn, _PRECISE_BATCH, recipe.seed), model, self.device)
+                update_bn(self.plain_images.batches(recipe.precise_bn, _PRECISE_BATCH), model, self.device)
         accuracy = None
         if self.val is not None:
             accuracy = validate(self.validated, self.val, self.network.preprocess, recipe, self.accelerator)
@@ -339,7 +312,7 @@ class Run:
         run_report.write_metrics(self.folder, position.rows)
         self.callback.epoch(row)  # which may look at the files
         if accuracy is not None:
-            few = partial(self.plain_images.spread, _FEW)
+            few = self.plain_images.batches(_FEW, _FEW)
             if (warning := self.chance.warning(row, accuracy.images, self.validated, few)) is not None:
                 self.callback.note(warning)
 

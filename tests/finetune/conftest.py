@@ -14,7 +14,7 @@ import retrofit
 from retrofit.finetune import run_report
 from retrofit.finetune.loop import finetune, resume_network
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_callback import Result, RunCallback, Step
+from retrofit.finetune.run_report import Result, RunCallback, Step
 from retrofit.networks.models import Network, open_model
 from tests.half_resnet import HALF
 from tests.pictures import write_folder

@@ -1,18 +1,156 @@
-"""Which layer diverged first; and a run that learns nothing is told so, with the cause."""
+"""Steps that are not finite, which layer diverged first, and a run that learns nothing."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrofit.finetune.divergence import Fault, all_alike, at_chance, divergence_of, explanation, not_finite
+from retrofit.finetune.divergence import Fault, StepGate, all_alike, at_chance, divergence_of, explanation, not_finite
+from retrofit.finetune.optim import build_optimizer
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.layers import BatchNormalNorm2d
 from tests.finetune.conftest import Listener, Train, small_network
+
+FUSED = ["adam", "adamw", "momentum", "nesterov", "sgd"]
+
+
+def gate_of(opt: str, clip: float | None = None) -> tuple[nn.Module, torch.optim.Optimizer, StepGate]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = build_optimizer(model, Recipe(opt=opt, lr=0.1, weight_decay=0.1))
+    return model, optimizer, StepGate(Accelerator(cpu=True), model, optimizer, clip)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, gate: StepGate, name: int, factor: float = 1.0) -> None:
+    images = torch.randn(5, 3)
+    loss = model(images).square().mean()
+    (loss * factor).backward()
+    gate.add(loss, len(images))
+    gate.close()
+    optimizer.step()
+    optimizer.zero_grad()
+    gate.send(name, images)
+
+
+@pytest.mark.parametrize("opt", [*FUSED, "lamb", "rmsproptf"])
+@pytest.mark.parametrize(("fault", "clip"), [(math.nan, 1.0), (math.inf, None)])
+def test_weights_stay_as_they_are(opt: str, fault: float, clip: float | None) -> None:
+    model, optimizer, gate = gate_of(opt, clip)
+    step(model, optimizer, gate, 1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    step(model, optimizer, gate, 2, fault)
+    step(model, optimizer, gate, 3)  # until the host knows, nothing moves any more
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert parameter.isfinite().all()
+        assert opt not in FUSED or torch.equal(parameter, old)
+    assert [verdict.fault for verdict in gate.verdicts()] == [None, "gradient", "gradient"]
+
+
+def test_a_loss_that_is_not_finite_is_a_fault_of_its_own() -> None:
+    model, optimizer, gate = gate_of("sgd")
+    before = [parameter.clone() for parameter in model.parameters()]
+    gate.add(torch.tensor(math.inf), 5)  # as a batch of an accumulated step
+    step(model, optimizer, gate, 1)
+    assert [(verdict.fault, verdict.what) for verdict in gate.verdicts()] == [("loss", "the loss")]
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_the_sum_of_losses_and_the_clipped_gradient() -> None:
+    model, _, gate = gate_of("sgd", clip=0.5)
+    expected = [parameter.clone().requires_grad_() for parameter in model.parameters()]
+    for number, parameter in enumerate(model.parameters()):
+        expected[number].grad = torch.full_like(parameter, number + 1.0)
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    norm = nn.utils.clip_grad_norm_(expected, 0.5)  # torch's
+    gate.start(10.0)
+    gate.add(torch.tensor(2.0), 3)
+    gate.close()
+    gate.send("step", torch.zeros(1))
+    (verdict,) = gate.verdicts()
+    assert (verdict.loss_sum, verdict.fault) == (16.0, None)
+    torch.testing.assert_close(verdict.norms.norm(), norm)
+    for parameter, one in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, one.grad)
+
+
+@pytest.mark.parametrize(
+    ("value", "broken", "named"),
+    [
+        (math.nan, ("0.weight", "1.weight"), "1.weight"),  # what is before it has it from there
+        (math.inf, ("0.weight",), "0.weight"),
+        (1e30, ("1.weight",), "1.weight"),  # finite, but its square is not
+    ],
+)
+def test_the_gradient_that_went_first(value: float, broken: tuple[str, ...], named: str) -> None:
+    model, _, gate = gate_of("sgd")
+    model(torch.randn(5, 3)).square().sum().backward()
+    for name in broken:
+        gradient = model.get_parameter(name).grad
+        assert gradient is not None
+        gradient[0] = value
+    gate.close()
+    gate.send("step", torch.zeros(1))
+    (verdict,) = gate.verdicts()
+    assert (verdict.fault, verdict.what) == ("gradient", f"the gradient of {named}")
+
+
+def test_an_accelerator_s_verdicts_come_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, gate = gate_of("sgd")
+    monkeypatch.setattr(gate, "_lag", 1)
+    heard: list[Any] = []
+    for number, factor in enumerate((1.0, math.nan, 1.0), 1):
+        step(model, optimizer, gate, number, factor)
+        heard += [(number, verdict.step, verdict.fault, len(verdict.images)) for verdict in gate.verdicts()]
+    assert heard == [(2, 1, None, 5), (3, 2, "gradient", 5)]
+    assert [verdict.step for verdict in gate.verdicts(all_of_them=True)] == [3]
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a value of the device."""
+
+    WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func.__name__.partition(".")[0]) in self.WAITING:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing_of_a_step(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the targets, which lie on the host, and the verdict, which is copied there and read a step later."""
+    reads, per_step = Reads(), []
+    for name in ("tolist", "cpu", "numpy", "item"):
+        method = getattr(Tensor, name)
+
+        def count(self: Tensor, *args: Any, name: str = name, method: Any = method) -> Any:
+            reads.found[name] += 1
+            return method(self, *args)
+
+        monkeypatch.setattr(Tensor, name, count)
+
+    class Watch(RunCallback):
+        def step(self, step: Step) -> None:
+            per_step.append(reads.found.copy())
+            reads.found.clear()
+
+    settings = {"clip_grad": 1.0, "model_ema": True, "grad_accum_steps": 2, "mixup": 0.5, "batch_size": 2}
+    with reads:
+        train("run", val_split=0.0, epochs=1, callback=Watch(), workers=1, **settings)
+    assert len(per_step) == 6
+    assert all(found == {"tolist": 2 + 1} for found in per_step[1:]), per_step  # a step has two batches
+
 
 SLOWER = "lower `lr` or `noise`, or lengthen `strength_ramp`"
 

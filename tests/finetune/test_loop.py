@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from matplotlib.figure import Figure
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor, nn
@@ -22,10 +23,10 @@ from torch.optim.swa_utils import update_bn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import Accuracy
-from retrofit.finetune import loop, run, run_report, validation
+from retrofit.finetune import data, loop, run, run_report
 from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe, load_recipe
-from retrofit.finetune.run_callback import RunCallback, Step
+from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.finetune.run_state import load_state
 from retrofit.layers.base import strength_code
 from retrofit.networks import artifact
@@ -87,11 +88,11 @@ def test_the_best_is_of_the_strength_at_the_end(train: Train, tmp_path: Path, mo
 
 
 def test_a_picture_that_fails_is_a_warning(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("no ink\nleft")
 
     monkeypatch.setattr(run_report, "draw", DRAW)
-    monkeypatch.setattr(run_report, "_curves", fail)
+    monkeypatch.setattr(Figure, "savefig", fail)
     listener = Listener()
     assert train("run", small_network("lnn", "test_vit"), epochs=1, val_split=0.0, callback=listener).finished
     assert "warning: a picture cannot be drawn (no ink left); the run is complete without it" in listener.notes
@@ -311,13 +312,13 @@ def work(rank: int, folder: str) -> None:
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))  # as torchrun sets them
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     seen: list[dict[str, Tensor]] = []
-    evaluate = validation.evaluate
+    evaluate = data.evaluate
 
     def listen(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
         return evaluate(model, *args, **kwargs)
 
-    validation.evaluate = listen  # type: ignore[assignment]
+    data.evaluate = listen  # type: ignore[assignment]
     for average in (False, True):
         store, patience = f"file://{folder}/store-{average}", timedelta(minutes=5)  # where the other process fails
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)

@@ -1,17 +1,53 @@
-"""What is trained, and with which decay."""
+"""The loss, what is trained, and with which decay."""
 
 from __future__ import annotations
 
 import pytest
 import timm
+import torch
 from torch import nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.optim import build_optimizer, build_scheduler, freeze_all_but_norm, parameter_groups
+from retrofit.finetune.optim import Objective, build_optimizer, build_scheduler, parameter_groups, source_network
+from retrofit.finetune.prepare import freeze_all_but_norm
 from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, ProxyNorm
 from retrofit.layers.frozen_batch_norm import TrainedAffine
+from retrofit.networks.models import Network
+
+
+@pytest.mark.parametrize("to", ["bnn", "ln-pn"])
+def test_the_teacher_is_the_source(to: str) -> None:
+    source = timm.create_model("test_resnet").eval()
+    images = torch.randn(2, 3, 32, 32)
+    scores = source(images)
+    model, _ = retrofit.convert(source, to, check=False)
+    retrofit.set_strength(model, 1.0)
+    with pytest.raises(RetrofitError, match="convert the source anew"):
+        source_network(Network(model))
+    teacher = source_network(Network(model), resumed=True)
+    torch.testing.assert_close(teacher(images), scores, rtol=1e-4, atol=1e-5)
+    assert not teacher.training
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_unconverted_network_has_no_source() -> None:
+    with pytest.raises(RetrofitError, match="no converted layer that has a strength"):
+        source_network(Network(timm.create_model("test_resnet")))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_the_loss_is_the_divergence_of_the_softened_probabilities(temperature: float) -> None:
+    taught, scores = torch.randn(2, 4, 5, dtype=torch.float64)
+    recipe = Recipe(teacher="source", task_loss_weight=0, kd_temperature=temperature)
+    objective = Objective(recipe, None, nn.Identity())
+    loss = objective.loss(scores, taught, torch.zeros(4))
+    p, q = (torch.softmax(values.float().double() / temperature, 1) for values in (taught, scores))
+    expected = (p * (p / q).log()).sum(1).mean() * temperature**2
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    assert objective.loss(taught, taught, torch.zeros(4)) == pytest.approx(0, abs=1e-6)
 
 
 def converted(to: str, **options: object) -> nn.Module:
@@ -52,15 +88,16 @@ def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
 
 def test_only_converted_norms_are_left_to_train() -> None:
     model = converted("ln-pn", ws=True, skip=["layer4"])
-    freeze_all_but_norm(model, also=["fc.weight"])
+    frozen = freeze_all_but_norm(model, ["fc.weight"], lambda note: None)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "bn1.weight" in trained
     assert "fc.weight" in trained
     assert any("proxy_bias" in name for name in trained)
     assert not any("conv" in name and model.get_parameter(name).ndim > 1 for name in trained)
     assert not any(name.startswith("layer4") for name in trained)
+    assert frozen == [m for m in model.layer4.modules() if isinstance(m, nn.BatchNorm2d)]
     with pytest.raises(RetrofitError, match="nothing to train"):
-        freeze_all_but_norm(nn.Linear(2, 2))
+        freeze_all_but_norm(nn.Linear(2, 2), (), lambda note: None)
 
 
 def test_the_optimizer_is_timm_s() -> None:

@@ -167,7 +167,7 @@ def of_a_share(rank: int, shares: list[int], memory_format: torch.memory_format)
     return found | {"buffers": dict(module.named_buffers()), "eval": module.eval()(x).detach()}
 
 
-KERNELS = [  # slow: two processes take long to start; by default those of tests/finetune/test_batch_statistics.py do
+KERNELS = [  # slow: two processes take long to start; by default those of tests/finetune/test_statistics.py do
     pytest.param("eager", marks=pytest.mark.slow),
     pytest.param("cpp", marks=[pytest.mark.compiler, pytest.mark.slow]),
 ]

@@ -1,22 +1,42 @@
-"""Running statistics of a network, converted or not: estimated again, or held where they are."""
+"""Statistics of a network's norms, converted or not: estimated again, held where they are, or shared by processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from timm.layers import BatchNormAct2d, SyncBatchNormAct
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import swa_utils
 
 from retrofit.errors import RetrofitError
-from retrofit.layers import MigratedGroupNorm, StrengthMixin
+from retrofit.layers import (
+    BatchNormalNorm1d,
+    BatchNormalNorm2d,
+    BatchNormalNorm3d,
+    BatchNormalNormAct2d,
+    MigratedGroupNorm,
+    StrengthMixin,
+    SyncBatchNormalNorm,
+    SyncBatchNormalNormAct,
+)
+from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
-from retrofit.utils.running import evaluating, hooked, input_of, modes_kept
+from retrofit.utils.running import device_of, evaluating, hooked, input_of, modes_kept
 
+_CONVERTED: dict[type[nn.Module], type[nn.Module]] = {
+    **dict.fromkeys((BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d), SyncBatchNormalNorm),
+    BatchNormalNormAct2d: SyncBatchNormalNormAct,
+}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {  # torch's own synchronization needs an accelerator
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), nn.SyncBatchNorm),
+    BatchNormAct2d: SyncBatchNormAct,
+}
 _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
 
 
@@ -116,19 +136,15 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
     for name, (mean, deviation) in moments.items():
         if not (mean.isfinite().all() and deviation.isfinite().all()):
             raise RetrofitError(f"the moments of {name} are not finite; {_NOT_FINITE}")
-    for name, (mean, deviation) in moments.items():
-        _move_standardisation(layers[name], mean, deviation)
+    for name, (mean, deviation) in moments.items():  # to (x' - mean) / deviation, where it was to x'
+        layer: Any = layers[name]
+        each = layer.num_channels // layer.num_groups
+        slope, _ = layer.input_affine()
+        layer.running_mean.copy_(layer.running_mean.double() + mean.repeat_interleave(each) / slope)
+        layer.running_var.copy_((layer.running_var.double() + layer.eps) * deviation.square().repeat_interleave(each))
+        layer.eps.zero_()
+        layer.group_eps.div_(deviation.square().mean())
     return len(moments)
-
-
-def _move_standardisation(layer: Any, mean: Tensor, deviation: Tensor) -> None:
-    """Let a migrated norm standardise to (x' - mean) / deviation, (G,) each, where it standardised to x'."""
-    each = layer.num_channels // layer.num_groups
-    slope, _ = layer.input_affine()
-    layer.running_mean.copy_(layer.running_mean.double() + mean.repeat_interleave(each) / slope)
-    layer.running_var.copy_((layer.running_var.double() + layer.eps) * deviation.square().repeat_interleave(each))
-    layer.eps.zero_()
-    layer.group_eps.div_(deviation.square().mean())
 
 
 def freeze_norms(model: nn.Module) -> int:
@@ -152,3 +168,45 @@ def freeze_norms(model: nn.Module) -> int:
         network = unwrapped(model)
         apply(plan(network, "frozen", source="bn"), network)
     return len(layers)
+
+
+def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> int:
+    """Let batch normalizations take their training statistics over all processes, with exact gradients.
+
+    Each layer turns into its synchronized form in place: same object, parameters, buffers and state-dict names.
+
+    Args:
+        model: The network.
+        device: Where it will run, if elsewhere. On a CPU only converted layers synchronize: torch's need a GPU.
+
+    Returns:
+        How many layers synchronize.
+
+    Raises:
+        RetrofitError: If a layer whitens, which needs each set whole.
+    """
+    if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
+        raise RetrofitError(
+            "whitening matrices are not synchronized between processes; leave dbn and dbnn unsynchronized"
+        )
+    place = device_of(model) if device is None else torch.device(device)
+    forms = _CONVERTED if place.type == "cpu" else _CONVERTED | _PLAIN
+    layers = [module for module in model.modules() if type(module) in forms]
+    for layer in layers:
+        vars(layer)["_retrofit_local_form"] = type(layer)
+        layer.__class__ = forms[type(layer)]
+        vars(layer).setdefault("process_group", None)
+    return len(layers)
+
+
+@contextmanager
+def local_norms(model: nn.Module) -> Iterator[None]:
+    """Give the layers that `sync_norms` changed their own class for a while: an artifact describes that network."""
+    synchronized = {module: type(module) for module in model.modules() if "_retrofit_local_form" in vars(module)}
+    for module in synchronized:
+        module.__class__ = vars(module)["_retrofit_local_form"]
+    try:
+        yield
+    finally:
+        for module, form in synchronized.items():
+            module.__class__ = form

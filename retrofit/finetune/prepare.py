@@ -1,25 +1,32 @@
-"""A network that fits a run's images: their size, their classes, and labels that say what its outputs are."""
+"""A network made ready for a run: its image size and classes, its layers' momentum and noise, what is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError
 from retrofit.finetune.data import Images
 from retrofit.finetune.divergence import not_finite
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.statistics import estimated_layers
+from retrofit.layers import FrozenBatchNorm, NormalityMixin, StrengthMixin
+from retrofit.layers.batch_norm import RunningNormality
+from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.networks.contents import set_training_settings, tensors_of, training_settings
 from retrofit.networks.library import build, with_options
-from retrofit.networks.models import Network
+from retrofit.networks.models import Network, odd_strengths
 from retrofit.networks.rebuild import identify
 from retrofit.record import set_record
 from retrofit.utils.running import evaluating
 from retrofit.utils.text import one_line, plural, shortlist
+
+_OLD = 0.05  # share of the source's running statistics at the end of a run, above which the user is warned
 
 
 def fit_network(
@@ -126,3 +133,53 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     model.train(network.model.training)
     set_record(model, preprocess=network.preprocess, weights=network.weights)
     return replace(network, model=model), fresh
+
+
+def adjust_layers(model: nn.Module, recipe: Recipe, batches: int, note: Callable[[str], None]) -> None:
+    """Set the layers' momentum and kind of noise as a recipe says, and note which of its settings do nothing."""
+    for module in model.modules():
+        if recipe.bn_momentum is not None and isinstance(module, _NormBase):
+            module.momentum = recipe.bn_momentum
+        if recipe.noise_kind is not None and isinstance(module, NormalityMixin):
+            module.noise_kind = recipe.noise_kind
+    if recipe.precise_bn is None:
+        momenta = [m.momentum for m in model.modules() if isinstance(m, RunningNormality) and m.momentum is not None]
+        if momenta and (old := (1 - min(momenta)) ** batches) > _OLD:
+            note(
+                f"warning: running statistics move by {min(momenta):g} a batch, so after {batches} batches {old:.0%} "
+                "of them are those from before; raise `bn_momentum`"
+            )
+    elif not estimated_layers(model):
+        note("no layer of the network tracks batch statistics: `precise_bn` does nothing")
+    if not surgery.strength_layers(model):
+        note("no layer of the network has a strength: this is plain training")
+    elif (recipe.noise or recipe.noise_kind) and not draws_noise(model):
+        note("no layer of the network draws noise: `noise` and `noise_kind` of the recipe do nothing")
+    if recipe.strength_sched == "off" and (odd := odd_strengths(model)):
+        note(f"warning: {odd}")
+
+
+def draws_noise(model: nn.Module) -> bool:
+    """Whether a layer of the network draws noise in training."""
+    return any(isinstance(module, NormalityMixin) for module in model.modules())
+
+
+def freeze_all_but_norm(model: nn.Module, also: Collection[str], note: Callable[[str], None]) -> list[nn.Module]:
+    """Freeze all but converted normalization layers and the parameters named in `also`.
+
+    Return the layers with running statistics that are not converted, whose mode is left to the caller; a RetrofitError
+    if nothing is left to train.
+    """
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, StrengthMixin | FrozenBatchNorm) and not isinstance(module, WeightStandardization):
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if name in also:
+            parameter.requires_grad_(True)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if not trained:
+        raise RetrofitError("freezing all but the converted layers leaves nothing to train; drop `freeze`")
+    note(f"training {trained:,} parameters, those of the converted normalization layers")
+    return [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, StrengthMixin)]
