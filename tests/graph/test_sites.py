@@ -143,6 +143,14 @@ def test_a_block_called_twice_is_one_site() -> None:
     assert [(site.places, site.activation is not None) for site in found] == [(1, True), (1, True)]
 
 
+def test_what_no_trace_can_follow() -> None:
+    found = find_sites(blocks.Iterating(), is_bn)
+    assert [site.norm for site in found.sites] == ["block.bn1", "block.bn2"]
+    assert list(found.uncovered) == ["bn"]
+    assert found.uncovered["bn"].startswith("Iterating cannot be traced: TraceError")
+    assert [(act.name, act.reason) for act in found.unmatched if act.name == "act"] == [("act", found.uncovered["bn"])]
+
+
 def test_a_conversion_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     monkeypatch.setattr(planning, "find_sites", lambda *args: runs.append(args) or find_sites(*args))
