@@ -137,6 +137,11 @@ class RequiresMask(Block):
         return self.act(self.bn(h if mask is None else h * mask))
 
 
+class Masked(RequiresMask):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask)
+
+
 class MaskedInside(nn.Module):  # the argument is required, and given as None
     def __init__(self) -> None:
         super().__init__()
@@ -204,6 +209,7 @@ class Uncalled(Block):  # a norm of the block that no trace shows may come befor
 
 MASK = torch.arange(14.0) % 3
 USES: dict[str, tuple[type[nn.Module], list[Any]]] = {
+    "mask": (Masked, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "mask inside": (MaskedInside, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "other method": (OtherMethod, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "other entry": (OtherEntry, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
