@@ -93,7 +93,7 @@ def test_a_container_that_is_named_after_what_it_holds_is_no_layer() -> None:
     assert statuses(plan(nn.Sequential(ConvNormAct(3, 8)))) == {"0.bn": "converted"}
 
 
-SMALL_DENSENET = {"growth_rate": 8, "block_config": (2, 2)}  # its last activation is functional, so its code is changed
+SMALL_DENSENET = {"growth_rate": 8, "block_config": (2, 2)}
 
 
 @pytest.mark.parametrize(("name", "size", "to"), [("test_resnet", {}, "bnn"), ("densenet121", SMALL_DENSENET, "gn-pn")])

@@ -196,6 +196,15 @@ class Untraced(Entries):
         return kept + self.encoder[1:](kept)
 
 
+class UntracedList(Entries):  # the same, by a reference that names nothing
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = [self.encoder[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.first[0](sample) for sample in x]) + self.encoder(x)
+
+
 class Uncalled(Block):  # a norm of the block that no trace shows may come before or after the other
     def __init__(self) -> None:
         super().__init__()
@@ -216,6 +225,7 @@ USES: dict[str, tuple[type[nn.Module], list[Any]]] = {
     "second call": (SecondCall, [lambda m, x: m(x), lambda m, x: m(x, again=True)]),
     "outer call": (OuterCall, [lambda m, x: m(x), lambda m, x: m(x, raw=True)]),
     "untraced": (Untraced, [lambda m, x: m(x)]),
+    "untraced list": (UntracedList, [lambda m, x: m(x)]),
     "uncalled": (Uncalled, [lambda m, x: m(x), lambda m, x: vars(m).update(use_spare=True) or m(x)]),
 }
 
