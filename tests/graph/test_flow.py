@@ -1,6 +1,7 @@
 """Tracing: what it covers, and that it leaves the model as it was."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -32,8 +33,21 @@ def test_a_model_is_one_graph_and_stays_as_it_was(make: Callable[[], nn.Module])
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
-def test_both_modes_are_traced_where_they_differ() -> None:
-    first, second = (sorted(str(node) for node in flow.graph.nodes) for flow in Flows(blocks.TrainOnly()).flows)
+class ChangesInTrain(blocks.Block):  # its `train` changes more than the mode
+    skip = False
+
+    def train(self, mode: bool = True) -> Any:
+        self.skip = mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        return out if self.skip else out + x
+
+
+@pytest.mark.parametrize("make", [blocks.TrainOnly, ChangesInTrain])
+def test_both_modes_are_traced_where_they_differ(make: Callable[[], nn.Module]) -> None:
+    first, second = (sorted(str(node) for node in flow.graph.nodes) for flow in Flows(make()).flows)
     assert first != second
 
 
