@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NORMALITY = ("bnn", "lnn", "gnn", "inn", "normal", "dbnn")
-_MIGRATED = ("gn", "ln", "gn-pn", "ln-pn")
+_MIGRATED = ("ln", "gn", "ln-pn", "gn-pn")
 
 FAMILIES = {
     "bn": "BatchNorm",
@@ -31,9 +31,9 @@ FAMILIES = {
 }
 
 CONVERTERS = {
-    **dict.fromkeys((*_NORMALITY, "dbn"), "normality"),
-    **dict.fromkeys(_MIGRATED, "batch_independent"),
     "frozen": "frozen",
+    **dict.fromkeys(_MIGRATED, "batch_independent"),
+    **dict.fromkeys((*_NORMALITY, "dbn"), "normality"),
     **dict.fromkeys(("evonorm-s0", "frn-tlu"), "baselines"),
 }
 """Every target, in the order in which they are listed, and the file of its converter in `retrofit/surgery/targets/`."""

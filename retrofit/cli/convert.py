@@ -104,6 +104,7 @@ def _show(report: Report) -> None:
     if (result := report.check) is not None and report.identity:
         at = f" (in {result.where})" if result.where else ""
         verdict = "passed" if result.passed else "FAILED"
+        verdict += " at strength 0" if report.change is not None else ""
         say(f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}{at}")
     elif result is not None:
         say(f"{report.plan.to} does not start as its source: {result}", "bold")

@@ -57,7 +57,7 @@ def fit_network(
                 "`class_map`, or train without labels: `task_loss_weight=0`"
             )
         network, new_tensors = with_classes(network, outputs)
-        note(f"new classifier: {outputs} outputs in place of {present}, zero")
+        note(f"new classifier: {outputs} outputs in place of {present}, initialized to zero")
     if recipe.labelled and images.train.contradicts(network.labels):  # a new classifier has no labels
         classes, labels = shortlist(images.train.names or ()), shortlist(network.labels or ())
         what = f"the data's classes ({classes}) are not what the network calls its outputs ({labels})"

@@ -94,7 +94,7 @@ for name in [[], *([name] for name in {list(COMMANDS)})]:
         (["--nothing"], "No such option", ""),
         (["convert", "resnet18"], "Missing option '--to'", " convert"),
         (["convert"], "Missing argument 'MODEL'", " convert"),
-        (["convert", "resnet18", "--to", "bn2"], "'bn2' is not one of 'bnn'", " convert"),
+        (["convert", "resnet18", "--to", "bn2"], "'bn2' is not one of 'frozen'", " convert"),
         (["convert", "resnet18", "--to", "bnn", "--strength", "2"], "--strength", " convert"),
         (["convert", "resnet18", "--to", "bnn", "--groups", "many"], "neither a number nor auto", " convert"),
         (["convert", "resnet18", "--to", "bnn", "--model-kwargs", "depth"], "key=value", " convert"),

@@ -294,7 +294,7 @@ def test_a_new_head_is_trained_and_unconverted_layers_are_frozen_whole(train: Tr
     network.model, _ = retrofit.convert(network.model, "bnn", skip=["layer2"], check=False)
     settings = {"freeze": "all-but-norm", "model_ema": True, "model_ema_decay": 0.5, "strength_ramp": 1.0}
     train("run", network, epochs=1, callback=listener, **settings)
-    assert "new classifier: 3 outputs in place of 1000, zero" in listener.notes
+    assert "new classifier: 3 outputs in place of 1000, initialized to zero" in listener.notes
     start = weights(tmp_path / "run" / "state", "start")
     assert not start["fc.weight"].any()
     for name in ("last", "best"):

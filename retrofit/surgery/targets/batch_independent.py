@@ -329,7 +329,7 @@ def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
     ]
 
 
-TARGETS["gn"] = BatchIndependentConverter(groups=8, proxy=False)
 TARGETS["ln"] = BatchIndependentConverter(groups=1, proxy=False)
-TARGETS["gn-pn"] = BatchIndependentConverter(groups=8, proxy=True)
+TARGETS["gn"] = BatchIndependentConverter(groups=8, proxy=False)
 TARGETS["ln-pn"] = BatchIndependentConverter(groups=1, proxy=True)
+TARGETS["gn-pn"] = BatchIndependentConverter(groups=8, proxy=True)
