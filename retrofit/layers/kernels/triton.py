@@ -127,7 +127,9 @@ class _Where(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """What `KernelOptions` holds beside shapes; `seed` and `factor` are None for no noise."""
+    """What `KernelOptions` holds beside shapes; `seed` and `factor` are None for no noise. Kernels take it as `given`:
+    `options` is a name of Triton's own in the launcher that it writes of a kernel's arguments.
+    """
 
     t: Any
     eps: Any
@@ -331,11 +333,11 @@ def _own_sum(X, at, mean, rstd, change, centre, ROWS: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def _forward(
-    Out, X, Weight, Bias, Stats, Parts, options, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    Out, X, Weight, Bias, Stats, Parts, given, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is all at once."""
     at = _sets(where, COLUMNS)
-    t, elements = tl.load(options.t), where.elements
+    t, elements = tl.load(given.t), where.elements
 
     if STAGE <= 0:
         mean, squares = _own_mean(X, at, ROWS, COLUMNS)
@@ -347,7 +349,7 @@ def _forward(
     if STAGE != 0:
         var = squares / elements
         var = tl.where(var < 0, 0.0, var)
-        rstd = 1 / tl.sqrt(var + options.eps)
+        rstd = 1 / tl.sqrt(var + given.eps)
 
     if STAGE == -1 or STAGE == 1:
         moments, low, high = _own_moments(X, at, mean, rstd, ROWS, COLUMNS)
@@ -363,7 +365,7 @@ def _forward(
         change = t * step
 
     spread = tl.zeros([1, COLUMNS], tl.float32)
-    if options.seed is not None:
+    if given.seed is not None:
         if STAGE == -1 or STAGE == 2:
             centre = _own_sum(X, at, mean, rstd, change, None, ROWS, COLUMNS)
             if STAGE == 2:
@@ -382,13 +384,13 @@ def _forward(
             spread = spread / elements
 
     if STAGE == -1 or STAGE == 4:
-        if options.seed is not None:
-            amount = tl.load(options.factor) * spread
+        if given.seed is not None:
+            amount = tl.load(given.factor) * spread
         for e in range(at.start, at.stop, ROWS):
             offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
             y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
-            if options.seed is not None:
-                y += _normal(offset, options.seed) * amount
+            if given.seed is not None:
+                y += _normal(offset, given.seed) * amount
             if Weight is not None:
                 y *= _values(Weight, parameter, mask)
             if Bias is not None:
@@ -401,14 +403,14 @@ def _forward(
 
 @triton.jit
 def _backward(
-    GradX, X, Grad, Weight, Stats, Parts, options, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    GradX, X, Grad, Weight, Stats, Parts, given, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Stage 0 leaves sums: of what `formulas.backward` takes means of (the gradient of lambda, and `direct` and
     `shift`, plain and times h), of grad * y and of grad. Stage 1 writes; -1 does both at once.
     """
     at = _sets(where, COLUMNS)
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
-    t, elements = tl.load(options.t), where.elements
+    t, elements = tl.load(given.t), where.elements
     mean = _statistic(Stats, _MEAN, at)
     rstd = _statistic(Stats, _RSTD, at)
     change = t * _statistic(Stats, _STEP, at)
@@ -417,8 +419,8 @@ def _backward(
     by = StepGradient(by_m1, by_m2, by_m3, by_m45, _statistic(Stats, _GRADIENT + 4, at))
 
     if STAGE <= 0:
-        if options.seed is not None:
-            amount = tl.load(options.factor) * _statistic(Stats, _SPREAD, at)
+        if given.seed is not None:
+            amount = tl.load(given.factor) * _statistic(Stats, _SPREAD, at)
         to_lmbda, direct, direct_h, shift, shift_h, to_weight, to_bias = zero, zero, zero, zero, zero, zero, zero
         for e in range(at.start, at.stop, ROWS):
             offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
@@ -435,8 +437,8 @@ def _backward(
             direct_h += pulled * h
             shift += moved
             shift_h += moved * h
-            if options.seed is not None:
-                y += _normal(offset, options.seed) * amount
+            if given.seed is not None:
+                y += _normal(offset, given.seed) * amount
             to_weight += grad * y
             to_bias += grad
         sums = _total(to_lmbda), _total(direct), _total(direct_h), _total(shift), _total(shift_h)
@@ -484,7 +486,7 @@ def _lmbda_derivative(u, log, growth):
 
 
 @triton.jit
-def _affine_gradients(Parts, X, Grad, Stats, options, numbering, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _affine_gradients(Parts, X, Grad, Stats, given, numbering, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum grad * y and grad over what one affine parameter multiplies, where that is not one normalized set. An
     element's set is (offset // set_outer) * set_count + offset // set_inner % set_count, of `normalized` many.
     """
@@ -497,11 +499,9 @@ def _affine_gradients(Parts, X, Grad, Stats, options, numbering, where, ROWS: tl
         grad = _values(Grad, offset, mask)
         mean, rstd = _values(Stats, of, mask), _values(Stats + _RSTD * normalized, of, mask)
         h = (_values(X, offset, mask) - mean) * rstd
-        y, _, _, _ = _psi(h, tl.load(options.t) * _values(Stats + _STEP * normalized, of, mask))
-        if options.seed is not None:
-            y += _normal(offset, options.seed) * (
-                tl.load(options.factor) * _values(Stats + _SPREAD * normalized, of, mask)
-            )
+        y, _, _, _ = _psi(h, tl.load(given.t) * _values(Stats + _STEP * normalized, of, mask))
+        if given.seed is not None:
+            y += _normal(offset, given.seed) * (tl.load(given.factor) * _values(Stats + _SPREAD * normalized, of, mask))
         to_weight += grad * y
         to_bias += grad
     _leave(Parts, 0, at, _total(to_weight))

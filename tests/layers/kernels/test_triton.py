@@ -109,6 +109,27 @@ def test_programs_share_the_sets_of_the_cases_that_say_so(monkeypatch: pytest.Mo
         assert launch.rows * launch.columns == ours._TILE
 
 
+def test_the_launcher_takes_what_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton writes a function of a kernel's arguments, by their names and with some of its own."""
+    backend = triton.compiler.make_backend(GPUTarget("cuda", 90, 32))
+    taken: dict[str, set[Any]] = {}
+
+    def run(launch: Any, kernel: Any, *arguments: Any) -> None:
+        bind = triton.runtime.jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, kinds, _ = bind(*arguments, launch.where, launch.rows, launch.columns)
+        taken.setdefault(kernel.__name__, set()).update(
+            field for (kind, _) in kinds for field in (kind if isinstance(kind, tuple) else (kind,))
+        )
+
+    monkeypatch.setattr(ours._Launch, "run", run)
+    monkeypatch.setattr(ours, "_programs", lambda device: 160)
+    for case in ALL_CASES:
+        self_test._results(ours, case, CPU, torch.bfloat16)
+    assert taken.keys() == {"_forward", "_backward", "_affine_gradients", "_apply"}
+    for name, kinds in taken.items():
+        assert {"*bf16", "*fp32", "i32", "constexpr"} <= kinds, name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_this_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +235,7 @@ def built(kernel: Any, capability: int, columns: int, dtype: str, **constants: A
     kinds |= dict.fromkeys(ours._Where._fields, "i64") | dict.fromkeys(constants, "constexpr")
     signature, constexprs = {}, {}
     for place, name in enumerate(kernel.arg_names):
-        fields = {"options": ours._Options, "where": ours._Where}.get(name)
+        fields = {"given": ours._Options, "where": ours._Where}.get(name)
         names = fields._fields if fields else (name,)
         found = [kinds.get(each, "*fp32") for each in names]
         signature[name] = fields(*found) if fields else found[0]
