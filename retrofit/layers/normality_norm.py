@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels import formulas
-from retrofit.layers.kernels.eager import KernelOptions
+from retrofit.layers.kernels.eager import KernelOptions, blocks
 from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype, normal
 from retrofit.layers.kernels.layout import layout_of
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
@@ -211,19 +211,28 @@ class _OneStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        y, step, gradient = formulas.gaussianized(h, t, Reductions(dim))
-        lmbda = 1 + step
+        y, kept = torch.empty_like(h), []
+        for block in blocks(h, dim):  # on a CPU a third faster than the whole tensor at once
+            part, step, gradient = formulas.gaussianized(block(h), t, Reductions(dim))
+            block(y).copy_(part)
+            kept.append(torch.stack([step, *gradient]))
+        stats = torch.cat(kept, block.axis + 1)
+        lmbda = 1 + stats[0]
         ctx.dim = dim
-        ctx.save_for_backward(h, t, step, *gradient)
+        ctx.save_for_backward(h, t, stats)
         ctx.mark_non_differentiable(lmbda)
         return y, lmbda
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        h, t, step, *gradient = ctx.saved_tensors
-        _, direct, to_lmbda, shift = formulas.pulls(grads[0], h, t, step, StepGradient(*gradient))
-        return direct + t * to_lmbda.mean(ctx.dim, True) * shift, None, None
+        h, t, stats = ctx.saved_tensors
+        grad_h = torch.empty_like(h)
+        for block in blocks(h, ctx.dim):
+            step, *gradient = (block.of(s) for s in stats)
+            _, direct, to_lmbda, shift = formulas.pulls(block(grads[0]), block(h), t, step, StepGradient(*gradient))
+            block(grad_h).copy_(direct + t * to_lmbda.mean(ctx.dim, True) * shift)
+        return grad_h, None, None
 
 
 def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:
