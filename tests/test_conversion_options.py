@@ -69,3 +69,8 @@ def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
 def test_out_of_range(to: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         retrofit.plan(nn.Sequential(nn.BatchNorm2d(4)), to, **options)
+
+
+def test_an_option_that_there_is_not_is_named() -> None:
+    with pytest.raises(TypeError, match=r"no argument nois; see help\(retrofit.plan\)"):
+        retrofit.convert(nn.Sequential(nn.BatchNorm2d(4)), "bnn", nois=0.1)  # type: ignore[call-arg]

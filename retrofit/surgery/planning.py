@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from retrofit.conversion_options import FAMILIES, ConversionOptions, takes_options
+from retrofit.conversion_options import FAMILIES, OPTIONS, ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.rewrite import rewrite_problem
 from retrofit.graph.sites import Site, Sites, find_sites
@@ -184,6 +184,8 @@ def plan_and_sites(
 ) -> tuple[Plan, Sites | None]:
     """Return what `plan` does, and where the activations are that the plan is about."""
     converter = converter_for(to)
+    if unknown := options.keys() - OPTIONS.keys():
+        raise TypeError(f"plan() and convert() have no argument {', '.join(sorted(unknown))}; see help(retrofit.plan)")
     settled = ConversionOptions(**options)
     settled.check(to)
     families = frozenset(_listed(source)) or converter.sources

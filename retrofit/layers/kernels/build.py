@@ -138,6 +138,8 @@ def _compiler() -> list[str]:
         raise UnavailableError(f"CXX={named} is not a command ({error})") from error
     if not command:
         raise UnavailableError("no C++ compiler was found; install g++")
+    if shutil.which(command[0]) is None:
+        raise UnavailableError(f"CXX={named} is not there")
     return command
 
 

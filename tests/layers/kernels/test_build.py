@@ -170,7 +170,7 @@ WRITES = """sh -c 'while [ "$1" != -o ]; do shift; done; {} "$2"' sh"""
 BROKEN = {
     f"{sys.executable} -I": "failed: ",
     "g++ '": "not a command",
-    "/not/there": "No such file or directory: '/not/there'",
+    "/not/there": "CXX=/not/there is not there",
     WRITES.format("echo damaged >"): r"kernels\.so: file too short",
 }
 
