@@ -40,7 +40,7 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
     converter = converter_for(plan.to)
     norms = {norm.name: norm for norm in find_norms(model)}
     _check_structure(plan, norms)
-    params_before, record, device = (_count_parameters(model), record_of(model), device_of(model))
+    params_before, record, device = _count_parameters(model), record_of(model), device_of(model)
     with unchanged_on_failure(model):
         if sites is None and plan.proxied:
             sites = converter.sites_of(model)

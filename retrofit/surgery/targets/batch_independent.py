@@ -321,11 +321,7 @@ def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
             by_reason[row.reason].append(row.name)
     return [
         f"{len(done)} of {len(rows)} convolutions are standardised, {scaled} of them with a scale that is learned",
-        *(
-            f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})"
-            for why, names in by_reason.items()
-            if why
-        ),
+        *(f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})" for why, names in by_reason.items()),
     ]
 
 
