@@ -79,6 +79,7 @@ SLOW: set[str] = set()
 BLIND = {"resume", "poly", "half", "int8", "bench"}  # they see parameters or operations, whatever the layers are
 EVERY_STRENGTH = {"bnn", "lnn", "ln-pn"}  # running statistics, statistics of the input, proxy normalization
 EVERY_COMMAND = {*EVERY_STRENGTH, "dbnn", "evonorm-s0"}  # whitening, normalization and activation in one
+WRITTEN = {*EVERY_COMMAND, "gnn, own", "inn, own"}  # one of each kind of form that an exported file holds
 
 
 def command(function: Cell) -> Cell:
@@ -425,8 +426,9 @@ def cells() -> Iterator[Any]:
 
     One target of each of three kinds is tried at every strength, with every command; the others at 0 and 0.5. A slow
     command is tried at strength 0.5 alone, where no layer has a simpler form, and one that is blind to layers for five
-    kinds of target, at their highest strength. Folding is tried where `exact`, which folds too, is not. Without the
-    slow tests every target is converted, and the other quick commands are tried for the three kinds.
+    kinds of target, at their highest strength. Folding is tried where `exact`, which folds too, is not: another row has
+    the same kind of form. Without the slow tests every target is converted, and the other quick commands are tried for
+    the three kinds.
     """
     for row in NETWORKS:
         kind = row in EVERY_STRENGTH
@@ -435,7 +437,10 @@ def cells() -> Iterator[Any]:
             middle = strength == 0.5 or row in WITHOUT_STRENGTH
             for name in COMMANDS:
                 blind = name in BLIND and (row not in EVERY_COMMAND or strength < strengths[-1])
-                skipped = (middle or kind) == (name == "fold") or blind
+                if middle or kind:
+                    skipped = blind or name == ("fold" if row in WRITTEN else "exact")
+                else:
+                    skipped = name != "fold"
                 if name in SLOW and skipped:
                     continue
                 default = middle and name not in SLOW and (kind or name == "convert")
