@@ -435,13 +435,10 @@ def cells() -> Iterator[Any]:
         strengths = STRENGTHS[:1] if row in WITHOUT_STRENGTH else STRENGTHS if kind else STRENGTHS[:2]
         for strength in strengths:
             middle = strength == 0.5 or row in WITHOUT_STRENGTH
+            tried = SLOW - {"fold" if row in WRITTEN else "exact"} if middle or kind else {"fold"}
             for name in COMMANDS:
                 blind = name in BLIND and (row not in EVERY_COMMAND or strength < strengths[-1])
-                if middle or kind:
-                    skipped = blind or name == ("fold" if row in WRITTEN else "exact")
-                else:
-                    skipped = name != "fold"
-                if name in SLOW and skipped:
+                if name in SLOW and (blind or name not in tried):
                     continue
                 default = middle and name not in SLOW and (kind or name == "convert")
                 marks = [] if default or (name, row) == ("convert", "bnn") else [pytest.mark.slow]
