@@ -54,8 +54,8 @@ class Option:
     def problem(self, value: Any) -> str:
         """Return what is wrong with a value, after "NAME must be"; empty if nothing is."""
         if isinstance(value, str) or self.kind is str:
-            listed = ", ".join(self.words)
-            return "" if value in self.words else f"one of {listed}" if self.kind is str else f"a number or {listed}"
+            taken = f"one of {', '.join(self.words)}" if self.kind is str else " or ".join(("a number", *self.words))
+            return "" if value in self.words else taken
         if self.kind not in (int, float):
             return ""
         if isinstance(value, bool) or not isinstance(value, (int, self.kind)):

@@ -64,6 +64,7 @@ def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
         ("bnn", {"noise": float("nan")}, "`noise` must be at least 0"),
         ("bnn", {"noise_kind": "none"}, "`noise_kind` must be one of scaled, unscaled, gaussian-dropout"),
         ("bnn", {"alpha": 1.5}, "`alpha` must be from 0 to 1, not 1.5"),
+        ("bnn", {"alpha": "all"}, "`alpha` must be a number, not 'all'"),
     ],
 )
 def test_out_of_range(to: str, options: dict[str, Any], message: str) -> None:

@@ -163,7 +163,7 @@ def evaluate(
                 finite = scores.isfinite().all(dim=1)
                 right = scores.topk(min(5, outputs), dim=1).indices.eq(labels[:, None]) & finite[:, None]
                 rights.append(right)
-                losses.append(functional.cross_entropy(scores[finite], labels[finite], reduction="none").double())
+                losses.append(functional.cross_entropy(scores[finite], labels[finite], reduction="none"))
                 hit = right[:, 0]
                 if attack is not None and hit.any():
                     changed = attack(model, inputs[hit], labels[hit])
@@ -173,7 +173,7 @@ def evaluate(
                 progress(done, total)
     if not rights:
         raise RetrofitError(f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files")
-    right, loss = torch.cat(rights), torch.cat(losses)
+    right, loss = torch.cat(rights).cpu(), torch.cat(losses).cpu().double()
     return Accuracy(
         images=len(right),
         correct1=int(right[:, 0].sum()),

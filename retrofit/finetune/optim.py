@@ -69,7 +69,11 @@ def source_network(network: Network, resumed: bool = False) -> nn.Module:
     A RetrofitError says that no layer has a strength, or that the network was trained since its conversion, as steps or
     strength tell: it is no longer its source. That of a `resumed` run was asked before the run set its first strength.
     """
-    trained = network.weights.get("steps") or any(layer.strength for layer in strength_layers(network.model))
+    layers = strength_layers(network.model)
+    if not layers:
+        needs = "`teacher='source'` needs a converted network whose layers have a strength"
+        raise RetrofitError(f"{needs}; convert it first, or drop `teacher`")
+    trained = network.weights.get("steps") or any(layer.strength for layer in layers)
     if trained and not resumed:
         raise RetrofitError(
             "`teacher='source'` is the network at strength 0, but this one was trained since its conversion, or its "

@@ -114,7 +114,7 @@ def _unpickled(file: Path) -> Any:
     except RetrofitError:
         raise
     except Exception as error:  # zipfile and torch.load raise anything on a damaged file
-        problem = "is not a whole checkpoint of torch or safetensors; fetch or save it again"
+        problem = "is not a whole checkpoint of torch or safetensors; fetch it again or save it as .safetensors or .pth"
         if "TorchScript" in str(error):
             problem = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
         elif isinstance(error, pickle.UnpicklingError):

@@ -133,6 +133,8 @@ def open_model(
         return _open_artifact(str(file), network)
     if network is not None:
         raise UsageError(f"`network` builds what an artifact of your own network holds; {text} is none, drop it")
+    if ":" not in text and text.endswith(".onnx"):
+        raise UsageError(f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of")
     if ":" not in text and text.endswith(_CHECKPOINTS):
         raise UsageError(f"{text} is no network's name and no artifact; give the name, and this file as its checkpoint")
     if pretrained and checkpoint is not None:

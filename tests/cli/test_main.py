@@ -153,6 +153,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"evaluate absent.onnx {DATA}", 1, "there is no file absent.onnx"),
         (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
         ("inspect weights.pth", 2, "no artifact; give the name, and this file as its checkpoint"),
+        ("inspect net.onnx", 2, "is an exported file, .*; give the artifact it was made of"),
         (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
         (f"export {NET} -o mine.onnx", 1, "mine.onnx exists; pass --force"),
         (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network

@@ -110,7 +110,7 @@ UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.pth", _cut, "not a whole checkpoint"),
     ("a.safetensors", _cut, "not a whole safetensors"),
     ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),
-    ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "not a whole checkpoint of torch or"),
+    ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "save it as .safetensors or .pth"),
     ("a.pth", _saves(nn.Linear(2, 2)), r"Python objects \(torch.nn.modules.linear.Linear\)"),
     ("a.pth", _saves({"a": Path("x")}, **OLD), r"Python objects \(pathlib"),
     ("a.pth", lambda path: torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path), "TorchScript"),
