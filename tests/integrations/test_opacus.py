@@ -14,7 +14,7 @@ from opacus import PrivacyEngine
 from opacus.grad_sample.utils import wrap_model
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
-from timm.layers import BatchNormAct2d
+from timm.layers import BatchNormAct2d, LayerNorm2d
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -59,6 +59,28 @@ def assert_gradients_are_a_loops(model: nn.Module, mode: str, size: int = 64) ->
         for (name, one), other in zip(model.named_parameters(), single.parameters(), strict=True):
             error = (one.grad_sample[i] - other.grad).abs().max()
             assert error <= 1e-5 * other.grad.abs().max().clamp_min(1e-3), (name, float(error))
+
+
+@pytest.mark.parametrize(
+    ("norm", "to", "options"),
+    [
+        (nn.BatchNorm2d(8), "gn", {"ws": True}),
+        (nn.BatchNorm2d(8), "frozen", {}),
+        (nn.GroupNorm(2, 8), "gnn", {}),
+        (nn.InstanceNorm2d(8, affine=True), "inn", {}),
+        (LayerNorm2d(8), "lnn", {}),
+    ],
+)
+def test_each_kind_of_layer_by_hooks(norm: nn.Module, to: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(8 * 14 * 14, 5)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), norm, nn.ReLU(), nn.Flatten(), head).train()
+    model(torch.randn(4, 3, 16, 16))
+    retrofit.convert(model, to, **options)
+    if to != "frozen":
+        retrofit.set_strength(model, 1)
+    assert ModuleValidator.validate(model, strict=True) == []
+    assert_gradients_are_a_loops(model, "hooks", 16)
 
 
 def test_gamma_gets_its_share_through_a_proxy_that_stands_alone() -> None:
