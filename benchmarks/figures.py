@@ -1,7 +1,7 @@
-"""The pictures of README and docs, drawn from the recorded results: SVG, one for light pages and one for dark.
+r"""The pictures of README and docs, drawn from the recorded results: SVG, one for light pages and one for dark.
 
     python benchmarks/figures.py
-    python benchmarks/figures.py --terminal --checkpoint efficientnet-lite0.pth \\
+    python benchmarks/figures.py --terminal --checkpoint efficientnet-lite0.pth \
         --data-dir photos.tar --class-map classes.txt
 
 `--terminal` runs inspect, convert and evaluate instead, and records what they print.
