@@ -227,11 +227,16 @@ def _checked_fold(request: Request) -> tuple[Program, list[FoldedLayer], Referen
     if program.note and fold == "poly":
         raise RetrofitError(f"{program.note}; use `fold='exact'`")
     if not program.note:
-        try:
-            reference.compare(program.module)
-        except RetrofitError as error:  # it was captured for one number of samples, without a word
-            batch = request.calls[0].batch
-            raise RetrofitError(f"{error}; fix the number of samples, as `batch={batch}`") from error
+        for other in reference.calls[:3]:
+            try:
+                if other.batch != program.call.batch:
+                    with torch.no_grad():
+                        other.on(program.module)
+            except Exception as error:  # torch.export's guards, or the network's own code
+                raise RetrofitError(
+                    f"captured with {program.call.batch} samples, the network does not take {other.batch}; fix their "
+                    f"number, as `batch={request.calls[0].batch}`"
+                ) from error
         if fold == "poly":
             # in INT8 what lies between lines would get a range of its own
             made_for = "onnxruntime" if request.runtime is None or request.precision == "int8" else request.runtime
