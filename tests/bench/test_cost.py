@@ -29,6 +29,15 @@ def test_peak_memory_is_what_was_alive_at_once() -> None:
     assert peak_memory(partial(x.add_, 1), CPU) < 0.01 * x.nbytes
 
 
+def test_training_keeps_what_backward_needs() -> None:
+    layers = nn.Sequential(*(nn.Sigmoid() for _ in range(4)))
+    x = torch.randn(500, 500, requires_grad=True)
+    with torch.no_grad():
+        alone = peak_memory(partial(layers, x), CPU)
+    assert alone == pytest.approx(2 * x.nbytes, rel=0.01)
+    assert peak_memory(lambda: layers(x).sum(), CPU) == pytest.approx(4 * x.nbytes, rel=0.01)
+
+
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_networks_take_turns(mode: str) -> None:
     network, turns = small(), []

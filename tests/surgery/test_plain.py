@@ -142,6 +142,13 @@ class Masked(RequiresMask):
         return super().forward(x, mask)
 
 
+class Renamed(Block):  # where the calls are made, the argument's name is that of a tensor
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        given, mask = mask, x
+        h = self.conv(mask)
+        return self.act(self.bn(h if given is None else h * given))
+
+
 class MaskedInside(nn.Module):  # the argument is required, and given as None
     def __init__(self) -> None:
         super().__init__()
@@ -149,6 +156,12 @@ class MaskedInside(nn.Module):  # the argument is required, and given as None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.inner(x, mask)
+
+
+class Sized(Block):  # a size decides, as a number
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x)
+        return self.act(self.bn(h if int(x.shape[-1]) > 40 else 2 * h))
 
 
 class OtherMethod(Block):
@@ -219,7 +232,9 @@ class Uncalled(Block):  # a norm of the block that no trace shows may come befor
 MASK = torch.arange(14.0) % 3
 USES: dict[str, tuple[type[nn.Module], list[Any]]] = {
     "mask": (Masked, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
+    "mask renamed": (Renamed, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "mask inside": (MaskedInside, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
+    "size": (Sized, [lambda m, x: m(x), lambda m, x: m(x.repeat(1, 1, 4))]),
     "other method": (OtherMethod, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "other entry": (OtherEntry, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "second call": (SecondCall, [lambda m, x: m(x), lambda m, x: m(x, again=True)]),
