@@ -187,6 +187,23 @@ def test_given_lambda_at_and_beside_its_singular_points(centre: float) -> None:
     torch.testing.assert_close(got.cpu().double(), torch.tensor(np.stack(columns, 1)), rtol=2e-6, atol=1e-6)
 
 
+@on(*MARKS)
+@pytest.mark.parametrize("lmbda", [1e-5, 2 + 3e-4])
+def test_estimated_lambda_beside_its_singular_points(lmbda: float) -> None:
+    """At the strength for which one set has this lambda."""
+    x = torch.randn(5, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float32).exp()
+    exact = x.double()
+    h = (exact - exact.mean()) / (exact.var(correction=0) + EPS).sqrt()
+    t = ((lmbda - 1) / (oracle.newton_estimate(h, (0, 1)) - 1)).item()
+    leaf, exact_leaf = x.to(device()).requires_grad_(), exact.requires_grad_()
+    out, _ = normality_norm(leaf, None, None, dim=(0, 1), eps=EPS, strength=t)
+    wanted = oracle.normality_norm(exact_leaf, None, None, (0, 1), EPS, t)
+    for each in (out, wanted):
+        each.backward(torch.linspace(-1, 2, x.numel(), dtype=each.dtype, device=each.device).view_as(each))
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(leaf.grad.cpu().double(), exact_leaf.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("sets", OF_CPP.values(), ids=OF_CPP)
 @pytest.mark.compiler
 def test_the_noise_is_the_same_whichever_kernels_run(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
