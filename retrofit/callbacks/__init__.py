@@ -27,7 +27,10 @@ __getattr__ = lazy_names(__name__, {"lightning": ("LightningStrength",), "transf
 
 
 class Walk:
-    """What the callbacks share: at each optimizer step the layers get the strength that the schedule has for it."""
+    """What the callbacks share: at each optimizer step the layers get the strength that the schedule has for it.
+
+    A UsageError says that the way leads back, before which constants are estimated anew: a callback has no images.
+    """
 
     def __init__(self, **options: Any) -> None:
         if options.get("shape") == "there-and-back":

@@ -33,7 +33,7 @@ class Probe:
         for hooks in _HOOKS:
             setattr(self._bare, hooks, OrderedDict())
         self._bare.training = False
-        self.transforms = isinstance(layer, NormalityMixin)  # by the power transform
+        self.transforms = isinstance(layer, NormalityMixin)  # whether it applies the power transform
 
     def standardised(self, x: Tensor) -> Tensor:
         """Return `x` normalized, before transform and affine, as (N, C, positions)."""

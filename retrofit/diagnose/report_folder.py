@@ -19,10 +19,10 @@ from retrofit.utils.text import printable, shortlist
 _RESULTS = "results.json"  # marks a folder as a report of ours, which may be replaced
 _STYLE = Path(__file__).with_name("report.css")
 _FIGURES = {
-    **{"R²": "r2", "R² before": "r2_before"},
-    **{"P1": "power.p1", "P2": "power.p2", "P3": "power.p3", "P4": "power.p4", "balance": "power.balance"},
-    **{"linearity": "linearity", "HZ": "henze_zirkler", "AMI": "dependence"},
-}
+    "R²": "r2", "R² before": "r2_before",
+    "P1": "power.p1", "P2": "power.p2", "P3": "power.p3", "P4": "power.p4", "balance": "power.balance",
+    "linearity": "linearity", "HZ": "henze_zirkler", "AMI": "dependence",
+}  # fmt: skip
 """The columns of numbers: a title, and the attribute of a layer."""
 _COLLAPSED = 0.5
 _LINEAR = 0.95

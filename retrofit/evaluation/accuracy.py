@@ -198,9 +198,8 @@ def _scores(answer: Any, outputs_needed: int | None) -> Tensor:
         shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise RetrofitError(f"the model gives no class scores (its output: {shape}); use an image classifier")
     if outputs_needed is not None and outputs_needed > answer.shape[1]:
-        what = (
-            f"the data has class {outputs_needed - 1} (from 0) but the model gives {plural(answer.shape[1], 'score')}"
-        )
+        scores = plural(answer.shape[1], "score")
+        what = f"the data has class {outputs_needed - 1} (from 0) but the model gives {scores}"
         advice = "use the model's own data, a `class_map`, or `num_classes` with a matching checkpoint"
         raise RetrofitError(f"{what}; {advice}")
     return answer.float()

@@ -35,8 +35,11 @@ _SIZES = 4  # a detector's head has one for the classes and one for their boxes
 # is called first.
 _NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "scales", "map_levels", *SETTINGS}
 # Arguments that make torchvision's builders build other modules: what to look for, and what to pass then.
-_STRUCTURES = {"aux_loss": ("aux_loss", True), "aux_logits": ("aux_logits", False)}
-_STRUCTURES["weights_backbone"] = ("trained_backbone", True)
+_STRUCTURES = {
+    "aux_loss": ("aux_loss", True),
+    "aux_logits": ("aux_logits", False),
+    "weights_backbone": ("trained_backbone", True),
+}
 # Builders make a few tensors that they replace or drop, and modules without tensors.
 _SLACK_TENSORS, _SLACK_ELEMENTS = 1_000, 10_000_000
 _NUMBER = 10_000  # above any size of a network that its tensors' shapes do not show, an image's side say
