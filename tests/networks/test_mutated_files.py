@@ -45,7 +45,8 @@ def _bytes(rng: random.Random, data: bytes) -> bytes:
     place = rng.randrange(len(data))
     flipped = bytes([data[place] ^ 1 << rng.randrange(8)])
     overwritten = data[:place] + rng.randbytes(rng.randrange(1, 64)) + data[place + 64 :]
-    return rng.choice([data[:place], data[:place] + flipped + data[place + 1 :], overwritten, data + data[:place]])
+    flipped = data[:place] + flipped + data[place + 1 :]
+    return rng.choice([data[:place], flipped, overwritten, data[place:] + data[:place], data + data[:place]])
 
 
 _RAW = "raw: "  # what stands behind it goes into the JSON as it is
@@ -75,8 +76,12 @@ def _manifest(rng: random.Random, manifest: dict[str, Any]) -> str:
             holder = holder[step]
         value = holder[key]
         near = [value + 1, -value, value * 1000, value + 0.25] if isinstance(value, (int, float)) else [[value]]
-        if rng.random() < 0.2:
+        if isinstance(value, list):
+            near = [value * 2, value * 100]
+        if (kind := rng.randrange(5)) == 0:
             del holder[key]
+        elif kind == 1 and isinstance(holder, dict):
+            holder[rng.choice(["extra", "x" * 5000, "a\nb", "pretrained"])] = rng.choice(_ODD_VALUES)
         else:
             holder[key] = rng.choice([*near, *_ODD_VALUES])
     text = json.dumps(manifest)
