@@ -125,6 +125,12 @@ def test_a_network_without_memory_is_refused(saved: Path) -> None:
     assert type(into.down1.norm1) is nn.BatchNorm2d
 
 
+def test_what_is_loaded_into_is_the_network_and_keeps_its_own_name(saved: Path) -> None:
+    into = open_model(NAME).model
+    assert retrofit.load(saved, into=into) is into
+    assert record_of(into).source == ModelSource("own", "tests.networks.mynet:build")
+
+
 # --- py:MODULE:CALLABLE
 
 
