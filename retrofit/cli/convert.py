@@ -5,7 +5,7 @@ written. Layers that were converted before keep their strength. A summary goes t
 stdout.
 
 Targets: frozen (the constants of evaluation); ln, gn (statistics of each image); ln-pn, gn-pn (the activation
-normalized too); bnn, lnn, gnn, inn, normal (a power transform behind the norm); dbn, dbnn (whitening); evonorm-s0,
+normalized too); bnn, lnn, gnn, inn, normal (a power transform after the norm); dbn, dbnn (whitening); evonorm-s0,
 frn-tlu (timm's layers, without strength: the outputs change, and convert prints by how much).
 
 \b
