@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels import eager, self_test
 from retrofit.layers.kernels.layout import geometry_of
-from retrofit.layers.kernels.self_test import Case
-from tests.layers.kernels import test_agree
 from tests.pretend_device import DEVICE, pretended
 
-triton = pytest.importorskip("triton")
-GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
-tl = triton.language
 ours = kernels._module("triton")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -150,73 +147,12 @@ def test_what_is_broken_is_replaced_and_it_is_said_once(
     kernels._fault.cache_clear(), kernels._fastest.cache_clear()
 
 
-# In Triton's interpreter, which takes about a second a program; in a process of their own, as functions are interpreted
-# or not when first read.
-
-TINY = (  # with tiles of 4 elements, 3 programs share a channel
-    Case("stretches", (1, 2, 11), (0, 2), (1, 2, 1)),
-    Case("columns", (9, 5), (0,), (1, 5)),
-    Case("tokens", (2, 9), (1,), (1, 9)),
-    Case("groups", (1, 2, 3, 4), (2, 3), (1, 2, 3, 1)),
-)
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_in_the_interpreter runs it")
-
-
-@pytest.fixture
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_programs": lambda device: 6, "_COLUMNS": 4, "_TILE": 4, "_ROUNDS": 1}.items():
-        monkeypatch.setattr(ours, name, value)
-    monkeypatch.setattr(self_test, "CASES", TINY)
-
-
-@triton.jit
-def collect(Parts, row, at):
-    total = ours._part(Parts, row, 0, at)
-    for s in range(1, tl.num_programs(1) - 1):
-        total += ours._part(Parts, row, s, at)
-    return total
-
-
-@triton.jit
-def elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    offset, mask, parameter = intact(e, at, ROWS, COLUMNS)
-    return offset, mask & (e + 1 + tl.arange(0, ROWS)[:, None] < at.stop), parameter
-
-
-intact = ours._elements
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.usefixtures("_small")
-@pytest.mark.parametrize(
-    ("name", "broken", "dtype", "message"),
-    [
-        ("_elements", intact, torch.float32, "^None$"),
-        ("_elements", intact, torch.bfloat16, "^None$"),
-        ("_collect", collect, torch.float32, r"triton kernels for float32 on .* fail .* is .* of its scale off"),
-        ("_elements", elements, torch.float32, r"fail their self-test .* the output is .* of its scale off"),
-    ],
-    ids=["right", "right in half", "programs that share a set", "the end of a set"],
-)
-def test_interpreted(name: str, broken: Any, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, name, broken)
-    assert re.search(message, str(self_test.fault(ours, CPU, dtype)))
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.usefixtures("_small")
-def test_interpreted_at_given_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
-    test_agree.test_given_lambda_at_and_beside_its_singular_points(2.0)
-
-
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-k", "interpreted"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([*command, __file__], check=False, env=environment, capture_output=True, text=True)
+    """In a process of its own: functions are interpreted or not when they are first read."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    file, environment = Path(__file__).with_name("interpreted.py"), {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([*command, file], check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "5 passed" in done.stdout
 
