@@ -108,7 +108,7 @@ def _show(report: ExportReport) -> None:
         f"tolerance {parity.tolerance * parity.scale:.3g}{agreement}"
     )
     if report.guessed:
-        warn(f"judged on {report.judged}, which are unlike pictures; give pictures with --calibrate DIR")
+        warn(f"judged on {report.judged}, which are unlike photographs; give images with --calibrate DIR")
     say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", "bold")
 
 

@@ -173,23 +173,41 @@ class FoldedLayer:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and how it was checked."""
+    """What was written, and how it was checked.
 
-    model: str | None  # the network's name, if known
-    target: str | None  # what it was converted to last; None if it was not
-    strength: float | None  # of its converted layers; None where there are none, or they differ
-    weights: Mapping[str, Any] | None  # where they are from, if known
+    Attributes:
+        model: The network's name, if known.
+        target: What it was converted to last; None if it was not.
+        strength: Of its converted layers; None where there are none, or they differ.
+        weights: Where they are from, if known.
+        fold: "exact" or "poly".
+        precision: "float32", "float16" or "int8".
+        opset: ONNX operator set.
+        output: The file.
+        bytes: Its size, external data included.
+        parity: ONNX Runtime against the given network in PyTorch, in its own precision.
+        judged_on: What the samples of `parity` are: "random inputs", "given inputs", "images" or "... and images".
+        nodes: Number of nodes of each operator.
+        preprocess: How to make the network's input of an image, as in the file's metadata; None if unknown.
+        labels: How many names of outputs the file's metadata hold; None if they are unknown.
+        layers: What became of each normalization layer.
+    """
+
+    model: str | None
+    target: str | None
+    strength: float | None
+    weights: Mapping[str, Any] | None
     fold: str
     precision: Precision
     opset: int
     output: str
-    bytes: int  # external data included
-    parity: Comparison  # ONNX Runtime against the given network in PyTorch, in its own precision
-    judged_on: str  # the samples of `parity`: "random inputs", "given inputs", "images" or "... and images"
-    nodes: dict[str, int]  # how many of each operator
-    preprocess: Mapping[str, Any] | None  # how to make the network's input of an image, as in the file's metadata
-    labels: int | None  # how many names of outputs the file's metadata hold; None if they are unknown
-    layers: tuple[FoldedLayer, ...]  # each normalization layer
+    bytes: int
+    parity: Comparison
+    judged_on: str
+    nodes: dict[str, int]
+    preprocess: Mapping[str, Any] | None
+    labels: int | None
+    layers: tuple[FoldedLayer, ...]
 
     @property
     def judged(self) -> str:
@@ -198,7 +216,7 @@ class ExportReport:
 
     @property
     def guessed(self) -> bool:
-        """Whether something is approximated, and no picture was there to judge it on."""
+        """Whether something is approximated, and no image was there to judge it on."""
         return self.judged_on == "random inputs" and any(layer.max_error is not None for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:

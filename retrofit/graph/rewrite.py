@@ -205,8 +205,9 @@ class _Replacement(ast.NodeTransformer):
         value = values.pop(0) if values else named.pop("input", None)
         if value is None or isinstance(value, ast.Starred):
             raise RewriteError(f"{self.label} hides its input")
+        others = [*values, *named.values()] if kinds.takes_constants(target) else []
         try:
-            for other in (*values, *named.values()) if kinds.takes_constants(target) else ():
+            for other in others:
                 ast.literal_eval(other)
         except ValueError:
             raise RewriteError(f"{self.label} takes constants that may change") from None

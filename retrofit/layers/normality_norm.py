@@ -137,7 +137,7 @@ class _NormalityNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shapes = [None if p is None else p.shape for p in (weight, bias)]
         ctx.layout = layout_of(x.shape, x.stride(), dim, *shapes) if kernels.fits(x) else None
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.eps, ctx.group = dim, eps, group
         seed = None
         if factor is not None:  # where kernels run, a seed of the CPU gives the same noise on every device
             device = x.device if ctx.layout is None else "cpu"
@@ -148,8 +148,8 @@ class _NormalityNorm(torch.autograd.Function):
         else:
             gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
             view, out = ctx.layout.view, ctx.layout.empty_like(x)
-            ctx.options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, eps, factor, seed, group)
-            stats = kernels.choose(out, group).forward(view(out), view(x), gamma, beta, ctx.options)
+            options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, eps, factor, seed, group)
+            stats = kernels.choose(out, group).forward(view(out), view(x), gamma, beta, options)
             statistics = ctx.layout.undo(stats[:4], ctx.layout.kept).clone()
         ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
         ctx.mark_non_differentiable(statistics)
@@ -167,8 +167,9 @@ class _NormalityNorm(torch.autograd.Function):
         else:
             view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
             gamma = None if weight is None else ctx.layout.view_affine(weight)
+            options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, ctx.eps, factor, seed, ctx.group)
             tensors = view(grad_x), view(x), view(grads[0]), gamma
-            grads_affine = kernels.choose(grad_x, ctx.group).backward(*tensors, stats, ctx.options)
+            grads_affine = kernels.choose(grad_x, ctx.group).backward(*tensors, stats, options)
             grad_weight, grad_bias = ctx.layout.undo(grads_affine, ctx.layout.full_affine)
         return (
             grad_x,

@@ -58,4 +58,4 @@ def test_what_was_judged_on_noise_says_so(capsys: pytest.CaptureFixture[str]) ->
     _show(SimpleNamespace(**facts, parity=Comparison(0.1, 1.0, top1_agreement=0.5)))  # type: ignore[arg-type]
     said = capsys.readouterr().err
     assert "the same top-1 for 50.0% of 3 random inputs" in said
-    assert "warning: judged on 3 random inputs, which are unlike pictures" in said
+    assert "warning: judged on 3 random inputs, which are unlike photographs" in said

@@ -1,11 +1,13 @@
 """What every normality-normalized layer promises, against torch's own layers and the paper's formulas."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests import oracles as oracle
 from tests.layers.cases import CASES, EPS, Case, affine_of, as_sets, assert_same_gradient, on, randomise
@@ -50,6 +52,21 @@ def test_gradcheck(case: Case, training: bool) -> None:
     ours, x = pair(case, strength=1.0)[0].double().train(training), case.input(torch.float64).requires_grad_()
     # gradcheck moves the parameters in place, where the layer finds them
     assert torch.autograd.gradcheck(lambda x, *_: ours(x), (x, *ours.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("case", [CASES["batch2d"], CASES["group"]])
+def test_gradients_are_of_the_noise_that_is_drawn_when_the_layer_is_recomputed(case: Case) -> None:
+    """Without the random state, activation checkpointing draws other noise than the first run did."""
+    layer, x = case.ours(noise=0.5, **{case.affine: True}), case.input()
+    grad, gradients = torch.randn_like(x), []
+    for run in (layer, partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)):
+        torch.manual_seed(0)
+        out = run(x)
+        torch.manual_seed(1)
+        if run is layer:
+            out = run(x)
+        gradients.append(torch.autograd.grad(out, layer.weight, grad)[0])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("case", [CASES["batch2d"], CASES["group"]])

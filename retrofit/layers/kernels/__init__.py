@@ -98,7 +98,7 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Say why kernels cannot run on a device, or return None where they can."""
     if name == "cpp":
         return cpp.fault() if device.type == "cpu" else f"the tensor is on {device}"
-    if device.type != "cuda":  # in the interpreter a self-test takes minutes; test_triton.py has a small one
+    if device.type != "cuda":  # in the interpreter a self-test takes minutes; interpreted.py has a small one
         return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the tensor is on {device}"
     try:
         return self_test.fault(_module(name), device, dtype)
