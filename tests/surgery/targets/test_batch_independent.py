@@ -112,6 +112,9 @@ def test_paper_mode_for_training_from_scratch() -> None:
     source = timm.create_model("test_efficientnet").eval()
     source.load_state_dict(model.state_dict(), strict=False)
     torch.testing.assert_close(model.eval()(x), source(x), rtol=1e-4, atol=1e-5)
+    nn.init.ones_(source.blocks[1][0].bn2.bias)  # trained: no shift to leave out
+    model, report = retrofit.convert(source, "gn-pn", pn_restore=False)
+    assert [row.name for row in report.plan.layers if row.options.get("bias") is False] == last[1:]
 
 
 def test_parameters_are_counted_and_may_be_left_out() -> None:
