@@ -11,6 +11,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -58,15 +59,11 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what it refuses is said in its own flags, and refers to its own page of help."""
+        """Run a command; what it refuses is said in its own flags."""
         try:
             return super().invoke(ctx)
-        except (click.UsageError, RetrofitError) as error:
-            command = self.get_command(ctx, ctx.invoked_subcommand) if ctx.invoked_subcommand else None
-            if isinstance(error, RetrofitError):
-                error.args = (in_flags(str(error), command),)
-            elif error.ctx is None and command is not None:
-                error.ctx = click.Context(command, ctx, info_name=command.name)
+        except RetrofitError as error:
+            error.args = (in_flags(str(error), self.get_command(ctx, str(ctx.invoked_subcommand))),)
             raise
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = "retrofit", **extra: Any) -> Any:  # type: ignore[override]
@@ -75,32 +72,29 @@ class _Commands(click.Group):
             sys.exit(super().main(args, prog_name, **{**extra, "standalone_mode": False}) or 0)
         except click.exceptions.NoArgsIsHelpError as bare:
             click.echo(bare.format_message(), err=True)
-            code = bare.exit_code
-        except click.Abort as abort:
-            code = _report("interrupted", abort, 130)  # as a shell reports it
-        except click.ClickException as error:
-            context = getattr(error, "ctx", None)
-            page = f"see {context.command_path if context else 'retrofit'} --help"
-            code = _report(f"error: {error.format_message().rstrip('.')}; {page}", error, error.exit_code)
-        except RetrofitError as error:
-            code = _report(f"error: {error}", error, error.exit_code)
-        except OSError as error:
-            code = _report(f"error: {error}; check the path, its permissions and the free space", error, 1)
+            sys.exit(bare.exit_code)
         except Exception as error:
-            hint = "RETROFIT_DEBUG=1 shows the traceback, please report it"
-            code = _report(f"error: unexpected {with_class(error)}; {hint}", error, 1)
-        sys.exit(code)
+            if os.environ.get("RETROFIT_DEBUG"):
+                traceback.print_exception(error)
+            with suppress(BrokenPipeError):  # nobody is left to read it
+                click.echo(printable(_line(error)), err=True)
+            sys.exit(130 if isinstance(error, click.Abort) else getattr(error, "exit_code", 1))  # 130 as shells do
 
 
-def _report(line: str, error: BaseException, code: int) -> int:
-    """Write one line to stderr, after the traceback if the user asked for it; return the exit code."""
-    if os.environ.get("RETROFIT_DEBUG"):
-        import traceback
-
-        traceback.print_exception(error)
-    with suppress(BrokenPipeError):  # nobody is left to read it
-        click.echo(printable(line), err=True)
-    return code
+def _line(error: Exception) -> str:
+    """Return what the user reads of an exception: what happened and what to do."""
+    match error:
+        case click.Abort():
+            return "interrupted"
+        case click.ClickException():
+            context = getattr(error, "ctx", None)
+            page = context.command_path if context else "retrofit"
+            return f"error: {error.format_message().rstrip('.')}; see {page} --help"
+        case RetrofitError():
+            return f"error: {error}"
+        case OSError():
+            return f"error: {error}; check the path, its permissions and the free space"
+    return f"error: unexpected {with_class(error)}; RETROFIT_DEBUG=1 shows the traceback, please report it"
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -21,25 +21,24 @@ from retrofit.cli.console import emit, names, say, say_written, show_table, wait
 
 @click.command("bake", help=__doc__)
 @options.model
-@options.path("--calibrate", "Folder or .tar of images to fit and judge on.", metavar="DIR", required=True)
-@options.count("--images", least=4, default=128, help="How many of them at most")
-@options.number(
-    "--tolerance", "Largest change of the output, as a share of its standard deviation (default: 0.1).", default=0.1
+@options.option("--calibrate", "Folder or .tar of images to fit and judge on.", Path, metavar="DIR", required=True)
+@options.option("--images", "How many of them at most.", click.IntRange(4), default=128)
+@options.option(
+    "--tolerance", "Largest change of the output, as a share of its standard deviation.", float, default=0.1
 )
 @options.output("output", "NAME-baked.safetensors")
 @options.architecture
 @options.force
 @options.json
-def command(model: str, calibrate: Path, output: Path | None, force: bool, as_json: bool, **given: Any) -> None:
+def command(model: str, output: Path | None, force: bool, images: int, tolerance: float, **given: Any) -> None:
     import retrofit
-    from retrofit.cli.network import file_stem, open_network, output_file
-    from retrofit.images.dataset import sample_batches
+    from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
 
     output = output_file(output, f"{file_stem(model)}-baked.safetensors", force)
     network = open_network(model, given)
-    batches = sample_batches(calibrate, network.preprocess, images=given["images"])
+    read_calibration(given, network, images)
     with waiting("baking"):
-        network.model, report = retrofit.bake(network.model, batches, tolerance=given["tolerance"])
+        network.model, report = retrofit.bake(network.model, given["calibrate"], tolerance=tolerance)
     rows = []
     for stage in report.stages:
         same = "" if stage.top1_agreement is None else f"{stage.top1_agreement:.1%}"
@@ -61,5 +60,4 @@ def command(model: str, calibrate: Path, output: Path | None, force: bool, as_js
     retrofit.save(network.model, output, force=force)
     say_written(output)
     say(f"next: retrofit export {output}")
-    if as_json:
-        emit({"model": network.source.name, "output": str(output), **report.to_dict()})
+    emit({"model": network.source.name, "output": str(output), **report.to_dict()})

@@ -36,23 +36,22 @@ if TYPE_CHECKING:
 @options.model
 @options.against("The reference (default: an artifact's source network).")
 @options.runtime
-@options.choice("--mode", ["both", "eval", "train"], "What to measure (default: both).", default="both")
-@options.count("-b", "--batch-size", least=2, default=16, help="Images per batch")
-@options.count("--rounds", least=3, default=15, help="How often each network is timed")
+@options.option("--mode", "What to measure.", ("both", "eval", "train"), default="both")
+@options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=16)
+@options.option("--rounds", "How often each network is timed.", click.IntRange(3), default=15)
 @options.precision
-@click.option("--compile", is_flag=True, help="Run through torch.compile.")
+@options.option("--compile", "Run through torch.compile.", bool)
 @options.weights
 @options.architecture
 @options.json
-def command(model: str, against: str | None, as_json: bool, **given: Any) -> None:
+def command(model: str, against: str | None, **given: Any) -> None:
     are_files = {Path(name).suffix == ".onnx" for name in (model, against) if name is not None}
     if len(are_files) == 2:
         raise UsageError("a network and an exported file are measured in different ways; compare two of a kind")
     if against == model:
         raise UsageError(f"{model} would be measured against itself; name another network with --against")
     answer = (_measure_files if are_files == {True} else _measure_networks)(model, against, given)
-    if as_json:
-        emit({"schema": 1, "batch_size": given["batch_size"], "rounds": given["rounds"], **answer})
+    emit({"schema": 1, "batch_size": given["batch_size"], "rounds": given["rounds"], **answer})
 
 
 def _measure_networks(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> di
 
     from retrofit.bench.cost import measure_files
 
-    of_files = ("model", "against", "runtime", "batch_size", "rounds", "as_json")
+    of_files = ("model", "against", "runtime", "batch_size", "rounds", "json")
     options.refuse_flags("an exported file is run as it is", but=of_files)
     if against is None:
         raise UsageError(f"{model} is measured against another file; name it with --against")

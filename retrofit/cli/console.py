@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,13 +22,14 @@ if TYPE_CHECKING:
 
     from retrofit.surgery import Plan
 
+JSON = "retrofit.json"  # what click's context knows --json by
 _LOG_WIDTH = 120  # where stderr is no terminal, a table should not be squeezed into 80 columns
 _GAP = 3  # between two columns of a table
 _NARROW, _SENTENCE = 14, 20  # no column is made narrower than that, and the last one not than this
 _WIDE = 100  # a terminal that has room for long lines
 _EVERY = 30.0  # seconds between lines of progress, where there is no terminal
+_PERIOD = 600.0  # seconds of the past by which the time that is left is told
 _ROWS = 16  # of a table: what is shown must not grow with the model
-
 
 _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
 
@@ -96,8 +96,9 @@ def say_written(path: Path) -> None:
 
 
 def emit(values: dict[str, Any]) -> None:
-    """Write one JSON object to stdout."""
-    click.echo(json_text(values))
+    """Write one JSON object to stdout where --json asks for it."""
+    if click.get_current_context().meta[JSON]:
+        click.echo(json_text(values))
 
 
 def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
@@ -164,37 +165,22 @@ def waiting(text: str) -> AbstractContextManager[Any]:
 @contextmanager
 def progress_bar(text: str) -> Iterator[Callable[..., None]]:
     """Give what moves a progress bar, as move(done, total, what); without a terminal it writes a line now and then."""
-    console = stderr()
-    if not console.is_terminal:
-        yield _lines(text)
-        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = stderr()
+    shown, written = console.is_terminal, console.get_time()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not shown, speed_estimate_period=_PERIOD) as bar:
         task = bar.add_task(text, total=None)
 
         def move(done: int, total: int | None, what: str = "") -> None:
+            nonlocal written
             bar.update(task, completed=done, total=total, description=f"{text}: {what}" if what else text)
+            if shown or (now := console.get_time()) - written < _EVERY:
+                return
+            written, seconds = now, bar.tasks[0].time_remaining
+            of = "" if total is None else f" of {total}"
+            left = "" if seconds is None else f", {seconds / 60:.0f} min left"
+            say(f"{text} {done}{of}{what and ': '}{what}{left}")
 
         yield move
-
-
-def _lines(text: str) -> Callable[..., None]:
-    """Return what writes a line of progress every `_EVERY` seconds."""
-    written = time.monotonic()
-    start: tuple[float, int] | None = None  # when, and how much was done then
-
-    def move(done: int, total: int | None, what: str = "") -> None:
-        nonlocal start, written
-        now = time.monotonic()
-        start = start or (now, done)
-        if now - written < _EVERY:
-            return
-        written = now
-        of, left = "" if total is None else f" of {total}", ""
-        if total is not None and done > start[1]:
-            left = f", {(now - start[0]) / (done - start[1]) * (total - done) / 60:.0f} min left"
-        say(f"{text} {done}{of}{what and ': '}{what}{left}")
-
-    return move

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @options.model
 @options.target(f"{', '.join(CONVERTERS)}.", required=True)
 @options.output("output", "NAME-TARGET.safetensors")
-@options.number(
+@options.option(
     "--strength", "Strength of the new layers: 0 is the source, 1 the target (default: 0).", click.FloatRange(0, 1)
 )
 @options.weights
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 @options.inputs
 @options.force
 @options.json
-def command(model: str, to: str, output: Path | None, force: bool, as_json: bool, **given: Any) -> None:
+def command(model: str, to: str, output: Path | None, force: bool, **given: Any) -> None:
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
     from retrofit.networks.artifact import Manifest
@@ -74,8 +74,7 @@ def command(model: str, to: str, output: Path | None, force: bool, as_json: bool
             network.model, report = retrofit.convert(network.model, to, **given)
     except CheckError as error:
         _show(error.report)
-        if as_json:
-            emit({**facts, **error.report.to_dict(), "output": None})
+        emit({**facts, **error.report.to_dict(), "output": None})
         raise RetrofitError(
             f"{error.problem}; nothing was written, keep the layers concerned with --skip REGEX"
         ) from error
@@ -91,8 +90,7 @@ def command(model: str, to: str, output: Path | None, force: bool, as_json: bool
     else:  # evaluate and finetune know classes alone
         into = ", into=YOUR_NETWORK" if own else ""
         say(f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks")
-    if as_json:
-        emit({**facts, **report.to_dict(), "output": str(output)})
+    emit({**facts, **report.to_dict(), "output": str(output)})
 
 
 def _show(report: Report) -> None:

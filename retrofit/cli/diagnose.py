@@ -12,6 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
+
 from retrofit.cli import options
 from retrofit.cli.console import emit, progress_bar, say
 
@@ -19,12 +21,12 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.command("diagnose", __doc__, against="The measurement")
 @options.model
 @options.against("A second network, beside the first.")
-@options.count("--images", least=2, default=200, help="Images to measure on, at most")
+@options.option("--images", "Images to measure on, at most.", click.IntRange(2), default=200)
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
-@options.count("-b", "--batch-size", least=2, default=6, help="Images per batch")
-@options.count("--channels", least=1, default=20, help="Channels a plot")
+@options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
+@options.option("--channels", "Channels a plot.", click.IntRange(1), default=20)
 @options.device
-@options.number("--seed", "Chooses channels, values and noise (default: 0).", int, default=0)
+@options.option("--seed", "Chooses channels, values and noise.", int, default=0)
 @options.output("folder", "NAME-diagnosis", metavar="DIR")
 @options.attack
 @options.data
@@ -32,7 +34,7 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.architecture
 @options.force
 @options.json
-def command(model: str, against: str | None, folder: Path | None, force: bool, as_json: bool, **given: Any) -> None:
+def command(model: str, against: str | None, folder: Path | None, force: bool, **given: Any) -> None:
     from retrofit.cli.network import device_named, file_stem, open_data, open_network
     from retrofit.diagnose.diagnosis import diagnose, labelled_batches
     from retrofit.diagnose.report_folder import check_folder, sentences, write_report
@@ -65,6 +67,5 @@ def command(model: str, against: str | None, folder: Path | None, force: bool, a
         say(sentence)
     write_report(diagnoses, facts, folder)
     say(f"wrote {folder}/index.html", "bold")
-    if as_json:
-        results = {name: diagnosis.to_dict() for name, diagnosis in diagnoses.items()}
-        emit({**facts, "output": str(folder), "networks": results})
+    results = {name: diagnosis.to_dict() for name, diagnosis in diagnoses.items()}
+    emit({**facts, "output": str(folder), "networks": results})

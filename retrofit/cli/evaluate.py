@@ -25,6 +25,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from retrofit.evaluation.exported_file import ExportedFile
     from retrofit.networks.models import Network
 
-_OF_FILES = ("model", "data_dir", "dataset", "split", "class_map", "batch_size", "workers", "runtime", "as_json")
+_OF_FILES = ("model", "data_dir", "dataset", "split", "class_map", "batch_size", "workers", "runtime", "json")
 _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the CPU, and which gives no gradients"
 
 
@@ -42,14 +44,14 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 @options.model
 @options.data
 @options.weights
-@options.count("-b", "--batch-size", least=1, default=64, help="Images per batch")
-@options.count("-j", "--workers", least=0, default=2, help="Processes that decode images")
+@options.option("-b --batch-size", "Images per batch.", click.IntRange(1), default=64)
+@options.option("-j --workers", "Processes that decode images.", click.IntRange(0), default=2)
 @options.precision
 @options.runtime
 @options.attack
 @options.architecture
 @options.json
-def command(model: str, runtime: Any, attack: Any, eps: float | None, as_json: bool, **given: Any) -> None:
+def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: Any) -> None:
     from retrofit.cli.network import open_data, open_network, placement, taken
     from retrofit.evaluation.accuracy import attack_on, evaluate
     from retrofit.networks.models import odd_strengths
@@ -87,5 +89,4 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, as_json: b
     if under is not None:
         say(f"top-1 {result.attacked_top1:.2f}% ({result.attacked1} of {result.images}) under {under}", "bold")
         answer["attack"] = {**under.to_dict(), "top1": result.attacked_top1, "correct1": result.attacked1}
-    if as_json:
-        emit(answer)
+    emit(answer)

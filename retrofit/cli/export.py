@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, say, show_table, waiting, warn
 from retrofit.errors import UsageError
@@ -30,36 +28,34 @@ _IMAGES = 256  # to fit on, and to check on: half each
 @options.command("export", __doc__, path="The file", fold="Approximation and precision", report="Output")
 @options.model
 @options.output("path", "NAME.onnx")
-@options.number("--opset", "ONNX's opset, 18 to 22 (default: 18).", int, default=18)
-@options.number("--batch", "Fix the number of images, as some networks need.", int)
-@click.option("--dynamic-size", is_flag=True, help="Let height and width vary, besides the batch.")
-@options.choice(
-    "--fold", ["exact", "poly"], "Keep the power transform exact, or approximate it (default: exact).", default="exact"
-)
-@options.choice(
-    "--for",
-    options.RUNTIMES,
+@options.option("--opset", "ONNX's opset, 18 to 22.", int, default=18)
+@options.option("--batch", "Fix the number of images, as some networks need.", int)
+@options.option("--dynamic-size", "Let height and width vary, besides the batch.", bool)
+@options.option("--fold", "Keep the power transform exact, or approximate it.", ("exact", "poly"), default="exact")
+@options.option(
+    "--for runtime",
     "Approximate by polynomials, or for openvino by lines that fuse into convolutions (default: onnxruntime).",
-    "runtime",
+    options.RUNTIMES,
 )
-@options.number("--degree", "Degree of all polynomials, or number of lines, 2 to 8 (default: as few as will do).", int)
-@options.number(
+@options.option("--degree", "Degree of all polynomials, or number of lines, 2 to 8 (default: as few as will do).", int)
+@options.option(
     "--tolerance",
     "Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with --half, 0.3 "
     "with --int8).",
+    float,
 )
-@options.path("--calibrate", f"Folder or .tar of images; {_IMAGES} of them to fit and check on.", metavar="DIR")
-@click.option("--freeze-lambda", is_flag=True, help="Fix estimated lambdas at their mean over --calibrate.")
-@click.option("--half", is_flag=True, help="Write float16: half the size.")
-@click.option("--int8", is_flag=True, help="Quantize to INT8, with ranges from the --calibrate images.")
+@options.option("--calibrate", f"Folder or .tar of images; {_IMAGES} of them to fit and check on.", Path, metavar="DIR")
+@options.option("--freeze-lambda", "Fix estimated lambdas at their mean over --calibrate.", bool)
+@options.option("--half", "Write float16: half the size.", bool)
+@options.option("--int8", "Quantize to INT8, with ranges from the --calibrate images.", bool)
 @options.weights
 @options.architecture
 @options.inputs
-@options.path("--report", "Also write what --json says to a .json file.")
+@options.option("--report", "Also write what --json says to a .json file.", Path)
 @options.force
 @options.json
 def command(
-    model: str, path: Path | None, half: bool, int8: bool, report: Path | None, force: bool, as_json: bool, **given: Any
+    model: str, path: Path | None, half: bool, int8: bool, report: Path | None, force: bool, **given: Any
 ) -> None:
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
@@ -78,16 +74,14 @@ def command(
         with waiting("exporting"):
             result = retrofit.export_onnx(network.model, path, precision=precision, report=report, force=force, **given)
     except ComparisonError as failed:
-        if as_json:
-            asked = {"fold": given["fold"], "precision": precision, "opset": given["opset"]}
-            nothing = {"output": None, "bytes": 0, "parity": failed.comparison.to_dict(), "nodes": {}}
-            emit({"schema": 1, **network.facts, **asked, **nothing})
+        asked = {"fold": given["fold"], "precision": precision, "opset": given["opset"]}
+        nothing = {"output": None, "bytes": 0, "parity": failed.comparison.to_dict(), "nodes": {}}
+        emit({"schema": 1, **network.facts, **asked, **nothing})
         raise
     _show(result)
     if report is not None:
         say(f"wrote {report}", "bold")
-    if as_json:
-        emit(result.to_dict())
+    emit(result.to_dict())
 
 
 def _show(report: ExportReport) -> None:

@@ -92,9 +92,9 @@ def _shown(value: Any) -> str:
 
 @click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=__doc__)
 @click.argument("model", required=False, shell_complete=options.complete_model)
-@click.option("--recipe", metavar="NAME|FILE", shell_complete=options.complete_recipe, help="Settings to start from.")
+@options.option("--recipe", "Settings to start from.", metavar="NAME|FILE", shell_complete=options.complete_recipe)
 @options.output("folder", "runs/MODEL-RECIPE", metavar="DIR")
-@options.path("--resume", "Go on with the run in this folder.", metavar="DIR")
+@options.option("--resume", "Go on with the run in this folder.", Path, metavar="DIR")
 @options.network
 @_settings
 @options.json
@@ -104,7 +104,6 @@ def command(
     folder: Path | None,
     resume: Path | None,
     network: str | None,
-    as_json: bool,
     **settings: Any,
 ) -> None:
     speaks = os.environ.get("RANK", "0") == "0"  # the first process does, for all that torchrun started
@@ -115,7 +114,7 @@ def command(
 
         if resume is not None:
             reason = f"a run that goes on keeps its settings (to start another: --recipe {resume / 'recipe.yaml'})"
-            options.refuse_flags(reason, but=(*FREE, "resume", "network", "as_json"))
+            options.refuse_flags(reason, but=(*FREE, "resume", "network", "json"))
             folder, opened = resume, resume_network(resume, network)
             run = load_recipe(resume / "recipe.yaml", given)
         else:
@@ -132,7 +131,7 @@ def command(
                 opened, run, folder, resume=resume is not None, callback=_Progress(move), stop=lambda: bool(received)
             )
     if speaks:
-        _conclude(folder, result, network, as_json)
+        _conclude(folder, result, network)
     if not result.finished:
         sys.exit(128 + (received[0] if received else signal.SIGTERM))
 
@@ -192,7 +191,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _conclude(folder: Path, result: Result, network: str | None, as_json: bool) -> None:
+def _conclude(folder: Path, result: Result, network: str | None) -> None:
     if result.unreadable:
         warn(f"{plural(len(result.unreadable), 'image')} cannot be read: {names(result.unreadable)}")
     artifact = folder / ("best.safetensors" if result.finished else "last.safetensors")
@@ -205,5 +204,4 @@ def _conclude(folder: Path, result: Result, network: str | None, as_json: bool) 
         processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
         start = "retrofit" if processes == "1" else f"torchrun --nproc-per-node {processes} -m retrofit"
         say(f"next: {start} finetune --resume {folder}" + (f" --network {network}" if network else ""))
-    if as_json:
-        emit({"schema": 1, "folder": str(folder), **result.to_dict(), "output": str(artifact)})
+    emit({"schema": 1, "folder": str(folder), **result.to_dict(), "output": str(artifact)})

@@ -27,11 +27,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, say, show_lines, show_plan, show_table
-from retrofit.conversion_options import OPTIONS
 from retrofit.errors import UsageError
 from retrofit.utils.text import ROOT, plural
 
@@ -44,18 +41,18 @@ if TYPE_CHECKING:
 @options.target("Show what a conversion to this target would do.")
 @options.plan
 @options.architecture
-@click.option("--full", is_flag=True, help="List every layer on a line of its own.")
+@options.option("--full", "List every layer on a line of its own.", bool)
 @options.json
-def command(model: str, to: str | None, full: bool, as_json: bool, **given: Any) -> None:
+def command(model: str, to: str | None, full: bool, **given: Any) -> None:
     from retrofit import surgery
     from retrofit.cli.network import read_calibration, taken
     from retrofit.networks.models import open_model
     from retrofit.surgery.families import find_norms, functional_norms
 
-    flags = [flag for name, flag in options.typed_flags().items() if name in ("source", "only", "skip", *OPTIONS)]
-    if flags and to is None:
-        raise UsageError(f"{flags[0]} belongs to a conversion; give --to TARGET too")
-    network = open_model(model, **taken(given, open_model))
+    own = taken(given, open_model)  # the others are a conversion's
+    if to is None and (flags := [name for name, value in given.items() if value not in (None, ())]):
+        raise UsageError(f"`{flags[0]}` belongs to a conversion; give --to TARGET too")
+    network = open_model(model, **own)
     rows = [_row(layer) for layer in find_norms(network.model)]
     counts, functional = dict(Counter(row["source"] for row in rows)), functional_norms(network.model)
     answer: dict[str, Any] = {"schema": 1, "model": network.source.name, "library": network.source.library}
@@ -74,8 +71,7 @@ def command(model: str, to: str | None, full: bool, as_json: bool, **given: Any)
         say(f"{plural(len(rows), 'normalization layer')}; add --to TARGET to see what becomes of them")
     for sentence in functional:
         say(f"note: {sentence}")
-    if as_json:
-        emit(answer)
+    emit(answer)
 
 
 def _row(layer: NormLayer) -> dict[str, Any]:

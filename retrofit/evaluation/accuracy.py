@@ -73,7 +73,7 @@ def attack_on(preprocess: Preprocess, kind: Kind | None, eps: float | None = Non
             raise UsageError("`eps` is the size of an attack; name one with `attack`")
         return None
     if eps is not None and not 0 < eps <= 1:
-        raise UsageError(f"`eps` must lie above 0 and be at most 1, not {eps}")
+        raise UsageError(f"`eps` must lie above 0 and be at most 1, not {eps:g}; 4/255 is usual")
     return Attack(kind, 4 / 255 if eps is None else eps, tuple(preprocess.mean), tuple(preprocess.std))
 
 
