@@ -36,7 +36,7 @@ from retrofit.cli import options
 from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
 from retrofit.finetune.recipe import FREE, Recipe, load_recipe
-from retrofit.finetune.run_report import Result, RunCallback, Step
+from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.utils.text import plural, printable
 
 _SHORT = {"batch_size": "-b", "workers": "-j"}
@@ -191,7 +191,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _conclude(folder: Path, result: Result, network: str | None) -> None:
+def _conclude(folder: Path, result: Position, network: str | None) -> None:
     if result.unreadable:
         warn(f"{plural(len(result.unreadable), 'image')} cannot be read: {names(result.unreadable)}")
     artifact = folder / ("best.safetensors" if result.finished else "last.safetensors")

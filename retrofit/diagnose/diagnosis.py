@@ -28,7 +28,6 @@ from retrofit.layers import ProxyNorm
 from retrofit.layers.base import lambda_values
 from retrofit.networks.models import Network
 from retrofit.utils.running import device_of, evaluating, hooked, without_image_rows
-from retrofit.utils.text import shortlist
 
 Batch = tuple[Tensor, "Tensor | None"]
 Batches = Sequence[Batch] | DataLoader[Any]
@@ -141,10 +140,6 @@ def diagnose(
     says that the network calls no normalization layer or gives scores that are not finite, or that there are no images.
     """
     every_probe, unmeasured = probes(model)
-    if not every_probe:
-        raise RetrofitError(
-            "the model has no normalization layer to diagnose; `retrofit inspect` lists what a model has"
-        )
     if not len(batches):
         raise RetrofitError("there are no images to measure on; give some")
     device = device_of(model)
@@ -158,10 +153,8 @@ def diagnose(
         apart = without_image_rows(model, [probe.layer for probe in every_probe], first[:1])
         rowless = [probe.name for probe in every_probe if probe.layer in apart]
         if len(rowless) == len(every_probe):
-            raise RetrofitError(
-                f"no normalization layer holds the images in its first dimension ({shortlist(rowless)}), where this "
-                "command follows them"
-            )
+            what = "the model has no normalization layer that holds the images in its first dimension"
+            raise RetrofitError(f"{what}, to diagnose; `retrofit inspect` lists what a model has")
         every = -(-len(batches) // plotted)
         observers = [_Observer(probe, channels, seed, every) for probe in every_probe if probe.layer not in apart]
         _follow_activations(model, observers)
@@ -178,23 +171,17 @@ def diagnose(
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
         lambdas = lambda_values(model, first)
-        layers = [
-            observer.result(lambdas.get(observer.probe.name)) for observer in _reported("statistics", called, progress)
-        ]
+        layers = [one.result(lambdas.get(one.probe.name)) for one in _reported("statistics", called, progress)]
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
         few = min(len(batches), -(-_NOISE_IMAGES // len(first)))
         pixels = torch.cat([batch for batch, _ in islice(batches, few)])[:_NOISE_IMAGES].to(device)
         noise = []
         for source in _reported("noise", sources, progress):
-            generator = torch.Generator().manual_seed(seed)
-            followed = attenuation(model, live, source, pixels, INJECTED, generator)
+            followed = attenuation(model, live, source, pixels, seed)
             noise += [followed] if followed.errors else []
-        answers, attacked = [], None
-        if clean:
-            answers = input_noise(model, passed_over("input noise"), clean, NOISE_LEVELS, seed)
-        if clean and attack is not None:
-            attacked = under_attack(model, passed_over("attack"), clean, attack)
+        answers = input_noise(model, passed_over("input noise"), clean, seed) if clean else []
+        attacked = under_attack(model, passed_over("attack"), clean, attack) if clean and attack else None
     return Diagnosis(images, tuple(layers), tuple(noise), tuple(answers), (*unmeasured, *rowless), attacked)
 
 
@@ -289,16 +276,15 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return float(np.mean(finite)) if finite else None
 
 
-def attenuation(
-    model: nn.Module, live: Sequence[Probe], source: Probe, pixels: Tensor, level: float, generator: torch.Generator
-) -> Attenuation:
-    """Add Gaussian noise, `level` times each channel's standard deviation, to one layer's output and follow it.
+def attenuation(model: nn.Module, live: Sequence[Probe], source: Probe, pixels: Tensor, seed: int) -> Attenuation:
+    """Add Gaussian noise, `INJECTED` times each channel's standard deviation, to one layer's output and follow it.
 
     Eftekhari & Papyan (2025, section 2.1.2 and appendix A.1) follow the mean squared error between noisy and clean
     activations. Here it is its root, divided by the spread of the clean ones, so that layers of any scale compare. The
     batch goes through twice as one, its second half with noise; so nothing of the clean run is stored.
     """
     errors: dict[str, float] = {}
+    generator = torch.Generator().manual_seed(seed)
 
     def perturb(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
         clean, _ = out.chunk(2)
@@ -306,7 +292,7 @@ def attenuation(
         shape[source.channel_axis(clean)] = -1
         spread = source.by_channel(clean).std((0, 2), correction=0).to(clean).view(shape)
         drawn = torch.randn(clean.shape, generator=generator, dtype=torch.float32, device="cpu").to(clean)
-        return torch.cat([clean, clean + level * spread * drawn])
+        return torch.cat([clean, clean + INJECTED * spread * drawn])
 
     def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
         if probe.name not in errors and (errors or probe is source):
@@ -321,28 +307,25 @@ def attenuation(
     return Attenuation(source.name, tuple(errors), tuple(errors.values()))
 
 
-def input_noise(
-    model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], levels: Sequence[float], seed: int
-) -> list[InputNoise]:
+def input_noise(model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], seed: int) -> list[InputNoise]:
     """Measure a classifier's answers on images with Gaussian noise, the same noise for every network.
 
-    `answers` are the classes (N,) that it names for each batch without noise, `levels` standard deviations.
+    `answers` are the classes (N,) that it names for each batch without noise.
     """
-    images, right, same = 0, [0] * len(levels), [0] * len(levels)
+    images, right, same = 0, [0] * len(NOISE_LEVELS), [0] * len(NOISE_LEVELS)
     labelled = True
     generator = torch.Generator().manual_seed(seed)
     for (pixels, labels), clean in zip(batches, answers, strict=True):
         drawn = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu").to(pixels)
         images += len(pixels)
         labelled &= labels is not None
-        for place, level in enumerate(levels):
+        for place, level in enumerate(NOISE_LEVELS):
             noisy = model(pixels + level * drawn).argmax(1) if level else clean
             same[place] += int((noisy == clean).sum())
-            if labels is not None:
-                right[place] += int((noisy == labels.to(noisy)).sum())
+            right[place] += 0 if labels is None else int((noisy == labels.to(noisy)).sum())
     return [
         InputNoise(level, 100 * r / images if labelled else None, 100 * s / images)
-        for level, r, s in zip(levels, right, same, strict=True)
+        for level, r, s in zip(NOISE_LEVELS, right, same, strict=True)
     ]
 
 

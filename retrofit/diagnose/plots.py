@@ -68,6 +68,10 @@ class Plot(NamedTuple):
         with rc_context(_STYLE):
             figure = Figure(figsize=(_WIDTH, self.height))
             self.draw(figure, networks)
+            handles, labels = figure.axes[0].get_legend_handles_labels()
+            if labels:  # below the figure, off the data
+                columns = 2 if max(map(len, labels)) < 28 else 1
+                figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
             figure.savefig(stream, format="png", metadata={"Software": None})
         return stream.getvalue()
 
@@ -76,20 +80,22 @@ def plots(networks: Networks) -> list[Plot]:
     """Return the figures in which these networks, one or two diagnoses by the name to show, have something to show."""
     count = len(networks)
     layers = [layer for diagnosis in networks.values() for layer in diagnosis.layers]
-    shown = [
+    filled = {
+        "independence": any(layer.henze_zirkler is not None for layer in layers),
+        "lambda": any(layer.lmbda for layer in layers),
+        "input-noise": any(diagnosis.input_noise for diagnosis in networks.values()),
+    }
+    every = [
         Plot("gaussianity", "Gaussianity by layer", _gaussianity, 3.0),
         Plot("qq", "Q-Q plots", _qq, 4.2 * count),
         Plot("power", "Where the power lies", _power, 0.8 + 2.4 * count),
         Plot("channels", "Channel balance, and linearity of the activation", _channels, 5.0),
         Plot("noise", "Noise through the layers", _noise, 3.6),
+        Plot("independence", "Joint normality and dependence of channel pairs", _independence, 5.0),
+        Plot("lambda", "The transform's parameter", _lambda, 3.0),
+        Plot("input-noise", "Noise on the images", _input_noise, 3.0),
     ]
-    if any(layer.henze_zirkler is not None for layer in layers):
-        shown.append(Plot("independence", "Joint normality and dependence of channel pairs", _independence, 5.0))
-    if any(layer.lmbda for layer in layers):
-        shown.append(Plot("lambda", "The transform's parameter", _lambda, 3.0))
-    if any(diagnosis.input_noise for diagnosis in networks.values()):
-        shown.append(Plot("input-noise", "Noise on the images", _input_noise, 3.0))
-    return shown
+    return [plot for plot in every if filled.get(plot.name, True)]
 
 
 def _coloured(networks: Networks) -> Iterator[tuple[str, Diagnosis, str]]:
@@ -114,23 +120,18 @@ def _gaussianity(figure: Figure, networks: Networks) -> None:
     _lines(axes, networks, lambda layer: layer.r2)
     _lines(axes, networks, lambda layer: layer.r2_before, ", before the transform", linestyle=":")
     axes.set(ylabel="mean R² of the Q-Q plots", ylim=(None, 1))
-    _legend(figure, axes)
 
 
 def _qq(figure: Figure, networks: Networks) -> None:
     grid = figure.subplots(2 * len(networks), 2, squeeze=False, sharex=True, sharey=True)
     panels = grid.reshape(len(networks), 4)
     for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
-        drawn = [layer for layer in diagnosis.layers if layer.plot is not None]
-        for column, axes in enumerate(row):
-            if not drawn:
-                break
-            layer = drawn[round(column * (len(drawn) - 1) / 3)]
-            assert layer.plot is not None
+        drawn = [(i, layer.name, layer.plot) for i, layer in enumerate(diagnosis.layers) if layer.plot is not None]
+        for column, axes in enumerate(row if drawn else ()):
+            number, layer, plot = drawn[round(column * (len(drawn) - 1) / 3)]
             axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
-            axes.plot(layer.plot.theoretical, layer.plot.ordered, ".", markersize=3, color=colour)
-            number = diagnosis.layers.index(layer)
-            axes.set_title(f"{number}: {printable(layer.name, 20)}\nR² {layer.plot.r2:.3f}", fontsize=8)
+            axes.plot(plot.theoretical, plot.ordered, ".", markersize=3, color=colour)
+            axes.set_title(f"{number}: {printable(layer, 20)}\nR² {plot.r2:.3f}", fontsize=8)
             axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
         row[0].set_ylabel(name, fontsize=8)
     figure.supxlabel("normal quantiles")
@@ -144,7 +145,6 @@ def _power(figure: Figure, networks: Networks) -> None:
         _by_layer(axes)
         axes.margins(x=0)
         axes.set(title=name, ylim=(0, 1), ylabel="share of power")
-    _legend(figure, column[0])
 
 
 def _panels(figure: Figure, networks: Networks, titles: Mapping[str, str], **settings: Any) -> None:
@@ -153,7 +153,6 @@ def _panels(figure: Figure, networks: Networks, titles: Mapping[str, str], **set
     for axes, (attribute, title) in zip(column, titles.items(), strict=True):
         _lines(axes, networks, attrgetter(attribute))
         axes.set(title=title, **settings)
-    _legend(figure, column[0])
 
 
 _channels = partial(
@@ -174,23 +173,20 @@ def _noise(figure: Figure, networks: Networks) -> None:
             axes.plot(*zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number, label=label)
     _by_layer(axes)
     axes.set(ylabel="relative error", yscale="log")
-    _legend(figure, axes)
 
 
 def _lambda(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     for name, diagnosis, colour in _coloured(networks):
-        points = [(i, layer.lmbda) for i, layer in enumerate(diagnosis.layers) if layer.lmbda]
+        points = [(i, *layer.lmbda) for i, layer in enumerate(diagnosis.layers) if layer.lmbda]
         if points:
-            x = [i for i, _ in points]
-            _, low, first, middle, third, high, _ = zip(*(values for _, values in points), strict=True)
+            x, _, low, first, middle, third, high, _ = zip(*points, strict=True)
             axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
             axes.fill_between(x, first, third, color=colour, alpha=0.35, linewidth=0)
             axes.plot(x, middle, color=colour, label=name)
     axes.axhline(1, linewidth=1, color="#8b949e")
     _by_layer(axes)
     axes.set_ylabel("lambda")
-    _legend(figure, axes)
 
 
 def _input_noise(figure: Figure, networks: Networks) -> None:
@@ -202,17 +198,8 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
         axes.plot(levels, shares, "o-", color=colour, label=name)
     what = "top-1, %" if labelled else "same answer, %"
     axes.set(xlabel="standard deviation of the noise", ylabel=what, ylim=(0, 102))
-    _legend(figure, axes)
 
 
 def _by_layer(axes: Axes) -> None:
     axes.set_xlabel(_LAYER)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Explain the lines of `axes` below the figure, off the data."""
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        columns = 2 if max(map(len, labels)) < 28 else 1
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from operator import attrgetter
 from pathlib import Path
@@ -116,49 +116,43 @@ def sentences(networks: Mapping[str, Diagnosis]) -> list[str]:
     return [f"{name}: {text}" for name, diagnosis in networks.items() for text in _findings(diagnosis)]
 
 
-def _findings(diagnosis: Diagnosis) -> list[str]:
+def _findings(diagnosis: Diagnosis) -> Iterator[str]:
     layers = diagnosis.layers
-    texts = []
     if (r2 := mean_of(layer.r2 for layer in layers)) is not None:
-        worst = min((layer for layer in layers if layer.r2 is not None), key=lambda layer: layer.r2 or 0.0)
+        worst, furthest = min((layer.r2, layer.name) for layer in layers if layer.r2 is not None)
         before = mean_of(layer.r2_before for layer in layers)
         gained = "" if before is None else f" ({before:.3f} before the transform)"
-        texts.append(f"mean R² to normal {r2:.3f}{gained}; furthest from normal: {worst.name} ({worst.r2:.3f})")
+        yield f"mean R² to normal {r2:.3f}{gained}; furthest from normal: {furthest} ({worst:.3f})"
     collapsed = [layer.name for layer in layers if layer.power.p1 > _COLLAPSED]
-    deepest = layers[-1]
-    texts.append(
+    yield (
         f"{len(collapsed)} of {len(layers)} layers have most of their power in a constant (P1 above {_COLLAPSED:g})"
-        f"{': ' + collapsed[0] + ' is the first' if collapsed else ''}; P1 of the last layer {deepest.power.p1:.2f}"
+        f"{': ' + collapsed[0] + ' is the first' if collapsed else ''}; P1 of the last layer {layers[-1].power.p1:.2f}"
     )
-    linear = [layer for layer in layers if layer.linearity is not None]
-    if linear:
-        count = sum(1 for layer in linear if (layer.linearity or 0.0) > _LINEAR)
-        texts.append(f"{count} of {len(linear)} activations act almost linearly (above {_LINEAR:g})")
+    if linear := [layer.linearity for layer in layers if layer.linearity is not None]:
+        count = sum(linearity > _LINEAR for linearity in linear)
+        yield f"{count} of {len(linear)} activations act almost linearly (above {_LINEAR:g})"
     if few := sum(1 for layer in layers if layer.henze_zirkler is None):
-        texts.append(
+        yield (
             f"joint normality and dependence are left out for {few} of {len(layers)} layers: a batch has fewer than "
             f"{FEWEST} values of a channel there, or its channels do not vary"
         )
     if left := diagnosis.unmeasured:
-        texts.append(
+        yield (
             f"{len(left)} normalization layers subtract no mean, are one with their activation or do not hold the "
             f"images in their first dimension, and are not measured ({shortlist(left)})"
         )
     if diagnosis.noise:
         first = diagnosis.noise[0]
         ratio = first.errors[-1] / max(first.errors[0], 1e-30)
-        texts.append(
+        yield (
             f"noise added at {first.source} {'grows' if ratio > 1 else 'shrinks'} on its way: "
             f"relative to the signal it is {ratio:.2f} times as large at {first.layers[-1]}"
         )
     if diagnosis.input_noise:
         clean, noisy = diagnosis.input_noise[0], diagnosis.input_noise[-2]
         if clean.top1 is not None and noisy.top1 is not None:
-            texts.append(f"top-1 {clean.top1:.1f}%; {noisy.top1:.1f}% with noise of {noisy.level:g} on the images")
+            yield f"top-1 {clean.top1:.1f}%; {noisy.top1:.1f}% with noise of {noisy.level:g} on the images"
         else:
-            texts.append(
-                f"{noisy.agreement:.1f}% of the answers stay the same with noise of {noisy.level:g} on the images"
-            )
+            yield f"{noisy.agreement:.1f}% of the answers are the same with noise of {noisy.level:g} on the images"
     if (attacked := diagnosis.under_attack) is not None:
-        texts.append(f"top-1 {attacked.top1:.1f}% under {attacked.attack}")
-    return texts
+        yield f"top-1 {attacked.top1:.1f}% under {attacked.attack}"

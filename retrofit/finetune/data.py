@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,21 +43,15 @@ class Images:
 
     train: ImageData
     val: ImageData | None  # to validate on
-    outputs: int | None  # that the network needs; None where the data does not tell
-    names: tuple[str, ...] | None  # of the outputs, as far as known
+    names: tuple[str, ...] | None  # of the outputs that the network needs; None where the data does not tell
     notes: tuple[str, ...] = ()  # sentences for the user
 
 
 def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Images:
     """Open the images that a recipe names, for a network of such labels and channels; an error says what is wrong."""
-
-    def opened(split: str, labels: Sequence[str] | None = None) -> ImageData:
-        class_map = recipe.class_map if recipe.labelled else None
-        return open_images(
-            recipe.data_dir, dataset=recipe.dataset, split=split, class_map=class_map, labels=labels, channels=channels
-        )
-
-    train = opened(_train_split(recipe))
+    class_map = recipe.class_map if recipe.labelled else None
+    opened = partial(open_images, recipe.data_dir, dataset=recipe.dataset, class_map=class_map, channels=channels)
+    train = opened(split=_train_split(recipe))
     if isinstance(train.images, IterableDataset):
         raise UsageError(
             f"{recipe.dataset} is a stream, whose order an interrupted run could not go on with; unpack it into a "
@@ -70,33 +65,25 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     keeps_classifier = len(labels or ()) in (train.classes, recipe.num_classes) or recipe.teacher == "source"
     if recipe.labelled and keeps_classifier and train.matched == "order":
         train = train.mapped(labels=labels)
-    outputs, names = train.classes, train.names
-    if train.matched == "labels":
-        outputs, names = len(labels or ()), tuple(labels or ())
-    elif train.matched == "class map" and names is not None:
-        outputs = len(names)
-
+    names = tuple(labels or ()) if train.matched == "labels" else train.names
     notes, val_split = train.notes, recipe.val_split
     if isinstance(val_split, str) and not has_part(recipe.data_dir, recipe.dataset, val_split):
         if val_split not in TO_VALIDATE:
             raise UsageError(f"the data has no part {val_split!r}; give `val_split` the name of one, or a fraction")
         val_split = _HELD_OUT
         notes += (f"the data has no part to validate on: {_HELD_OUT:.0%} of it are held out (`val_split`)",)
-    val: ImageData | None
-    if isinstance(val_split, str):
-        val = opened(val_split, names if recipe.labelled else None)  # by order alone, a missing class would move others
-        matched_by_order = recipe.labelled and val.matched == "order"
-        if matched_by_order and names is not None and val.names is not None and val.names != names:
-            apart = sorted({*names} ^ {*val.names}) or val.names
-            raise RetrofitError(
-                f"the classes of {val_split!r} are not those of {recipe.train_split!r} ({shortlist(apart)}); give both "
-                "the same folders, or a `class_map`"
-            )
-    else:
-        train, val = _hold_out(train, val_split, recipe.seed)
     if not recipe.labelled:
-        outputs, names = None, None
-    return Images(train, val, outputs, names, notes)
+        names = None
+    if isinstance(val_split, float):
+        return Images(*_hold_out(train, val_split, recipe.seed), names, notes)
+    val = opened(split=val_split, labels=names)  # by order alone, a missing class would move others
+    if val.contradicts(names):
+        apart = sorted({*(names or ())} ^ {*(val.names or ())}) or val.names or ()
+        raise RetrofitError(
+            f"the classes of {val_split!r} are not those of {recipe.train_split!r} ({shortlist(apart)}); give both the "
+            "same folders, or a `class_map`"
+        )
+    return Images(train, val, names, notes)
 
 
 def _train_split(recipe: Recipe) -> str:
@@ -108,9 +95,8 @@ def _train_split(recipe: Recipe) -> str:
         others = others or [recipe.val_split]
     if others or recipe.train_split != Recipe.model_fields["train_split"].default:
         beside = f", but {shortlist(others)}" if others else ""
-        raise UsageError(
-            f"the data has no part {shown(recipe.train_split)}{beside}; give `train_split` the name of one"
-        )
+        what = f"the data has no part {shown(recipe.train_split)}{beside}"
+        raise UsageError(f"{what}; give `train_split` the name of one")
     return "."
 
 
@@ -120,9 +106,8 @@ def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, I
     count = len(data.images)
     held = round(count * fraction)
     if not 0 < held < count:
-        raise RetrofitError(
-            f"{fraction:.0%} of {count} images leaves none for training or validation; give more images"
-        )
+        what = f"{fraction:.0%} of {count} images leaves none for training or validation"
+        raise RetrofitError(f"{what}; give more images")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     train, val = (Part(data.images, sorted(indices)) for indices in (order[held:], order[:held]))
     return replace(data, images=train), replace(data, images=val)
@@ -198,15 +183,12 @@ class Augmented(Part):
 
 def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any], Any]:
     """Build timm's training augmentation, all on the CPU and image by image; a UsageError says why timm cannot."""
+    given = recipe.model_dump(include={"no_aug", "scale", "ratio", "hflip", "color_jitter"})  # timm's names
     try:
         return create_transform(
             preprocess.input_size,
             is_training=True,
-            no_aug=recipe.no_aug,
-            scale=recipe.scale,
-            ratio=recipe.ratio,
-            hflip=recipe.hflip,
-            color_jitter=recipe.color_jitter,
+            **given,
             auto_augment=recipe.aa,
             interpolation=recipe.train_interpolation,
             mean=preprocess.mean,
@@ -280,9 +262,8 @@ class Batches:
         unread = [place for place, target in enumerate(answers) if target < 0]
         names = [self._images.unreadable(answers[place]) for place in unread]
         if not readable:
-            raise RetrofitError(
-                f"none of a batch's {len(names)} images can be read ({shortlist(names)}); check the files"
-            )
+            unreadable = f"none of a batch's {len(names)} images can be read ({shortlist(names)})"
+            raise RetrofitError(f"{unreadable}; check the files")
         for number, place in enumerate(unread):
             substitute = readable[number % len(readable)]
             images[place], targets[place] = images[substitute], targets[substitute]

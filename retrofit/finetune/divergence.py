@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.finetune.recipe import Recipe
-from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, StrengthMixin
+from retrofit.layers import FrozenBatchNorm, StrengthMixin
 from retrofit.utils.running import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
@@ -148,9 +148,9 @@ def divergence_of(model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe
     with hooked(module.register_forward_hook(look) for module in names), torch.no_grad():
         model(images)
     advice = "lower `lr` or `noise`, or lengthen `strength_ramp`"
-    norms: list[nn.Module] = [module for module in diverged if isinstance(module, _NORMS)]
-    for module in norms or [module for module in diverged if not list(module.children())] or diverged:
-        return f"{names[module] or 'the network'} ({type(module).__name__}) went first", advice
+    diverged.sort(key=lambda module: 0 if isinstance(module, _NORMS) else 1 + bool(list(module.children())))
+    if diverged:
+        return f"{names[diverged[0]] or 'the network'} ({type(diverged[0]).__name__}) went first", advice
     if fault == "loss":
         return "all layers are finite, the loss alone is not", advice
     if fault == "state":
@@ -176,12 +176,9 @@ class ChanceWatch:
         if self._in_a_row < (1 if last else 2):  # the walk may stumble for an epoch
             return None
         self._done = True
-        collapsed = any(all_alike(model, some) for some in few)
-        why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
-        return (
-            f"warning: after epoch {epoch} the network does no better than guessing (top-1 {top1:.1f}% of "
-            f"{self._classes} classes, loss {loss:.2f}): {why}"
-        )
+        guesses = f"the network does no better than guessing (top-1 {top1:.1f}% of {self._classes} classes"
+        why = explanation(self._recipe, self._steps, any(all_alike(model, some) for some in few), self._untrained)
+        return f"warning: after epoch {epoch} {guesses}, loss {loss:.2f}): {why}"
 
 
 def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
@@ -200,14 +197,11 @@ def all_alike(model: nn.Module, images: Tensor) -> bool:
     return bool(by_image.abs().max() < _SAME * by_class.abs().max())
 
 
-def explanation(model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
+def explanation(recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
     """Say what a run at chance most likely suffers from, and what to change."""
-    if untrained and not collapsed:
-        return "it began with random weights: train it longer, or begin with trained ones"
-    if steps < _FEW and not collapsed:
-        return f"{steps} steps are few: train it longer, and if that does not help lower `lr` or raise `warmup_epochs`"
+    advice = "lower `lr` or raise `warmup_epochs`"
+    if not collapsed and (untrained or steps < _FEW):
+        what = "it began with random weights" if untrained else f"{steps} steps are few"
+        return f"{what}: train it longer, and if that does not help {advice}"
     what = "its features have collapsed, all images get the same answer: " if collapsed else ""
-    migrated = any(isinstance(module, MigratedGroupNorm) for module in model.modules())
-    layers = " for layers that take no statistics of the batch" if migrated else ""
-    warmup, more = ("", "raise `warmup_epochs`") if recipe.warmup else (" without warm-up", "give `warmup_epochs=1`")
-    return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower `lr` or {more}"
+    return f"{what}the learning rate {recipe.lr:g} is probably too high; {advice}"

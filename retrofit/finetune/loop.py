@@ -14,7 +14,7 @@ from timm.utils import random_seed
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import Run
-from retrofit.finetune.run_report import Result, RunCallback
+from retrofit.finetune.run_report import Position, RunCallback
 from retrofit.finetune.run_state import START, load_state, owned
 from retrofit.networks.artifact import artifact_path
 from retrofit.networks.models import Network, open_model
@@ -28,7 +28,7 @@ def finetune(
     resume: bool = False,
     callback: RunCallback | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> Result:
+) -> Position:
     """Train a network as a recipe says; the run's folder is new, empty, or of a run killed before its first state.
 
     To `resume`, from the state in the folder, give the network that `resume_network` opens. `stop` is asked after each
@@ -41,12 +41,9 @@ def finetune(
     with owned(folder, resume) if main else nullcontext():
         state = load_state(folder) if resume else None
         run = Run(network, recipe, folder, accelerator, callback if main and callback else RunCallback(), state)
-        if state is None:
-            run.begin()
-        else:
-            run.restore(state)
+        run.begin() if state is None else run.restore(state)
         stopped = False
-        while run.position.step < run.steps and not stopped:
+        while not (run.position.finished or stopped):
             stopped = run.train_epoch(stop)
             if run.position.step % run.epoch_steps == 0:
                 run.end_epoch()
@@ -61,20 +58,16 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         have = f"there is {present.type}" if present else "there is no accelerator"
         raise UsageError(f"cannot use `device={recipe.device!r}`: {have}; leave it out or use cpu")
     cpu = recipe.device == "cpu" or present is None
-    precision = "no"
-    if recipe.amp:
-        precision = {"bfloat16": "bf16", "float16": "fp16", None: "bf16" if cpu else "fp16"}[recipe.amp_dtype]
-        if cpu and precision == "fp16":
-            raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")
+    if cpu and recipe.amp_dtype == "float16":
+        raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")
+    half = {"bfloat16": "bf16", "float16": "fp16", None: "bf16" if cpu else "fp16"}[recipe.amp_dtype]
     trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
     if missing := [name for name in recipe.log_with if name not in trackers]:
-        have = f"installed here: {', '.join(trackers)}" if trackers else "none is installed here"
-        raise UsageError(
-            f"`log_with={missing[:1]!r}` is no tracker of accelerate that can be used ({have}); install it"
-        )
+        have = f"installed here: {', '.join(trackers) or 'none'}"
+        raise UsageError(f"`log_with={missing[:1]!r}` is no tracker that accelerate can use ({have}); install it")
     return Accelerator(
         cpu=cpu,
-        mixed_precision=precision,
+        mixed_precision=half if recipe.amp else "no",
         gradient_accumulation_steps=recipe.grad_accum_steps,
         log_with=recipe.log_with or None,
         project_dir=str(folder),

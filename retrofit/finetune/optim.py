@@ -38,9 +38,7 @@ class Objective:
         self._task: nn.Module = LabelSmoothingCrossEntropy(recipe.smoothing)
         if recipe.mixup or recipe.cutmix:
             if classes is None:
-                raise UsageError(
-                    "`mixup` and `cutmix` need to know how many outputs the network has; set `num_classes`"
-                )
+                raise UsageError("`mixup` and `cutmix` need the number of the network's outputs; set `num_classes`")
             self._mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=classes)
             self._task = SoftTargetCrossEntropy()
 
@@ -71,8 +69,7 @@ def source_network(network: Network, resumed: bool = False) -> nn.Module:
     """
     layers = strength_layers(network.model)
     if not layers:
-        needs = "`teacher='source'` needs a converted network whose layers have a strength"
-        raise RetrofitError(f"{needs}; convert it first, or drop `teacher`")
+        raise RetrofitError("`teacher='source'` needs layers that have a strength; convert first, or drop `teacher`")
     trained = network.weights.get("steps") or any(layer.strength for layer in layers)
     if trained and not resumed:
         raise RetrofitError(
@@ -105,16 +102,14 @@ def parameter_groups(
         groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed)
     else:
         groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=undecayed, layer_decay=layer_decay)
-    if decay_norms:
-        return [{**group, "weight_decay": weight_decay} for group in groups if group["params"]]
     proxy_norms = [module for module in model.modules() if isinstance(module, ProxyNorm)]
-    proxies = {id(parameter) for module in proxy_norms for parameter in (module.proxy_bias, module.proxy_scale)}
+    proxies = [parameter for module in proxy_norms for parameter in (module.proxy_bias, module.proxy_scale)]
+    decayed = {id(parameter) for parameter in (model.parameters() if decay_norms else proxies)}
     split: list[dict[str, Any]] = []
     for group in groups:
-        ours = [parameter for parameter in group["params"] if id(parameter) in proxies]
-        others = [parameter for parameter in group["params"] if id(parameter) not in proxies]
-        split += [{**group, "params": others}] if others else []
-        split += [{**group, "params": ours, "weight_decay": weight_decay}] if ours else []
+        for ours, own in ((False, {}), (True, {"weight_decay": weight_decay})):
+            params = [parameter for parameter in group["params"] if (id(parameter) in decayed) is ours]
+            split += [{**group, "params": params, **own}] if params else []
     return split
 
 

@@ -39,33 +39,28 @@ def fit_network(
     its outputs or their names differ from the data's.
     """
     if (name := not_finite(network.model)) is not None:
-        raise RetrofitError(
-            f"{name} of {network.source} holds NaN or infinity before the first step; train from other weights"
-        )
+        what = f"{name} of {network.source} holds NaN or infinity before the first step"
+        raise RetrofitError(f"{what}; train from other weights")
     former = network.preprocess
     channels, height, width = former.input_size
     size = (channels, recipe.img_size or height, recipe.img_size or width)
     set_record(network.model, preprocess=replace(former, input_size=size, crop_pct=recipe.crop_pct or former.crop_pct))
     check_images(network, former.input_size)
     present = outputs_of(network.model)
-    outputs = recipe.num_classes or images.outputs or present
+    outputs = recipe.num_classes or len(images.names or ()) or present
     new_tensors: tuple[str, ...] = ()
+    otherwise = "give `class_map`, or train without labels: `task_loss_weight=0`"  # where the source teaches
     if outputs is not None and present is not None and outputs != present:
         if recipe.teacher == "source":
-            raise RetrofitError(
-                f"the source network has {plural(present, 'output')} and cannot teach {plural(outputs, 'class')}; give "
-                "`class_map`, or train without labels: `task_loss_weight=0`"
-            )
+            teaches = f"the source network has {plural(present, 'output')} and cannot teach {plural(outputs, 'class')}"
+            raise RetrofitError(f"{teaches}; {otherwise}")
         network, new_tensors = with_classes(network, outputs)
         note(f"new classifier: {outputs} outputs in place of {present}, initialized to zero")
     if recipe.labelled and images.train.contradicts(network.labels):  # a new classifier has no labels
         classes, labels = shortlist(images.train.names or ()), shortlist(network.labels or ())
         what = f"the data's classes ({classes}) are not what the network calls its outputs ({labels})"
         if recipe.teacher == "source":
-            raise RetrofitError(
-                f"{what}, so that its teacher may contradict the labels; give `class_map`, or train without labels: "
-                "`task_loss_weight=0`"
-            )
+            raise RetrofitError(f"{what}, so that its teacher may contradict the labels; {otherwise}")
         note(f"{what}: they were taken for its outputs in their order; if that is wrong, give `class_map`")
     if images.names is not None:  # where outputs are left over, the network's own names are none of theirs
         set_record(network.model, labels=list(images.names) if len(images.names) == outputs else None)
@@ -88,19 +83,18 @@ def check_images(network: Network, built_for: tuple[int, int, int]) -> None:
             raise RetrofitError(f"{what}; {advice}") from error
     if not isinstance(answer, Tensor) or answer.ndim != 2:
         what = f"a tensor of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
-        raise RetrofitError(
-            f"{network.source} gives {what} in training, not class scores; use an image classifier with one output"
-        )
+        given = f"{network.source} gives {what} in training, not class scores"
+        raise RetrofitError(f"{given}; use an image classifier with one output")
 
 
 def outputs_of(model: nn.Module) -> int | None:
     """Return how many class scores a network gives, as its last linear layer or convolution has them."""
     if isinstance(classes := getattr(model, "num_classes", None), int):
         return classes
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    if not layers:
-        return None
-    return layers[-1].out_features if isinstance(layers[-1], nn.Linear) else layers[-1].out_channels
+    for module in reversed(list(model.modules())):
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            return module.out_features if isinstance(module, nn.Linear) else module.out_channels
+    return None
 
 
 def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ...]]:
@@ -170,14 +164,11 @@ def freeze_all_but_norm(model: nn.Module, also: Collection[str], note: Callable[
     Return the layers with running statistics that are not converted, whose mode is left to the caller; a RetrofitError
     if nothing is left to train.
     """
-    model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, StrengthMixin | FrozenBatchNorm) and not isinstance(module, WeightStandardization):
-            for parameter in module.parameters(recurse=False):
-                parameter.requires_grad_(True)
+    converted = [m for m in model.modules() if isinstance(m, StrengthMixin | FrozenBatchNorm)]
+    norms = [module for module in converted if not isinstance(module, WeightStandardization)]
+    theirs = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
-        if name in also:
-            parameter.requires_grad_(True)
+        parameter.requires_grad_(id(parameter) in theirs or name in also)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not trained:
         raise RetrofitError("freezing all but the converted layers leaves nothing to train; drop `freeze`")

@@ -60,6 +60,14 @@ def _parts(value: Any) -> Any:
 
 
 Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_two)]
+Milestones = Annotated[list[Count], BeforeValidator(_listed)]
+Split = Annotated[str | Fraction, BeforeValidator(_parts)]
+InLowerCase = Annotated[str, StringConstraints(to_lower=True)]
+
+
+def _as(default: Any, description: str) -> Any:
+    """Return a setting's default, with its help."""
+    return Field(default, description=description)
 
 
 class Recipe(BaseModel):
@@ -67,114 +75,91 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), str_strip_whitespace=True)
 
-    model: str | None = Field(None, description="Artifact or network to train.")
-    pretrained: bool = Field(False, description="Fetch the library's weights, if MODEL is a name.")
-    checkpoint: str | None = Field(None, description="Weights, if MODEL is a name.")
-    match: Literal["name", "order"] | None = Field(
-        None, description="Pair its tensors by name or by order (default: name)."
-    )
+    model: str | None = _as(None, "Artifact or network to train.")
+    pretrained: bool = _as(False, "Fetch the library's weights, if MODEL is a name.")
+    checkpoint: str | None = _as(None, "Weights, if MODEL is a name.")
+    match: Literal["name", "order"] | None = _as(None, "Pair its tensors by name or by order (default: name).")
 
-    data_dir: str | None = Field(
-        None, description="Folder or .tar with train and val, each with a folder per class; or a dataset's name."
+    data_dir: str | None = _as(
+        None, "Folder or .tar with train and val, each of a folder a class; or a dataset's name."
     )
-    dataset: str = Field("", description="timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
-    train_split: str = Field("train", description="Part of the data to train on.")
-    val_split: Annotated[str | Fraction, BeforeValidator(_parts)] = Field(
-        "validation", description="Part of the data to validate on, or the fraction of the training images to hold out."
-    )
-    class_map: str | None = Field(None, description="File with class names in the order of the outputs.")
-    num_classes: Count | None = Field(None, description="Outputs, where the data does not tell.")
-    img_size: Count | None = Field(None, description="Side of the images (default: the network's own).")
-    crop_pct: Positive | None = Field(None, description="Centre crop for validation (default: the network's own).")
+    dataset: str = _as("", "timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
+    train_split: str = _as("train", "Part of the data to train on.")
+    val_split: Split = _as("validation", "Part to validate on, or the fraction of the training images to hold out.")
+    class_map: str | None = _as(None, "File with class names in the order of the outputs.")
+    num_classes: Count | None = _as(None, "Outputs, where the data does not tell.")
+    img_size: Count | None = _as(None, "Side of the images (default: the network's own).")
+    crop_pct: Positive | None = _as(None, "Centre crop for validation (default: the network's own).")
 
-    batch_size: Count = Field(64, description="Images per process and step.")
-    grad_accum_steps: Count = Field(1, description="Batches per step.")
-    epochs: Count = Field(10, description="Passes over the training images.")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(42, description="Seed of every random choice.")
+    batch_size: Count = _as(64, "Images per process and step.")
+    grad_accum_steps: Count = _as(1, "Batches per step.")
+    epochs: Count = _as(10, "Passes over the training images.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = _as(42, "Seed of every random choice.")
 
-    opt: str = Field("adamw", description="timm's optimizer.")
-    lr: Positive = Field(
-        3e-4, description="Learning rate; take 1e-4 in batches of 1 or 2, 1e-3 for layers with batch statistics (bnn)."
+    opt: str = _as("adamw", "timm's optimizer.")
+    lr: Positive = _as(3e-4, "Learning rate; take 1e-4 in batches of 1 or 2, 1e-3 with batch statistics (bnn).")
+    weight_decay: NotNegative = _as(0.05, "Weight decay of all but biases and norms; ProxyNorm's parameters have it.")
+    decay_norms: bool = _as(False, "Decay biases, gamma and beta too: everything that is trained.")
+    opt_eps: Positive | None = _as(None, "The optimizer's eps (default: timm's).")
+    momentum: Fraction = _as(0.9, "For optimizers that have one.")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = _as(None, "Layer-wise learning rate decay.")
+    clip_grad: NotNegative | None = _as(1.0, "Largest norm of the gradient; 0: any.")
+    sched: InLowerCase = _as("cosine", "timm's schedule of the rate; constant (with warm-up), none (without).")
+    warmup_epochs: NotNegative | None = _as(
+        None, "Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it)."
     )
-    weight_decay: NotNegative = Field(
-        0.05, description="Weight decay of all but biases and norms; ProxyNorm's parameters have it."
-    )
-    decay_norms: bool = Field(False, description="Decay biases, gamma and beta too: everything that is trained.")
-    opt_eps: Positive | None = Field(None, description="The optimizer's eps (default: timm's).")
-    momentum: Fraction = Field(0.9, description="For optimizers that have one.")
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Layer-wise learning rate decay.")
-    clip_grad: NotNegative | None = Field(1.0, description="Largest norm of the gradient; 0: any.")
-    sched: Annotated[str, StringConstraints(to_lower=True)] = Field(
-        "cosine", description="timm's schedule of the rate; constant (with warm-up), none (without)."
-    )
-    warmup_epochs: NotNegative | None = Field(
-        None, description="Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it)."
-    )
-    warmup_lr: NotNegative = Field(1e-6, description="Where warm-up starts.")
-    min_lr: NotNegative = Field(0.0, description="Where decay ends.")
-    decay_epochs: Positive | None = Field(None, description="Interval of a step schedule.")
-    decay_milestones: Annotated[list[Count], BeforeValidator(_listed)] = Field(
-        [30, 60], description="Epochs of a multistep schedule."
-    )
-    decay_rate: Positive = Field(0.1, description="Factor of a step schedule.")
+    warmup_lr: NotNegative = _as(1e-6, "Where warm-up starts.")
+    min_lr: NotNegative = _as(0.0, "Where decay ends.")
+    decay_epochs: Positive | None = _as(None, "Interval of a step schedule.")
+    decay_milestones: Milestones = _as([30, 60], "Epochs of a multistep schedule.")
+    decay_rate: Positive = _as(0.1, "Factor of a step schedule.")
 
-    strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = Field(
-        "linear", description="Course of the strength t; there-and-back returns from 1 to strength_end (give it)."
+    strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
+        "linear", "Course of the strength t; there-and-back returns from 1 to strength_end (give it)."
     )
-    strength_ramp: Fraction = Field(0.5, description="Fraction of the training in which t moves.")
-    strength_start: Fraction = Field(0.0, description="t at the start; layers that stand higher keep theirs.")
-    strength_end: Fraction = Field(1.0, description="t at the end.")
-    noise: NotNegative | None = Field(None, description="Noise factor xi at the end (default: what convert set).")
-    noise_kind: NoiseKind | None = Field(None, description="Kind of noise (default: what convert set).")
-    noise_start: Fraction = Field(0.5, description="Fraction of the training at which noise begins.")
-    noise_ramp: Fraction = Field(0.1, description="Fraction of the training in which it grows.")
-    bn_momentum: Fraction | None = Field(None, description="Weight of the newest batch in running statistics.")
-    precise_bn: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="Before each validation, estimate running statistics anew on so many training images."
+    strength_ramp: Fraction = _as(0.5, "Fraction of the training in which t moves.")
+    strength_start: Fraction = _as(0.0, "t at the start; layers that stand higher keep theirs.")
+    strength_end: Fraction = _as(1.0, "t at the end.")
+    noise: NotNegative | None = _as(None, "Noise factor xi at the end (default: what convert set).")
+    noise_kind: NoiseKind | None = _as(None, "Kind of noise (default: what convert set).")
+    noise_start: Fraction = _as(0.5, "Fraction of the training at which noise begins.")
+    noise_ramp: Fraction = _as(0.1, "Fraction of the training in which it grows.")
+    bn_momentum: Fraction | None = _as(None, "Weight of the newest batch in running statistics.")
+    precise_bn: Annotated[int, Field(ge=2)] | None = _as(
+        None, "Before each validation, estimate running statistics anew on so many training images."
     )
-    freeze: Literal["none", "all-but-norm"] = Field(
-        "none", description="What is not trained; all-but-norm trains the converted layers and the classifier alone."
+    freeze: Literal["none", "all-but-norm"] = _as(
+        "none", "What is not trained; all-but-norm trains the converted layers and the classifier alone."
     )
-    sync_norm: bool = Field(False, description="Take batch statistics over all processes.")
+    sync_norm: bool = _as(False, "Take batch statistics over all processes.")
 
-    teacher: Literal["none", "source"] = Field("none", description="source: the network before its conversion teaches.")
-    distill_loss_weight: NotNegative = Field(1.0, description="Weight of the teacher's loss.")
-    task_loss_weight: NotNegative = Field(1.0, description="Weight of the labels' loss; 0 for images without labels.")
-    kd_temperature: Positive = Field(1.0, description="Softens teacher and student.")
+    teacher: Literal["none", "source"] = _as("none", "source: the network before its conversion teaches.")
+    distill_loss_weight: NotNegative = _as(1.0, "Weight of the teacher's loss.")
+    task_loss_weight: NotNegative = _as(1.0, "Weight of the labels' loss; 0 for images without labels.")
+    kd_temperature: Positive = _as(1.0, "Softens teacher and student.")
 
-    no_aug: bool = Field(False, description="Leave out all augmentation.")
-    scale: Pair = Field((0.08, 1.0), description="Area of random crops.")
-    ratio: Pair = Field((0.75, 4 / 3), description="Aspect ratio of random crops.")
-    train_interpolation: str = Field("random", description="Interpolation of random crops.")
-    hflip: Fraction = Field(0.5, description="Probability of a horizontal flip.")
-    color_jitter: NotNegative = Field(0.4, description="Strength of colour jitter.")
-    aa: str | None = Field(None, description="AutoAugment policy (rand-m9-mstd0.5-inc1, ...).")
-    reprob: Fraction = Field(0.0, description="Probability of random erasing.")
-    smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="Label smoothing.")
-    mixup: NotNegative = Field(0.0, description="Mixup alpha.")
-    cutmix: NotNegative = Field(0.0, description="CutMix alpha.")
+    no_aug: bool = _as(False, "Leave out all augmentation.")
+    scale: Pair = _as((0.08, 1.0), "Area of random crops.")
+    ratio: Pair = _as((0.75, 4 / 3), "Aspect ratio of random crops.")
+    train_interpolation: str = _as("random", "Interpolation of random crops.")
+    hflip: Fraction = _as(0.5, "Probability of a horizontal flip.")
+    color_jitter: NotNegative = _as(0.4, "Strength of colour jitter.")
+    aa: str | None = _as(None, "AutoAugment policy (rand-m9-mstd0.5-inc1, ...).")
+    reprob: Fraction = _as(0.0, "Probability of random erasing.")
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = _as(0.1, "Label smoothing.")
+    mixup: NotNegative = _as(0.0, "Mixup alpha.")
+    cutmix: NotNegative = _as(0.0, "CutMix alpha.")
 
-    model_ema: bool = Field(False, description="Keep an average of the weights; it is validated, and saved as best.")
-    model_ema_decay: Fraction = Field(0.9998, description="Decay of that average.")
+    model_ema: bool = _as(False, "Keep an average of the weights; it is validated, and saved as best.")
+    model_ema_decay: Fraction = _as(0.9998, "Decay of that average.")
 
-    workers: Annotated[int, Field(ge=0, le=1024)] = Field(2, description="Processes that decode images.")
-    device: str | None = Field(None, description="Where it runs (default: an accelerator if there is one, else cpu).")
-    amp: bool = Field(False, description="Mixed precision.")
-    amp_dtype: Literal["float16", "bfloat16"] | None = Field(
-        None, description="Data type of amp (default: float16; on cpu bfloat16)."
-    )
-    channels_last: bool = Field(False, description="Use the channels-last memory format.")
-    checkpoint_every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between saved states; 0: an epoch.")
-    log_with: Annotated[list[str], BeforeValidator(_listed)] = Field([], description="Trackers of accelerate.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_dataset(cls, values: Any) -> Any:
-        """Take a dataset's name in the place of a folder: `--data-dir hfds/cifar10`."""
-        name = values.get("data_dir") if isinstance(values, dict) else None
-        if not isinstance(name, str) or not name.startswith(_NAMED) or values.get("dataset") or os.path.exists(name):
-            return values
-        return {**values, "dataset": name, "data_dir": None}
+    workers: Annotated[int, Field(ge=0, le=1024)] = _as(2, "Processes that decode images.")
+    device: str | None = _as(None, "Where it runs (default: an accelerator if there is one, else cpu).")
+    amp: bool = _as(False, "Mixed precision.")
+    amp_dtype: Literal["float16", "bfloat16"] | None = _as(None, "Its data type (default: float16; on cpu bfloat16).")
+    channels_last: bool = _as(False, "Use the channels-last memory format.")
+    checkpoint_every: Annotated[int, Field(ge=0)] = _as(0, "Steps between saved states; 0: an epoch.")
+    log_with: Annotated[list[str], BeforeValidator(_listed)] = _as([], "Trackers of accelerate.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -221,10 +206,6 @@ class Recipe(BaseModel):
             return self.warmup_epochs
         return min(max(1.0, self.epochs / 10), self.epochs / 2)
 
-    def decisive(self) -> dict[str, Any]:
-        """Return the settings that an interrupted run must keep, as JSON values."""
-        return self.model_dump(mode="json", exclude=set(FREE | _PLACES))
-
     def save(self, path: Path) -> None:
         """Write the recipe so that `--recipe` reads it back."""
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
@@ -234,7 +215,7 @@ class Recipe(BaseModel):
 
 # What may differ between the parts of an interrupted run: it changes how the work is done, not its result.
 FREE = frozenset({"workers", "device", "checkpoint_every", "log_with"})
-_PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})  # may have moved; what lies there is looked at
+PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})  # may have moved; what lies there is looked at
 
 
 def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe:
@@ -247,6 +228,9 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
     if overrides.keys() & _SOURCES:  # images come from one place: a command line's replaces the recipe's
         values = {key: value for key, value in values.items() if key not in _SOURCES}
     values = {**values, **overrides}
+    place = values.get("data_dir")
+    if isinstance(place, str) and place.startswith(_NAMED) and not values.get("dataset") and not os.path.exists(place):
+        values |= {"dataset": place, "data_dir": None}
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:

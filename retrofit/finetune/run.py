@@ -22,18 +22,9 @@ from retrofit.finetune.data import Batches, Part, open_data, summed, validate, v
 from retrofit.finetune.divergence import ChanceWatch, Fault, StepGate, Verdict, divergence_of, not_finite
 from retrofit.finetune.optim import Objective, build_optimizer, build_scheduler, source_network
 from retrofit.finetune.prepare import adjust_layers, draws_noise, fit_network, freeze_all_but_norm, outputs_of
-from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_report import Result, RunCallback, Step
-from retrofit.finetune.run_state import (
-    RECIPE,
-    START,
-    STATE,
-    Position,
-    load_state,
-    random_state,
-    save_state,
-    set_random_state,
-)
+from retrofit.finetune.recipe import FREE, PLACES, Recipe
+from retrofit.finetune.run_report import Position, RunCallback, Step
+from retrofit.finetune.run_state import RECIPE, START, STATE, load_state, random_state, save_state, set_random_state
 from retrofit.finetune.statistics import local_norms, recentre, sync_norms, update_bn
 from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.networks import artifact
@@ -60,7 +51,7 @@ class Run:
     ) -> None:
         """Open the data and prepare the network; `state` is that of a run to go on with."""
         self.recipe, self.folder, self.accelerator, self.callback = recipe, folder, accelerator, callback
-        self.device, self.position = accelerator.device, Position()
+        self.device = accelerator.device
         random_seed(recipe.seed)
 
         images = open_data(recipe, network.labels, network.preprocess.input_size[0])
@@ -71,38 +62,34 @@ class Run:
         else:
             self.new_tensors = tuple(state["new_tensors"])
         self.network = network
-        self.origin = network.weights.get("from") or network.source.name
         self.layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.model = network.model.to(self.device).to(memory_format=self.layout).train()
         teacher = source_network(network, state is not None) if recipe.teacher == "source" else None
-        outputs = outputs_of(self.model)
-        self.objective = Objective(recipe, outputs, teacher)
+        self.objective = Objective(recipe, outputs_of(self.model), teacher)
         self.val = validation_share(images.val, network.preprocess, None if recipe.labelled else teacher, accelerator)
         as_validated = create_transform(**network.preprocess.to_dict())
         self.plain_images = Part(images.train.images, transform=as_validated)
         rank, world = accelerator.process_index, accelerator.num_processes
         self.batches = Batches(images.train.images, recipe, network.preprocess, rank, world)
         self.kept = {  # what a resumed run must have as it was
-            **recipe.decisive(),
+            **recipe.model_dump(mode="json", exclude=set(FREE | PLACES)),
             "images": len(images.train.images),
             "classes": images.names and list(images.names),
             "processes": world,
         }
         self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
         if not self.epoch_steps:
-            raise RetrofitError(
-                f"an epoch has {len(self.batches)} batches, a step takes {recipe.grad_accum_steps}; lower "
-                "`grad_accum_steps` or `batch_size`"
-            )
-        self.steps = self.epoch_steps * recipe.epochs
-        classes = images.train.classes if recipe.labelled else outputs
-        self.chance = ChanceWatch(recipe, self.steps, classes, network.weights["kind"] == "random")
+            what = f"an epoch has {len(self.batches)} batches, a step takes {recipe.grad_accum_steps}"
+            raise RetrofitError(f"{what}; lower `grad_accum_steps` or `batch_size`")
+        self.position = Position(self.epoch_steps * recipe.epochs)
+        classes = images.train.classes if recipe.labelled else outputs_of(self.model)
+        self.chance = ChanceWatch(recipe, self.position.steps, classes, network.weights["kind"] == "random")
         self._prepare_training()
 
     def _prepare_training(self) -> None:
         """Set up what changes the weights, and what follows them."""
         recipe, callback, accelerator = self.recipe, self.callback, self.accelerator
-        adjust_layers(self.model, recipe, self.steps * recipe.grad_accum_steps, callback.note)
+        adjust_layers(self.model, recipe, self.position.steps * recipe.grad_accum_steps, callback.note)
         frozen = recipe.freeze == "all-but-norm"
         self.frozen_norms = freeze_all_but_norm(self.model, self.new_tensors, callback.note) if frozen else []
         self.average: Any = ModelEmaV3(self.model, recipe.model_ema_decay) if recipe.model_ema else None
@@ -110,34 +97,20 @@ class Run:
         self.validated: nn.Module = self.networks[-1]
         self.schedule: StrengthSchedule | None = None
         if strength_layers(self.model):
-            self.schedule = StrengthSchedule(
-                nn.ModuleList(self.networks),
-                self.steps,
-                shape=recipe.strength_sched,
-                ramp=recipe.strength_ramp,
-                start=recipe.strength_start,
-                end=recipe.strength_end,
-                noise=recipe.noise if draws_noise(self.model) else None,
-                noise_start=recipe.noise_start,
-                noise_ramp=recipe.noise_ramp,
-            )
+            walk = {name: getattr(recipe, f"strength_{name}") for name in ("ramp", "start", "end")}
+            walk |= {"noise_start": recipe.noise_start, "noise_ramp": recipe.noise_ramp}
+            noise = recipe.noise if draws_noise(self.model) else None
+            walk |= {"shape": recipe.strength_sched, "noise": noise}
+            self.schedule = StrengthSchedule(nn.ModuleList(self.networks), self.position.steps, **walk)
         if recipe.sync_norm and not sync_norms(self.model, self.device):
             raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
         optimizer = build_optimizer(self.model, recipe)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.scheduler = build_scheduler(optimizer, recipe, self.epoch_steps)
         self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
-        accelerator.init_trackers(
-            self.folder.name, {name: str(value) for name, value in recipe.model_dump(mode="json").items()}
-        )
-        parts = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "average": self.average and self.validated,
-            "schedule": self.schedule,
-            "scaler": accelerator.scaler,
-        }
+        accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        parts |= {"average": self.average and self.validated, "schedule": self.schedule, "scaler": accelerator.scaler}
         self.stateful: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
 
     def begin(self) -> None:
@@ -153,15 +126,14 @@ class Run:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         if changed := [name for name, value in self.kept.items() if value != state["kept"][name]]:
-            raise RetrofitError(
-                f"{shortlist(changed)} differ from those that the run in {self.folder} began with; resume it with the "
-                f"same images, as many processes, and the recipe in it, {RECIPE}"
-            )
+            what = f"{shortlist(changed)} differ from those that the run in {self.folder} began with"
+            how = f"the same images, as many processes, and the recipe in it, {RECIPE}"
+            raise RetrofitError(f"{what}; resume it with {how}")
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
-        self.position = Position(**state["position"])
+        self.position = Position(**{"steps": self.position.steps, **state["position"]})  # older states lack it
         set_random_state(state["generators"][self.accelerator.process_index])
-        self.callback.note(f"resumed at step {self.position.step} of {self.steps}")
+        self.callback.note(f"resumed at step {self.position.step} of {self.position.steps}")
 
     def checkpoint(self) -> None:
         """Write the state of all processes."""
@@ -237,16 +209,9 @@ class Run:
     def _step(self, epoch: int) -> Step:
         """Describe the step that was just done; its loss is known once the device has come so far."""
         position = self.position
-        return Step(
-            epoch=epoch + 1,
-            epochs=self.recipe.epochs,
-            step=position.step,
-            steps=self.steps,
-            loss=math.nan,
-            lr=self._rate,
-            strength=self._strength,
-            images_per_second=position.images * self.accelerator.num_processes / max(position.seconds, 1e-9),
-        )
+        rate = position.images * self.accelerator.num_processes / max(position.seconds, 1e-9)
+        where = (epoch + 1, self.recipe.epochs, position.step, position.steps)
+        return Step(*where, loss=math.nan, **self._now(), images_per_second=rate)
 
     def _judge(self, verdict: Verdict) -> None:
         """Report a step whose loss and gradient were finite; end the run after any other."""
@@ -264,15 +229,13 @@ class Run:
             cause, advice = divergence_of(self.model, images, fault, self.recipe)
         good = load_state(self.folder)["position"]["step"]
         where = f"the last good state is {self.folder / STATE}, step {good}"
-        return RetrofitError(f"{what} is not finite at step {step} of {self.steps}: {cause}; {where}; {advice}")
+        return RetrofitError(
+            f"{what} is not finite at step {step} of {self.position.steps}: {cause}; {where}; {advice}"
+        )
 
-    @property
-    def _rate(self) -> float:
-        return float(max(group["lr"] for group in self.optimizer.param_groups))
-
-    @property
-    def _strength(self) -> float | None:
-        return None if self.schedule is None else self.schedule.strength
+    def _now(self) -> dict[str, Any]:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return {"lr": float(max(rates)), "strength": self.schedule and self.schedule.strength}
 
     def end_epoch(self) -> None:
         """Validate, write the epoch's line, and the network if it is the best so far."""
@@ -282,8 +245,11 @@ class Run:
             for model in self.networks:
                 update_bn(self.plain_images.batches(recipe.precise_bn, _PRECISE_BATCH), model, self.device)
         accuracy = None
+        measured: dict[str, Any] = dict.fromkeys(("val_top1", "val_top5", "val_loss"))
         if self.val is not None:
             accuracy = validate(self.validated, self.val, self.network.preprocess, recipe, self.accelerator)
+            loss = None if math.isnan(accuracy.loss) else accuracy.loss
+            measured = {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": loss}
             self._list_unreadable(accuracy.skipped, "it is left out")
         for names in gather_object([position.unreadable]):
             self._list_unreadable(names, "it is left out")
@@ -291,20 +257,16 @@ class Run:
             "epoch": position.step // self.epoch_steps,
             "step": position.step,
             "train_loss": loss_sum / images,
-            "lr": self._rate,
-            "strength": self._strength,
-            "noise": None if self.schedule is None else self.schedule.noise,
+            **self._now(),
+            "noise": self.schedule and self.schedule.noise,
             "images_per_second": round(images / max(position.seconds, 1e-9), 1),
             "unreadable": len(position.unreadable),
-            "val_top1": None if accuracy is None else accuracy.top1,
-            "val_top5": None if accuracy is None else accuracy.top5,
-            "val_loss": None if accuracy is None or math.isnan(accuracy.loss) else accuracy.loss,
+            **measured,
         }
         position.rows.append(row)
         position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
         better = position.is_best(row["val_top1"], 0.0 if self.schedule is None else 1 - self.schedule.remaining)
-        figures = {name: value for name, value in row.items() if name.startswith("val_") and value is not None}
-        self.accelerator.log(figures, step=position.step)
+        self.accelerator.log({name: value for name, value in measured.items() if value is not None}, position.step)
         if not self.accelerator.is_main_process:
             return
         if better:
@@ -316,29 +278,24 @@ class Run:
             if (warning := self.chance.warning(row, accuracy.images, self.validated, few)) is not None:
                 self.callback.note(warning)
 
-    def end(self) -> Result:
+    def end(self) -> Position:
         """Write the networks and the picture that the run leaves behind."""
         position = self.position
         if self.accelerator.is_main_process:
             self._write_artifact(self.model, self.folder / "last.safetensors")
-            if self.val is None and position.step == self.steps:
+            if self.val is None and position.finished:
                 self._write_artifact(self.validated, self.folder / "best.safetensors")
             if position.rows and (problem := run_report.draw(self.folder, position.rows)) is not None:
                 self.callback.note(f"warning: a picture cannot be drawn ({problem}); the run is complete without it")
         self.accelerator.end_training()
-        return Result(position.step, self.steps, position.rows, position.best, position.unreadable)
+        return position
 
     def _write_artifact(self, model: nn.Module, path: Path, weights: dict[str, Any] | None = None) -> None:
         steps, network = self.position.step, self.network
-        trained: dict[str, Any] = {"kind": "checkpoint", "from": f"{self.folder}, step {steps}, from {self.origin}"}
+        origin = network.weights.get("from") or network.source.name
+        trained: dict[str, Any] = {"kind": "checkpoint", "from": f"{self.folder}, step {steps}, from {origin}"}
         if self.schedule is not None:
             trained["steps"] = steps
         with local_norms(model):
-            artifact.save(
-                model,
-                path,
-                source=network.source,
-                weights=weights or trained,
-                force=True,
-                proved=weights is None,  # by the artifact that the run began with
-            )
+            first = weights is not None  # which proves that the network can be built again
+            artifact.save(model, path, source=network.source, weights=weights or trained, force=True, proved=not first)

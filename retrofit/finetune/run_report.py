@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +49,31 @@ class RunCallback:
         """Called with an epoch's line of metrics."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a run ended."""
+@dataclass
+class Position:
+    """Where a run stands, beside its tensors, and in the end how it went."""
 
-    step: int  # optimizer steps done
     steps: int  # of the whole run
-    rows: list[dict[str, Any]]  # metrics of each whole epoch
-    best: float | None  # validation accuracy in percent; None without validation
-    unreadable: list[str]  # images, by name
+    step: int = 0  # optimizer steps done
+    loss_sum: float = 0.0  # of the epoch's images so far
+    images: int = 0  # of the epoch so far
+    seconds: float = 0.0  # that these took
+    best: float | None = None  # validation accuracy in percent
+    best_progress: float = 0.0  # how far on the way to the target the best is, from 0 to 1
+    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics of each whole epoch
+    unreadable: list[str] = field(default_factory=list)  # images, by name
 
     @property
     def finished(self) -> bool:
         """Whether the run was not asked to stop before its end."""
         return self.step == self.steps
+
+    def is_best(self, top1: float | None, progress: float) -> bool:
+        """Note whether an epoch is the best: the furthest on the way to the target, whatever the way costs."""
+        if top1 is None or (self.best is not None and (progress, top1) <= (self.best_progress, self.best)):
+            return False
+        self.best, self.best_progress = top1, progress
+        return True
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -73,14 +83,12 @@ class Result:
 
 def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Write metrics.jsonl and metrics.csv, one line an epoch."""
-    table = io.StringIO()
-    writer = csv.DictWriter(table, fieldnames=list(rows[-1]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    for name, text in (("metrics.jsonl", lines), ("metrics.csv", table.getvalue())):
-        with atomic_write(folder / name, force=True) as temporary:
-            temporary.write_text(text)
+    with atomic_write(folder / "metrics.jsonl", force=True) as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with atomic_write(folder / "metrics.csv", force=True) as temporary, temporary.open("w") as table:
+        writer = csv.DictWriter(table, list(rows[-1]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def draw(folder: Path, rows: list[dict[str, Any]]) -> str | None:

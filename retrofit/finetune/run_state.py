@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +24,6 @@ _LAST, _PREVIOUS = f"{STATE}/last.pt", f"{STATE}/previous.pt"
 _LOCK = ".lock"
 
 
-@dataclass
-class Position:
-    """Where a run stands, beside its tensors."""
-
-    step: int = 0  # optimizer steps done
-    loss_sum: float = 0.0  # of the epoch's images so far
-    images: int = 0  # of the epoch so far
-    seconds: float = 0.0  # that these took
-    best: float | None = None  # validation accuracy in percent
-    best_progress: float = 0.0  # how far on the way to the target the best is, from 0 to 1
-    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics of each whole epoch
-    unreadable: list[str] = field(default_factory=list)  # images, by name
-
-    def is_best(self, top1: float | None, progress: float) -> bool:
-        """Note whether an epoch is the best: the furthest on the way to the target, whatever the way costs."""
-        if top1 is None or (self.best is not None and (progress, top1) <= (self.best_progress, self.best)):
-            return False
-        self.best, self.best_progress = top1, progress
-        return True
-
-
 @contextmanager
 def owned(folder: Path, resume: bool) -> Iterator[None]:
     """Own a run's folder while the body runs; a RetrofitError if another process owns it, or it cannot be made.
@@ -53,9 +31,6 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
     A new run takes a folder that is empty or not there, or that holds a run which was killed before its first state,
     and no other. If the body fails before it has saved a state, what it made is removed.
     """
-    occupied = f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
-    if folder.exists() and not folder.is_dir():
-        raise RetrofitError(occupied)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +49,7 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
             states = {path.name for path in (folder / STATE).iterdir()} if STATE in present else set()
             killed = STATE in present and present <= {RECIPE, STATE} and states <= {Path(START).name}
             if present and not killed:
-                raise RetrofitError(occupied)
+                raise RetrofitError(f"{folder} exists; give another `folder`, or go on with the run in it by `resume`")
             _clear(folder)
         with termination_unwinds():
             try:

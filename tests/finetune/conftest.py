@@ -14,12 +14,12 @@ import retrofit
 from retrofit.finetune import run_report
 from retrofit.finetune.loop import finetune, resume_network
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_report import Result, RunCallback, Step
+from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.networks.models import Network, open_model
 from tests.half_resnet import HALF
 from tests.pictures import write_folder
 
-Train = Callable[..., Result]
+Train = Callable[..., Position]
 SMALL: dict[str, Any] = {"batch_size": 4, "epochs": 2, "workers": 0, "lr": 1e-3, "val_split": 0.25}
 DRAW = run_report.draw
 """Draws a run's curves, which takes as long as the training of a small run."""
@@ -86,7 +86,7 @@ def assert_same(one: object, other: object) -> None:
 def train(pictures: Path, tmp_path: Path) -> Train:
     """Run `finetune` on the pictures: train(folder name, network, **settings)."""
 
-    def run(name: str, network: Network | None = None, *, resume: bool = False, **settings: Any) -> Result:
+    def run(name: str, network: Network | None = None, *, resume: bool = False, **settings: Any) -> Position:
         options = {key: settings.pop(key) for key in ("callback", "stop") if key in settings}
         recipe, folder = Recipe(**{"data_dir": str(pictures), **SMALL, **settings}), tmp_path / name
         network = network or (resume_network(folder) if resume else small_network())

@@ -34,7 +34,7 @@ def test_the_teacher_is_the_source(to: str) -> None:
 
 
 def test_an_unconverted_network_has_no_source() -> None:
-    with pytest.raises(RetrofitError, match="needs a converted network"):
+    with pytest.raises(RetrofitError, match="needs layers that have a strength"):
         source_network(Network(timm.create_model("test_resnet")))
 
 

@@ -114,9 +114,8 @@ def test_a_run_that_fails_removes_what_it_made_alone(tmp_path: Path, folder: str
     assert contents(tmp_path / folder).keys() == set(others)
 
 
-def test_places_for_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file", "file/inside"])
+def test_where_no_folder_can_be_made(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RetrofitError, match="file exists; give another"):
-        owned(tmp_path / "file", resume=False).__enter__()
-    with pytest.raises(RetrofitError, match="cannot make the folder"):
-        owned(tmp_path / "file" / "inside", resume=False).__enter__()
+    with pytest.raises(RetrofitError, match=r"cannot make the folder .*; give another"):
+        owned(tmp_path / place, resume=False).__enter__()
