@@ -156,12 +156,10 @@ class NormalityMixin(StrengthMixin):
     def _by_own_statistics(self, x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Statistics | None]:
         """Return `x` normalized by statistics of its own sets, which ranks of `group` may share, and these."""
         layer: Any = self
-        sets = self._sets()
-        values, dim = sets(x)
-        gamma, beta = layer.weight, layer.bias
+        gamma, beta, (values, dim) = layer.weight, layer.bias, self.normalized_sets(x)
         if self.per_channel:
             shape = (1, -1, *(1,) * (x.ndim - 2))
-            gamma, beta = (None if p is None else sets(p.view(shape))[0] for p in (gamma, beta))
+            gamma, beta = (None if p is None else self.normalized_sets(p.view(shape))[0] for p in (gamma, beta))
         eps = vars(self)["eps"]
         out, statistics = normality_norm(values, gamma, beta, dim=dim, eps=eps, group=group, **self._options)
         return out.reshape(x.shape), statistics
@@ -174,7 +172,8 @@ class NormalityMixin(StrengthMixin):
         if alpha == 0:
             return [self._source_form()]
         layer: Any = self
-        return [EstimatedTransform(self._sets(), vars(self)["eps"], alpha, layer.weight, layer.bias, self.per_channel)]
+        affine = layer.weight, layer.bias
+        return [EstimatedTransform(self._sets(), vars(self)["eps"], alpha, affine, self.per_channel)]
 
     def _source_form(self) -> nn.Module:
         return constants_of(self._build_source(library_class(self.source_name)), self)
@@ -223,16 +222,17 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
     running = {name: getattr(layer, "running_lambda", None) for name, layer in layers.items()}
     values = {name: [] if kept is None else [kept.detach().float().cpu()] for name, kept in running.items()}
 
-    def collect(name: str, layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
+    def collect(found: list[Tensor], layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
         sets, dim = layer.normalized_sets(inputs[0].float())
         var, mean = torch.var_mean(sets, dim, correction=0, keepdim=True)
-        lmbda = estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim)
-        values[name].append(lmbda.flatten().cpu())
+        found.append(estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim).flatten().cpu())
 
-    estimating = [name for name, kept in running.items() if kept is None]
-    if estimating and images is not None:
-        watched = hooked(layers[name].register_forward_pre_hook(partial(collect, name)) for name in estimating)
-        with watched, torch.no_grad():
+    if images is not None and not all(values.values()):
+        estimating = [(layers[name], found) for name, found in values.items() if not found]
+        with (
+            hooked(one.register_forward_pre_hook(partial(collect, found)) for one, found in estimating),
+            torch.no_grad(),
+        ):
             model(images)
     return {name: torch.cat(found) for name, found in values.items() if found}
 
@@ -247,11 +247,15 @@ def strength_code(strength: float, device: Any = None) -> Tensor:
     return torch.tensor([round(value / _UNIT) for value in (strength, strength**2)], device=device)
 
 
-def check_strength(strength: float) -> float:
-    """Return `strength` if it lies in [0, 1]."""
-    if not 0.0 <= strength <= 1.0:
-        raise UsageError(f"strength must lie in [0, 1], not {strength}; 0 is the source, 1 the paper's")
-    return float(strength)
+def _within_one(name: str, meaning: str, value: float) -> float:
+    """Return `value` if it lies in [0, 1]."""
+    if not 0.0 <= value <= 1.0:
+        raise UsageError(f"{name} must lie in [0, 1], not {value}; {meaning}")
+    return float(value)
+
+
+check_strength = partial(_within_one, "strength", "0 is the source, 1 the paper's")
+check_alpha = partial(_within_one, "alpha", "0 is no transform, 1 the paper's")
 
 
 def check_noise(noise: float) -> float:
@@ -266,10 +270,3 @@ def check_noise_kind(kind: NoiseKind) -> NoiseKind:
     if kind not in get_args(NoiseKind):
         raise UsageError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}")
     return kind
-
-
-def check_alpha(alpha: float) -> float:
-    """Return `alpha` if it lies in [0, 1]."""
-    if not 0.0 <= alpha <= 1.0:
-        raise UsageError(f"alpha must lie in [0, 1], not {alpha}; 0 is no transform, 1 the paper's")
-    return float(alpha)

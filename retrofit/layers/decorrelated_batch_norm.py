@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.batch_norm import (
-    BatchNormalNorm1d,
-    BatchNormalNorm2d,
-    BatchNormalNorm3d,
-    BatchStatisticsMixin,
-    RunningStatistics,
-    _BatchNormalNorm,
-)
+from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form
@@ -86,7 +79,7 @@ def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     return vectors, torch.maximum(values.clamp_min(floor), resolved).sqrt()
 
 
-class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
+class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatistics):
     """Mixin: groups of channels are whitened where BatchNorm divides each by its standard deviation.
 
     With S the covariance of a group over (N, *), the matrix that multiplies the centred values is
@@ -107,7 +100,7 @@ class DecorrelatedNorm(BatchStatisticsMixin, RunningStatistics):
     group_size: int
     running_covariance: Tensor | None
     running_whitening: Tensor | None
-    _sets = _BatchNormalNorm._sets
+    _sets = batch_norm._BatchNormalNorm._sets
 
     def __init__(self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
@@ -268,7 +261,7 @@ class DecorrelatedBatchNormAct2d(_ThenActivate, DecorrelatedBatchNorm2d):
     """Decorrelated batch normalization, then `drop` and `act`: another counterpart of timm's BatchNormAct2d."""
 
 
-class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
+class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
     """Mixin: lambda is estimated from each channel's whitened values, not standardised again: the estimate holds for
     any variance. Theirs is one but for eps, unless channels of a group depend on each other or outnumber its values.
     """
@@ -286,18 +279,18 @@ class _ThenTransform(DecorrelatedNorm, _BatchNormalNorm):
         return replace(super()._behind_whitening(), lmbda=lmbda)
 
 
-class DecorrelatedBatchNormalNorm1d(_ThenTransform, BatchNormalNorm1d):
+class DecorrelatedBatchNormalNorm1d(_ThenTransform, batch_norm.BatchNormalNorm1d):
     """Decorrelated batch normality normalization over (N, C) or (N, C, L) input (Eftekhari & Papyan 2025, table 3).
 
     Takes the arguments of `BatchNormalNorm1d` and those of `DecorrelatedBatchNorm1d`.
     """
 
 
-class DecorrelatedBatchNormalNorm2d(_ThenTransform, BatchNormalNorm2d):
+class DecorrelatedBatchNormalNorm2d(_ThenTransform, batch_norm.BatchNormalNorm2d):
     """Decorrelated batch normality normalization over (N, C, H, W) input; see `DecorrelatedBatchNormalNorm1d`."""
 
 
-class DecorrelatedBatchNormalNorm3d(_ThenTransform, BatchNormalNorm3d):
+class DecorrelatedBatchNormalNorm3d(_ThenTransform, batch_norm.BatchNormalNorm3d):
     """Decorrelated batch normality normalization over (N, C, D, H, W) input; see `DecorrelatedBatchNormalNorm1d`."""
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -214,19 +216,13 @@ class EstimatedTransform(nn.Module):
     bias: Tensor | None  # beta, likewise
 
     def __init__(
-        self,
-        sets: Sets,
-        eps: float,
-        effective_alpha: float,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        per_channel: bool,
+        self, sets: Sets, eps: float, effective_alpha: float, affine: Sequence[Any], per_channel: bool
     ) -> None:
         super().__init__()
         self.sets, self.eps = sets, eps
         self.effective_alpha, self.per_channel = effective_alpha, per_channel
         self.frozen: TwoBranch | None = None
-        for name, value in (("weight", weight), ("bias", bias)):
+        for name, value in zip(("weight", "bias"), affine, strict=True):
             self.register_buffer(name, None if value is None else value.detach().float())
 
     def freeze(self, lmbda: float) -> None:
@@ -246,11 +242,24 @@ class EstimatedTransform(nn.Module):
         return y
 
     def _estimated(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Return the transform by the estimate: `power_transform.first_step` in operations that every runtime has."""
         h, v, extremes = _standardize(values, dims, self.eps)
+        mean = partial(torch.mean, dim=dims, keepdim=True)
+        tiny = torch.finfo(h.dtype).tiny
+        low, high = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
         a = h.abs()
         sign, log = _sign_and_log(h, a)
         signed = sign * log
-        kappa = self.effective_alpha * _newton_step(h, a, log, signed, v, dims, extremes)
+        share = a * _SHARE
+        grown = (share + _SHARE) * log
+        d = grown - share  # an eighth, as what follows of it
+        v = v.clamp_min(tiny)
+        m3 = mean(d)
+        ratio = mean(h * d) / v
+        m45 = mean(share * (grown * log - 2.0 * d) + d * d)  # a 64th
+        curvature = ((m45 - m3 * m3) / v - 2.0 * ratio * ratio).clamp_min(MIN_CURVATURE * _SHARE**2)
+        step = (mean(signed) * _SHARE**2 - ratio * _SHARE) / curvature
+        kappa = self.effective_alpha * torch.minimum(torch.maximum(step, low), high)
         return relative_growth((sign * kappa + 1.0) * log) * signed
 
     def _standardized(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -270,28 +279,6 @@ def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, 
     rstd = torch.rsqrt(power + rest)
     scale = inverse * rstd
     return small * rstd, power * rstd * rstd, (low * scale, high * scale)
-
-
-def _newton_step(
-    h: Tensor, a: Tensor, log: Tensor, signed: Tensor, v: Tensor, dims: tuple[int, ...], extremes: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Return lambda - 1 of each set: `power_transform.first_step` in operations that every runtime has."""
-
-    def mean(values: Tensor) -> Tensor:
-        return values.mean(dims, keepdim=True)
-
-    tiny = torch.finfo(h.dtype).tiny
-    low, high = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
-    share = a * _SHARE
-    grown = (share + _SHARE) * log
-    d = grown - share  # an eighth, as what follows of it
-    v = v.clamp_min(tiny)
-    m3 = mean(d)
-    ratio = mean(h * d) / v
-    m45 = mean(share * (grown * log - 2.0 * d) + d * d)  # a 64th
-    curvature = ((m45 - m3 * m3) / v - 2.0 * ratio * ratio).clamp_min(MIN_CURVATURE * _SHARE**2)
-    step = (mean(signed) * _SHARE**2 - ratio * _SHARE) / curvature
-    return torch.minimum(torch.maximum(step, low), high)
 
 
 class MigratedForm(nn.Module):
@@ -335,5 +322,4 @@ class Batched(nn.Module):
         self.form, self.ndim = form, ndim
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.form(x) if x.ndim == self.ndim else self.form(x.unsqueeze(0)).squeeze(0)
-        return out
+        return self.form(x) if x.ndim == self.ndim else self.form(x.unsqueeze(0)).squeeze(0)

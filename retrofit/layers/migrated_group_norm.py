@@ -81,19 +81,9 @@ def migrated_group_norm(
         numbers = num_groups, float(strength), float(eps), float(source_eps)
         out: Tensor = channelwise.MigratedNorm.apply(maps, layout, numbers, *given)
         return out.view_as(x) if x.ndim == 2 else out
-    dtype = compute_dtype(x)
-    gamma = torch.ones_like(running_mean, dtype=dtype) if weight is None else weight.to(dtype)
-    beta = torch.zeros_like(running_mean, dtype=dtype) if bias is None else bias.to(dtype)
-    t = torch.as_tensor(strength, dtype=dtype, device=x.device)
-    rstd = torch.rsqrt(running_var.to(dtype) + source_eps)
-    gain = torch.ones_like(rstd) if gain is None else gain.to(dtype)
-    constants = running_mean.detach().to(dtype), rstd.detach(), gain.detach()
-    # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
-    if transformed():
-        out = _group_affine(maps, *_moments(maps.to(dtype)), *constants, gamma, beta, t.detach(), num_groups, eps)[0]
-    else:
-        tables = *_moments(maps.detach().to(dtype)), *constants
-        out = _GroupAffine.apply(maps, *tables, gamma, beta, t, num_groups, eps)
+    t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device).detach()
+    values = maps, *given, (num_groups, t, eps, source_eps)
+    out = _group_affine(*values)[0] if transformed() else _GroupAffine.apply(*values)
     return out.view_as(x) if x.ndim == 2 else out
 
 
@@ -111,30 +101,28 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group_affine(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    running_mean: Tensor,
-    rstd: Tensor,
-    gain: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    t: Tensor,
-    num_groups: int,
-    eps: Tensor | float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result and, (N, C) each, the group's mean over the channel's gain and k of `_GroupAffine`."""
-    n, channels = mean.shape
-    groups = n, num_groups, channels // num_groups
-    mean = ((mean - running_mean) * (rstd * gain)).reshape(groups)
-    m = mean.mean(2, keepdim=True)
-    v = ((var * (rstd * gain).square()).reshape(groups) + (mean - m).square()).mean(2, keepdim=True)
+    x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, gain: Any, numbers: tuple[int, Tensor, Any, Any]
+) -> tuple[Tensor, ...]:
+    """Return the result by running `mean` and `var`, and what its derivative takes: that mean, rstd, gain and gamma,
+    (C,) each, and, (N, C) each, the group's mean over the gain and k.
+    """
+    num_groups, t, eps, source_eps = numbers
+    ones = torch.ones_like(mean, dtype=t.dtype)
+    gamma, gain = (ones if values is None else values.to(t.dtype) for values in (weight, gain))
+    mean, rstd = mean.to(t.dtype), torch.rsqrt(var.to(t.dtype) + source_eps)
+    # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
+    row_mean, row_var = _moments(x.to(t.dtype))
+    groups = len(x), num_groups, len(ones) // num_groups
+    centre = ((row_mean - mean) * (rstd * gain)).reshape(groups)
+    m = centre.mean(2, keepdim=True)
+    v = ((row_var * (rstd * gain).square()).reshape(groups) + (centre - m).square()).mean(2, keepdim=True)
     # At t = 0 the moments do not count, not even where they overflow.
     m, v = torch.where(t > 0, m, 0.0), torch.where(t > 0, v, 1.0)
     k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
-    m, k = m.expand(groups).reshape(n, channels) / gain, k.expand(groups).reshape(n, channels)
+    m, k = m.expand(groups).flatten(1) / gain, k.expand(groups).flatten(1)
     scale = k * gamma
-    return _affine(x, scale * rstd, beta - scale * (running_mean * rstd + t * m)), m, k
+    shift = (0.0 if bias is None else bias.to(t.dtype)) - scale * (mean * rstd + t * m)
+    return _affine(x, scale * rstd, shift), mean, rstd, gain, gamma, m, k
 
 
 class _GroupAffine(torch.autograd.Function):
@@ -147,35 +135,37 @@ class _GroupAffine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *tables: Any) -> Tensor:
-        out, m, k = _group_affine(x, *tables)
-        _, _, running_mean, rstd, gain, gamma, _, t, num_groups, _ = tables
-        ctx.save_for_backward(x, running_mean, rstd, gain, gamma, t, m, k)
-        ctx.groups = len(m), num_groups, m.shape[1] // num_groups
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *constants: Any) -> Tensor:
+        out, *kept = _group_affine(x, weight, bias, *constants)
+        ctx.num_groups, t, *_ = constants[-1]
+        ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
+        ctx.save_for_backward(x, t, *kept)
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, running_mean, rstd, gain, gamma, t, m, k = ctx.saved_tensors  # m of the group, over the channel's gain
+        x, t, mean, rstd, gain, gamma, m, k = ctx.saved_tensors  # m of the group, over the channel's gain
         dims = tuple(range(2, x.ndim))
         grad = grads[0].to(k.dtype)
         sum_g = grad.sum(dims)
-        centred = (grad * x).sum(dims) - running_mean * sum_g
+        centred = (grad * x).sum(dims) - mean * sum_g
         sum_gx = (centred * rstd - t * m * sum_g) * k  # of grad * x^
         dx = None
         if ctx.needs_input_grad[0]:
-            size = ctx.groups[2] * max(1, math.prod(x.shape[2:]))
+            groups = len(m), ctx.num_groups, m.shape[1] // ctx.num_groups
+            size = groups[2] * max(1, math.prod(x.shape[2:]))
 
             def group_mean(sums: Tensor) -> Tensor:
-                means = (sums * gamma).view(ctx.groups).sum(2, keepdim=True) / size
-                return means.expand(ctx.groups).reshape(k.shape)
+                means = (sums * gamma).view(groups).sum(2, keepdim=True) / size
+                return means.expand(groups).reshape(k.shape)
 
-            slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - running_mean) * rstd
-            shift = -t * k * gain * group_mean(sum_g / gain) - slope * (running_mean * rstd + m)
+            slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - mean) * rstd
+            shift = -t * k * gain * group_mean(sum_g / gain) - slope * (mean * rstd + m)
             dx = _affine(x, slope * rstd.square(), shift * rstd, dtype=k.dtype)
             dx = dx.addcmul_(grad, channel_view(k * gamma * rstd, x)).to(x.dtype)
-        return dx, None, None, None, None, None, sum_gx.sum(0), sum_g.sum(0), None, None, None
+        grad_weight, grad_bias = sum_gx.sum(0) if ctx.has_weight else None, sum_g.sum(0) if ctx.has_bias else None
+        return dx, grad_weight, grad_bias, None, None, None, None
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -10,20 +10,10 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers import kernels
+from retrofit.layers import forms, kernels
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.converted_layer import _ThenActivate, reset_affine
-from retrofit.layers.forms import (
-    Batched,
-    ChannelsFirstLayerNorm,
-    Sets,
-    channel_sets,
-    constants_of,
-    group_sets,
-    in_sequence,
-    trailing_sets,
-)
 from retrofit.layers.normality_norm import NormalityOptions, Statistics, memory_format_of
 
 
@@ -68,8 +58,8 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         """Return the dimensions before the normalized ones, or all but the channels'."""
         return super().channel_dims(x) if self.per_channel else tuple(range(x.ndim - len(self.normalized_shape)))
 
-    def _sets(self) -> Sets:
-        return partial(trailing_sets, len(self.normalized_shape))
+    def _sets(self) -> forms.Sets:
+        return partial(forms.trailing_sets, len(self.normalized_shape))
 
 
 class LayerNormalNorm2d(LayerNormalNorm):
@@ -87,11 +77,11 @@ class LayerNormalNorm2d(LayerNormalNorm):
             raise RuntimeError(f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}")
         return self._by_own_statistics(x)[0]
 
-    def _sets(self) -> Sets:
-        return channel_sets
+    def _sets(self) -> forms.Sets:
+        return forms.channel_sets
 
     def _source_form(self) -> nn.Module:
-        return constants_of(ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"), self)
+        return forms.constants_of(forms.ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"), self)
 
 
 class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
@@ -148,8 +138,8 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         new: nn.Module = cls(num_groups=self.num_groups, num_channels=self.num_channels, eps=self.eps, device="meta")
         return new
 
-    def _sets(self) -> Sets:
-        return partial(group_sets, self.num_groups)
+    def _sets(self) -> forms.Sets:
+        return partial(forms.group_sets, self.num_groups)
 
 
 class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
@@ -199,11 +189,11 @@ class _InstanceNormalNorm(RunningNormality):
         """Whether the layer evaluates by running statistics: as torch's, by its setting, not by its buffers."""
         return bool(self.track_running_stats) and self.running_mean is not None
 
-    def _sets(self) -> Sets:
-        return partial(trailing_sets, self._batched_ndim - 2)
+    def _sets(self) -> forms.Sets:
+        return partial(forms.trailing_sets, self._batched_ndim - 2)
 
     def _form(self) -> list[nn.Module]:
-        return [Batched(in_sequence(super()._form()), self._batched_ndim)]
+        return [forms.Batched(forms.in_sequence(super()._form()), self._batched_ndim)]
 
 
 class InstanceNormalNorm1d(_InstanceNormalNorm):

@@ -151,7 +151,7 @@ def test_an_estimate_may_be_one_of_the_singular_points(kappa: float) -> None:
     estimate = oracle.newton_estimate(h, (2,)) - 1
     layer: Any = layers.GroupNormalNorm(2, C, affine=False).eval()
     strength = kappa / estimate.flatten()[0].item()
-    found = EstimatedTransform(layer._sets(), 1e-5, strength, None, None, per_channel=True)(x.float())
+    found = EstimatedTransform(layer._sets(), 1e-5, strength, (None, None), per_channel=True)(x.float())
     lmbda = 1 + strength * estimate
     expected = np.stack(
         [[oracle.psi(v.numpy(), float(p)) for v, p in zip(*pair, strict=True)] for pair in zip(h, lmbda, strict=True)]
