@@ -26,7 +26,7 @@ from retrofit.cli.console import emit, names, say, say_written, show_table, wait
 @options.option(
     "--tolerance", "Largest change of the output, as a share of its standard deviation.", float, default=0.1
 )
-@options.output("output", "NAME-baked.safetensors")
+@options.option("-o --output", "File to write (default: NAME-baked.safetensors).", Path)
 @options.architecture
 @options.force
 @options.json

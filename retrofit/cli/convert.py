@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 @options.command("convert", __doc__, to="The conversion")
 @options.model
-@options.target(f"{', '.join(CONVERTERS)}.", required=True)
-@options.output("output", "NAME-TARGET.safetensors")
+@options.option("--to", f"{', '.join(CONVERTERS)}.", tuple(CONVERTERS), metavar="TARGET", required=True)
+@options.option("-o --output", "File to write (default: NAME-TARGET.safetensors).", Path)
 @options.option(
     "--strength", "Strength of the new layers: 0 is the source, 1 the target (default: 0).", click.FloatRange(0, 1)
 )

@@ -20,14 +20,16 @@ from retrofit.cli.console import emit, progress_bar, say
 
 @options.command("diagnose", __doc__, against="The measurement")
 @options.model
-@options.against("A second network, beside the first.")
+@options.option(
+    "--against", "A second network, beside the first.", metavar="MODEL", shell_complete=options.complete_model
+)
 @options.option("--images", "Images to measure on, at most.", click.IntRange(2), default=200)
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
 @options.option("--channels", "Channels a plot.", click.IntRange(1), default=20)
 @options.device
 @options.option("--seed", "Chooses channels, values and noise.", int, default=0)
-@options.output("folder", "NAME-diagnosis", metavar="DIR")
+@options.option("-o --output folder", "Folder to write (default: NAME-diagnosis).", Path, metavar="DIR")
 @options.attack
 @options.data
 @options.weights

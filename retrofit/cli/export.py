@@ -27,7 +27,7 @@ _IMAGES = 256  # to fit on, and to check on: half each
 
 @options.command("export", __doc__, path="The file", fold="Approximation and precision", report="Output")
 @options.model
-@options.output("path", "NAME.onnx")
+@options.option("-o --output path", "File to write (default: NAME.onnx).", Path)
 @options.option("--opset", "ONNX's opset, 18 to 22.", int, default=18)
 @options.option("--batch", "Fix the number of images, as some networks need.", int)
 @options.option("--dynamic-size", "Let height and width vary, besides the batch.", bool)

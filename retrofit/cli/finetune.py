@@ -26,9 +26,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
-from types import FrameType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import click
 
@@ -53,37 +53,27 @@ _GROUPS = {
     "workers": "Machine and output",
 }
 """The first option of each group of the help."""
-_METAVARS: dict[Any, str] = {float: "F", int: "N", str: "NAME", tuple: "F,F", list: "A,B,..."}
-_PATHS = {"data_dir": "DIR", "checkpoint": "FILE", "class_map": "FILE"}
+_METAVARS = {"number": "F", "integer": "N", "string": "NAME", "array": "A,B,..."}
+_NAMED = {"data_dir": "DIR", "checkpoint": "FILE", "class_map": "FILE", "scale": "F,F", "ratio": "F,F"}
 
 
 def _settings(function: Any) -> Any:
     """Make a flag of each of a recipe's settings; their values are checked with the rest of the recipe."""
-    for name, field in reversed(Recipe.model_fields.items()):
-        flag, text = f"--{name.replace('_', '-')}", str(field.description)
-        if field.default not in (None, "", []):
-            text = f"{text.rstrip('.')} (default: {_shown(field.default)})."
-        if field.annotation is bool:
+    for name, known in reversed(Recipe.model_json_schema()["properties"].items()):
+        flag, text, kind = f"--{name.replace('_', '-')}", known["description"], known.get("anyOf", [known])[0]
+        if known["default"] not in (None, "", []):
+            text = f"{text.rstrip('.')} (default: {_shown(known['default'])})."
+        if kind["type"] == "boolean":
             off = f"--{flag[5:]}" if name.startswith("no_") else f"--no-{flag[2:]}"
-            function = click.option(f"{flag}/{off}", name, default=None, help=text)(function)
+            function = options.option(f"{flag}/{off}", text, bool, default=None)(function)
         elif name != "model":
-            kinds = list(_kinds(field.annotation))
-            metavar = _PATHS.get(name) or "|".join(kind for kind in kinds if isinstance(kind, str))
-            metavar = metavar or next(_METAVARS[kind] for kind in kinds if kind in _METAVARS)
-            flags = [_SHORT[name], flag] if name in _SHORT else [flag]
-            function = click.option(*flags, name, metavar=metavar, help=text)(function)
+            metavar = _NAMED.get(name) or "|".join(kind.get("enum", ())) or _METAVARS[kind["type"]]
+            function = options.option(f"{_SHORT.get(name, '')} {flag}", text, metavar=metavar)(function)
     return function
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the parts of a type, from the outside in: `tuple[float, float] | None` is first a tuple."""
-    yield get_origin(annotation) or annotation
-    for part in get_args(annotation):
-        yield from _kinds(part)
-
-
 def _shown(value: Any) -> str:
-    if isinstance(value, tuple | list):
+    if isinstance(value, list):
         return ",".join(map(_shown, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -93,7 +83,7 @@ def _shown(value: Any) -> str:
 @click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=__doc__)
 @click.argument("model", required=False, shell_complete=options.complete_model)
 @options.option("--recipe", "Settings to start from.", metavar="NAME|FILE", shell_complete=options.complete_recipe)
-@options.output("folder", "runs/MODEL-RECIPE", metavar="DIR")
+@options.option("-o --output folder", "Folder to write (default: runs/MODEL-RECIPE).", Path, metavar="DIR")
 @options.option("--resume", "Go on with the run in this folder.", Path, metavar="DIR")
 @options.network
 @_settings
@@ -109,7 +99,7 @@ def command(
     speaks = os.environ.get("RANK", "0") == "0"  # the first process does, for all that torchrun started
     given = {name: value for name, value in {"model": model, **settings}.items() if value is not None}
     with _signals() as received:
-        from retrofit.cli.network import introduce
+        from retrofit.cli.network import file_stem, introduce
         from retrofit.finetune.loop import finetune, recipe_network, resume_network
 
         if resume is not None:
@@ -123,7 +113,7 @@ def command(
             if own and model is None:
                 raise UsageError(f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself")
             opened, network = recipe_network(run, network), run.model if own else network
-            folder = folder or _fresh_folder(str(run.model), recipe)
+            folder = folder or _fresh_folder(file_stem(str(run.model)), recipe)
             if speaks:
                 introduce(opened)
         with progress_bar("training") as move:
@@ -162,15 +152,11 @@ class _Progress(RunCallback):
         )
 
 
-def _fresh_folder(model: str, recipe: str | None) -> Path:
+def _fresh_folder(stem: str, recipe: str | None) -> Path:
     """Return runs/MODEL-RECIPE, with a number behind it if it is taken."""
-    stem = Path(model).name.removesuffix(".safetensors").replace(":", "-")
-    folder = first = Path("runs") / (stem if recipe is None else f"{stem}-{Path(recipe).stem}")
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
-    return folder
+    name = stem if recipe is None else f"{stem}-{Path(recipe).stem}"
+    numbered = (Path("runs") / f"{name}-{number}" for number in count(2))
+    return next(folder for folder in chain([Path("runs") / name], numbered) if not folder.exists())
 
 
 @contextmanager
@@ -178,7 +164,7 @@ def _signals() -> Iterator[list[int]]:
     """Give a list that gets the signal which asks the run to stop; a second one ends the run on the spot."""
     received: list[int] = []
 
-    def handle(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: Any) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, say, show_lines, show_plan, show_table
+from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import UsageError
 from retrofit.utils.text import ROOT, plural
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @options.command("inspect", __doc__, to="The conversion", full="Output")
 @options.model
-@options.target("Show what a conversion to this target would do.")
+@options.option("--to", "Show what a conversion to this target would do.", tuple(CONVERTERS), metavar="TARGET")
 @options.plan
 @options.architecture
 @options.option("--full", "List every layer on a line of its own.", bool)

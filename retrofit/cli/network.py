@@ -79,7 +79,7 @@ def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
     if amp_dtype is not None and not amp:
         raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")
     half = amp_dtype or ("bfloat16" if device.type == "cpu" else "float16")
-    return device, {"bfloat16": torch.bfloat16, "float16": torch.float16}[half] if amp else None
+    return device, getattr(torch, half) if amp else None
 
 
 def output_file(given: Path | None, default: str, force: bool) -> Path:

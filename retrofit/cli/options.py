@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from retrofit.cli.console import JSON
-from retrofit.conversion_options import CONVERTERS, FAMILIES, OPTIONS, Option
+from retrofit.conversion_options import FAMILIES, OPTIONS, Option
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.text import with_class
 
@@ -149,7 +149,7 @@ def option(flags: str, help: str, kind: Any = str, **rest: Any) -> Decorator:
     if isinstance(kind, tuple):
         kind = click.Choice(kind)
     taken = click.types.convert_type(click.Path(path_type=Path) if kind is Path else kind)
-    rest = {"metavar": _METAVARS.get(taken.name), "is_flag": kind is bool, **rest}
+    rest = {"metavar": _METAVARS.get(taken.name), "is_flag": kind is bool or None, **rest}
     return click.option(*flags.split(), type=taken, help=help, **rest)
 
 
@@ -174,22 +174,6 @@ def _conversion_option(name: str, known: Option) -> Decorator:
 def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:
     """Make a command whose help has the groups of options below, and `groups`: title by first option."""
     return click.command(name, cls=Grouped, groups=GROUPS | groups, help=help)
-
-
-def output(name: str, default: str, metavar: str = "FILE") -> Decorator:
-    """Make -o, which sets the argument `name`."""
-    kind = "Folder" if metavar == "DIR" else "File"
-    return option(f"-o --output {name}", f"{kind} to write (default: {default}).", Path, metavar=metavar)
-
-
-def target(help: str, **rest: Any) -> Decorator:
-    """Make --to, which takes every target."""
-    return option("--to", help, tuple(CONVERTERS), metavar="TARGET", **rest)
-
-
-def against(help: str) -> Decorator:
-    """Make --against, which takes a second MODEL."""
-    return option("--against", help, metavar="MODEL", shell_complete=complete_model)
 
 
 RUNTIMES = ("onnxruntime", "openvino")

@@ -15,14 +15,14 @@ import click
 
 from retrofit.cli import options
 from retrofit.cli.console import say
+from retrofit.finetune.recipe import recipe_summaries, recipe_text
+from retrofit.utils.files import atomic_write
 
 
 @click.group("recipes", help=__doc__, invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
     if context.invoked_subcommand is None:
-        from retrofit.finetune.recipe import recipe_summaries
-
         for name, summary in recipe_summaries().items():
             click.echo(f"{name:30}{summary}")
 
@@ -31,8 +31,6 @@ def command(context: click.Context) -> None:
 @click.argument("name", metavar="NAME")
 def show(name: str) -> None:
     """Write a recipe to stdout."""
-    from retrofit.finetune.recipe import recipe_text
-
     click.echo(recipe_text(name), nl=False)
 
 
@@ -42,9 +40,6 @@ def show(name: str) -> None:
 @options.force
 def copy(name: str, file: Path, force: bool) -> None:
     """Write a recipe to FILE."""
-    from retrofit.finetune.recipe import recipe_text
-    from retrofit.utils.files import atomic_write
-
     text = recipe_text(name)
     with atomic_write(file, force) as temporary:
         temporary.write_text(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -14,13 +14,12 @@ def lazy_names(
 
     `homes` lists the names by the module, relative to the package, that has them; `packages` are submodules.
     """
-    modules = {name: module for module, names in homes.items() for name in names}
+    places = {name: f"{module}:{name}" for module, names in homes.items() for name in names}
+    places |= {name: name for name in packages}
 
     def get(name: str) -> Any:
-        if name in packages:
-            return importlib.import_module(f"{package}.{name}")
-        if name in modules:
-            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return pkgutil.resolve_name(f"{package}.{places[name]}")
 
     return get

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 from retrofit.errors import RetrofitError
 
@@ -35,10 +34,8 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
     target = Path(os.path.realpath(Path(path).expanduser()))
     with writing(path), suppress(FileNotFoundError, NotADirectoryError):
         target.lstat()  # fails on a name that is too long
-    if target.is_dir():
-        raise RetrofitError(f"{path} is a folder; name a file in it")
     if target.exists() and not target.is_file():
-        raise RetrofitError(f"{path} is not a regular file; name another one")
+        raise RetrofitError(f"{path} is a folder or a device; name a file")
     if target.exists() and not force:
         raise RetrofitError(f"{path} exists; pass `force=True` to replace it")
     if not target.parent.is_dir():
@@ -179,11 +176,7 @@ def termination_unwinds() -> Iterator[None]:
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-
-    def unwind(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, unwind)
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         yield
     finally:

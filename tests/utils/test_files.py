@@ -77,7 +77,7 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
         ("", "is a folder"),
         ("missing/a.bin", "does not exist"),
         ("file/a.bin", "does not exist"),
-        ("pipe", "not a regular file"),
+        ("pipe", "is a folder or a device"),
         ("n" * 300, "cannot write"),
     ],
 )
