@@ -163,11 +163,6 @@ class Reference:
         return {name: [shape for shape, _ in kept] for name, kept in self._layers.items()}
 
     @property
-    def uncalled(self) -> set[str]:
-        """The layers that the network did not call."""
-        return {name for name, kept in self._layers.items() if not kept}
-
-    @property
     def classifies(self) -> bool:
         """Whether the network answers with scores of classes, (N, classes), and nothing else."""
         return all(_is_scores(part, answer) for part, answer in zip(self.parts, self._outputs, strict=True))
@@ -195,10 +190,8 @@ class Reference:
         result = self._compare_outputs(outputs, zero=_ROUNDING * largest)
         if not result.differs:
             rows = [self._compare_layer(name, kept[name]) for name in watched]
-            if differing := next((row for row in rows if row.differs), None):
-                result = differing
-            elif result.scale == 0:
-                result = max(rows, key=_BY_SHARE, default=result)
+            judged_by_layers = max(rows, key=_BY_SHARE, default=result) if result.scale == 0 else result
+            result = next((row for row in rows if row.differs), judged_by_layers)
         if not result.differs and not result.scale:
             result = replace(result, not_checked="every output is zero, which proves nothing; check the weights")
         return replace(result, batches=self.batches, top1_agreement=self._agreement(outputs))
@@ -238,30 +231,28 @@ class Reference:
         return float(torch.cat(same).double().mean()) if same else None
 
 
-def tensors_of(answer: Any) -> Iterator[Tensor]:
-    """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and other objects."""
-    seen: set[int] = set()
+def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and other objects.
 
-    def tensors(value: Any) -> Iterator[Tensor]:
-        if isinstance(value, Tensor):
-            yield value
-            return
-        if isinstance(value, str | bytes | int | float | nn.Module | type | None) or id(value) in seen:
-            return
-        seen.add(id(value))
-        held: Iterable[Any] = ()
-        if isinstance(value, Mapping):
-            held = value.values()
-        elif isinstance(value, list | tuple):
-            held = value
-        elif is_dataclass(value):
-            held = (getattr(value, one.name, None) for one in fields(value))
-        elif hasattr(value, "__dict__") and not callable(value):
-            held = vars(value).values()
-        for one in held:
-            yield from tensors(one)
-
-    return tensors(answer)
+    What is in `seen`, by `id`, is left out.
+    """
+    seen = set() if seen is None else seen
+    held: Iterable[Any] = ()
+    if isinstance(answer, Tensor):
+        yield answer
+    elif isinstance(answer, str | bytes | int | float | nn.Module | type | None) or id(answer) in seen:
+        return
+    elif isinstance(answer, Mapping):
+        held = answer.values()
+    elif isinstance(answer, list | tuple):
+        held = answer
+    elif is_dataclass(answer):
+        held = (getattr(answer, one.name, None) for one in fields(answer))
+    elif hasattr(answer, "__dict__") and not callable(answer):
+        held = vars(answer).values()
+    seen.add(id(answer))
+    for one in held:
+        yield from tensors_of(one, seen)
 
 
 def largest_gap(one: Tensor, other: Tensor) -> float:

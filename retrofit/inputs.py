@@ -81,7 +81,7 @@ def example_calls(
             return [Call(kwargs=dict(inputs))]
         return [Call((inputs,) if isinstance(inputs, Tensor) else tuple(inputs))]
     size = tuple(input_size or own_input_size(model))
-    refusal: Exception | None = None
+    refusals: list[Exception] = []
     for batches in _BATCHES:
         calls = [_random_call(model, size, batch) for batch in batches]
         try:
@@ -89,12 +89,11 @@ def example_calls(
                 calls[0].on(model)
             return calls
         except Exception as error:  # anything may come out of a network's own code
-            refusal = refusal or error
-    assert refusal is not None
+            refusals.append(error)
     raise RetrofitError(
-        f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(refusal)}); "
+        f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(refusals[0])}); "
         "give example tensors with `inputs`, or another `input_size`"
-    ) from refusal
+    ) from refusals[0]
 
 
 def own_input_size(model: nn.Module) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ an unreadable image is marked, and a missing class is an error.
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ _OWN_PARTS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
-    """The images of a reader, ours or timm's (file and class by number, file names), in PIL mode "RGB" or "L".
+    """The images of a reader, ours or timm's (file or image, and class, by number), in PIL mode "RGB" or "L".
 
     An image that cannot be read or decoded comes as a blank one, which keeps its batch whole, with the target
     -1 - index; `unreadable` turns such a target back into a file name.
@@ -59,7 +58,7 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         try:
             file, target = self._reader[index][:2]
-            with file, Image.open(file) as image:
+            with file, file if isinstance(file, Image.Image) else Image.open(file) as image:
                 pixels = _in_8_bits(image).convert(self._mode)
         except Exception:  # Pillow's decoders raise almost anything on a damaged file
             return self.transform(Image.new(self._mode, (256, 256))), -1 - index
@@ -79,30 +78,19 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-class _Digits:
-    """A reader of scikit-learn's 1,797 digits of 8 x 8 pixels (UCI's optical digits), which need no download.
+def _digits(training: bool) -> list[tuple[Image.Image, int]]:
+    """Return scikit-learn's 1,797 digits of 8 x 8 pixels (UCI's optical digits), which need no download.
 
     A fifth of each class, always the same 360 images, is held out for validation.
     """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
 
-    classes = tuple("0123456789")
-
-    def __init__(self, training: bool) -> None:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-
-        images, targets = load_digits(return_X_y=True)
-        parts = train_test_split(images, targets, test_size=0.2, random_state=0, stratify=targets)
-        pixels, self._targets = parts[0 if training else 1], parts[2 if training else 3]
-        self._pixels = (pixels.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
-        file = io.BytesIO()
-        Image.fromarray(self._pixels[index]).save(file, "png")
-        return file, int(self._targets[index])
+    images, targets = load_digits(return_X_y=True)
+    parts = train_test_split(images, targets, test_size=0.2, random_state=0, stratify=targets)
+    pixels, targets = parts[0 if training else 1], parts[2 if training else 3]
+    pixels = (pixels.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+    return [(Image.fromarray(image), int(target)) for image, target in zip(pixels, targets, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -124,13 +112,13 @@ class ImageData:
         """Say why the data's classes, in their order, may not be a model's outputs; empty if they may."""
         if self.matched != "order" or self.classes is None:
             return ""
-        problem = ""
         if self.classes != outputs:
             problem = f"the data has {plural(self.classes, 'class')} and the model {plural(outputs or 0, 'output')}"
         elif self.contradicts(labels):
             problem = f"the data's classes ({shortlist(self.names or ())}) are not what the model calls its outputs"
-        taken = f"the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
-        return f"{problem}: {taken}" if problem else ""
+        else:
+            return ""
+        return f"{problem}: the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
 
     def mapped(self, class_map: FileName | None = None, labels: Sequence[str] | None = None) -> ImageData:
         """Return the data with targets by a class map, or by labels if these hold every class, as for `open_images`."""
@@ -214,7 +202,7 @@ def open_images(
     _check_part(data_dir, dataset, split)
     mode = "RGB" if channels == 3 else "L"
     if dataset == "digits":
-        data = _of_classes(LabelledImages(_Digits(split in _TRAIN_NAMES), mode), _Digits.classes)
+        data = _of_classes(LabelledImages(_digits(split in _TRAIN_NAMES), mode), "0123456789")
     elif dataset.lower() in _FOLDERS and data_dir is not None:
         files = ImageFiles(_part_folder(data_dir, split) or Path(data_dir), topmost=bool(dataset))
         notes = (f"no image in {shortlist(files.empty)}: no class of its own",) if files.empty else ()
@@ -276,16 +264,9 @@ def _read_class_map(class_map: FileName) -> dict[str, int]:
     outputs: dict[str, int] = {}
     free = set(range(len(pairs)))
     for name, index in pairs or [("", 0)]:
-        problem = ""
-        if name == "":
-            problem = f"has no name for output {shown(index)}"
-        elif name in outputs:
-            problem = f"has {shown(name)} for outputs {outputs[name]} and {index}"
-        elif type(index) is not int or index not in free:
-            problem = f"has output {shown(index)} for {shown(name)}, not one of its own from 0 to {len(pairs) - 1}"
-        if problem:
-            advice = "give each output one name, and each name one output"
-            raise RetrofitError(f"the class map {class_map} {problem}; {advice}")
+        if name == "" or name in outputs or type(index) is not int or index not in free:
+            what = f"the class map {class_map} is not one to one, with output {shown(index)} for {shown(name)}"
+            raise RetrofitError(f"{what}; give each output, from 0 to {max(len(pairs) - 1, 0)}, one name of its own")
         outputs[name] = index
         free.discard(index)
     return outputs

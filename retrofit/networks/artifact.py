@@ -24,21 +24,8 @@ from torch import nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.contents import (
-    SampledOutputs,
-    checksum,
-    fill,
-    is_small,
-    misfit,
-    sample_outputs,
-    sample_outputs_at,
-    set_training_settings,
-    tensors_of,
-    to_write,
-    training_settings,
-    under_all_names,
-)
-from retrofit.networks.library import class_source, no_waiting_for_the_hub, parse, preprocess_of, with_options
+from retrofit.networks import contents, library
+from retrofit.networks.contents import SampledOutputs, checksum, fill, misfit, tensors_of
 from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
@@ -100,16 +87,15 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         raise RetrofitError(f"{path} {problem}; give an artifact, which `retrofit.save` and `retrofit convert` write")
     try:
         text = _manifest_text(file)
-    except (SafetensorError, OSError) as error:
-        raise _damaged(path, one_line(error)) from error
-    if text is None:
-        raise RetrofitError(
-            f"{path} is a plain checkpoint, which holds no network; give the network's name, and `checkpoint='{path}'` "
-            "(in Python build the network and call its load_state_dict)"
-        )
-    try:
+        if text is None:
+            raise RetrofitError(
+                f"{path} is a plain checkpoint, which holds no network; give the network's name, and "
+                f"`checkpoint='{path}'` (in Python build the network and call its load_state_dict)"
+            )
         values = json.loads(text)
         schema = values["schema"]
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, one_line(error)) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, "its manifest is not readable") from error
     said = f"schema {printable(schema, 40)}"
@@ -145,19 +131,18 @@ def artifact_path(text: str) -> Path | None:
     holds. From the hub it is fetched; a RetrofitError says that this failed. None also if the hub gives no answer, or
     what lies there is not ours.
     """
-    prefix, colon, rest = text.partition(":")
-    prefix = prefix.replace("_", "-").lower()
-    if prefix == "local-dir" and colon:
-        file = Path(rest) / WEIGHTS
+    prefix, name = library.split_prefix(text)
+    if prefix == "local-dir":
+        file = Path(name) / WEIGHTS
         return file if is_artifact(file) else None
-    if prefix != "hf-hub" or not rest:
+    if prefix != "hf-hub":
         return Path(text) if Path(text).suffix == ".safetensors" else None
-    repo_id, _, revision = rest.partition("@")
+    repo_id, _, revision = name.partition("@")
 
     def fetched(name: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(repo_id, name, revision=revision or None))
 
-    with no_waiting_for_the_hub():
+    with library.no_waiting_for_the_hub():
         try:
             config = json.loads(fetched(CONFIG).read_text("utf-8"))
         except (OSError, ValueError):  # what opens a network of timm's there says why it cannot
@@ -210,17 +195,21 @@ def save(
     model = unwrapped(model)
     record = record_of(model)
     if isinstance(source, str):
-        source = class_source(model) if source == "own" else with_options(parse(source), model_kwargs=model_kwargs)
+        source = (
+            library.class_source(model)
+            if source == "own"
+            else library.with_options(library.parse(source), model_kwargs=model_kwargs)
+        )
     elif model_kwargs:
         raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
     source, structure = (source, model) if proved and source is not None else identify(model, source)
-    tensors = to_write(model, structure)
-    preprocess = preprocess or record.preprocess or preprocess_of(model, source)
-    outputs = sample_outputs(model, preprocess.input_size)
+    tensors = contents.to_write(model, structure)
+    preprocess = preprocess or record.preprocess or library.preprocess_of(model, source)
+    outputs = contents.sample_outputs(model, preprocess.input_size)
     if not outputs.not_checked and structure is not model:
         twin = rebuilt(source, record.plans)
         fill(twin, tensors)
-        if problem := _difference(outputs, twin):
+        if problem := outputs.difference(twin):
             what = f"built again, {source} is another function than this network: {problem}"
             raise RetrofitError(f"{what}; save it with `save(source='own')`")
     names = record.labels if labels is None else labels
@@ -240,7 +229,7 @@ def save(
         "labels": None if names is None else list(names),
         "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),
         "strength": common_strength(model),
-        "training": training_settings(model),
+        "training": contents.training_settings(model),
         "checksum": checksum(tensors),
         "sampled_outputs": outputs.to_dict(),
         "versions": {"retrofit": __version__} | {name: version(name) for name in ("torch", "timm", "torchvision")},
@@ -257,13 +246,6 @@ def common_strength(model: nn.Module) -> float | None:
     """Return the strength of all converted layers; None if there are none, or they differ."""
     strengths = {float(layer.strength) for layer in surgery.strength_layers(model)}
     return strengths.pop() if len(strengths) == 1 else None
-
-
-def _difference(outputs: SampledOutputs, model: nn.Module) -> str:
-    """Say how a network's outputs differ from those that are known; empty if they do not."""
-    if not is_small(model, outputs.size):
-        return f"its manifest asks for a run of a large network on images of {printable(outputs.size, 80)}"
-    return outputs.difference(sample_outputs_at(model, outputs.size, outputs.values))
 
 
 def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
@@ -296,12 +278,12 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
     plans = manifest.plans
     if into is not None:
         into = unwrapped(into)
-        if surgery.plans_of(into):
-            raise RetrofitError("the network to load into is converted already; pass it as it was before that")
-        if any(tensor.is_meta for tensor in tensors_of(into).values()):
-            raise RetrofitError("the network to load into is on the meta device, without memory; build it on the CPU")
+        converted = bool(surgery.plans_of(into))
+        if converted or any(tensor.is_meta for tensor in tensors_of(into).values()):
+            problem = "is converted already" if converted else "is on the meta device, without memory"
+            raise RetrofitError(f"the network to load into {problem}; pass it as it was built, on the CPU say")
         if source.library == "own":
-            origin = record_of(into).source or class_source(into)
+            origin = record_of(into).source or library.class_source(into)
     elif source.library == "own":
         whose = f"{path} holds a network of one's own, {printable(source, 100)}"
         raise RetrofitError(f"{whose}; build that network and pass it as `into`")
@@ -314,26 +296,26 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
             f"the tensors of {path} were changed after it was saved: they do not match its checksum; write or fetch it "
             "again (to change tensors, load the network, change them there and save it)"
         )
-    library = "torch" if source.library == "own" else source.library
-    then = printable(manifest.versions.get(library, "another version"), 40)
-    made_with = f"{library} {version(library)} (it was made with {then})"
+    builder = "torch" if source.library == "own" else source.library
+    then = printable(manifest.versions.get(builder, "another version"), 40)
+    made_with = f"{builder} {version(builder)} (it was made with {then})"
     with nullcontext() if into is None else unchanged_on_failure(into):
         try:
             options = [[row.options for row in (*plan.layers, *plan.edits)] for plan in plans]
             check_numbers([source.kwargs, options], tensors)
             with bounded_by(tensors):
                 model = skeleton(source, plans) if into is None else surgery.replay(into, plans)
-            problem = misfit(tensors_of(model), under_all_names(model, tensors))
+            problem = misfit(tensors_of(model), contents.under_all_names(model, tensors))
             if not problem:
                 model = rebuilt(source, plans) if into is None else model
                 fill(model, tensors)
-                set_training_settings(model, manifest.training)
+                contents.set_training_settings(model, manifest.training)
         except Exception as error:  # a plan of other making may ask the layers for anything
             raise RetrofitError(f"{path} cannot be rebuilt with {made_with}: {one_line(error)}") from error
         if problem:
             what = f"the tensors of {path} do not fit the network in its manifest: {problem}"
             raise RetrofitError(f"{what}; write it again, or check what it is loaded into")
-        if not manifest.outputs.not_checked and (problem := _difference(manifest.outputs, model)):
+        if not manifest.outputs.not_checked and (problem := manifest.outputs.difference(model)):
             raise RetrofitError(f"{path} does not come back as it was saved with {made_with}: {problem}")
     set_record(model, source=origin, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
     return model, manifest

@@ -77,7 +77,8 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
         raise RetrofitError(f"there are no tensors in {path}; give a checkpoint with a model's state_dict")
     nest, prefix = _choose(sets, key, path)
     held = sets[nest]
-    if special := [name for name, tensor in held.items() if not _is_dense(tensor)]:
+    dense = {name for name, t in held.items() if t.layout is torch.strided and not (t.is_quantized or t.is_nested)}
+    if special := [name for name, tensor in held.items() if name not in dense or tensor.is_meta]:
         what = f"{len(special)} tensors of {file} are sparse, quantized, nested or without data ({shortlist(special)})"
         raise RetrofitError(f"{what}; save them dense")
     _check_growth(file, sum(tensor.nbytes for tensor in held.values()))
@@ -87,10 +88,6 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
         others=tuple(other for other in sets if other not in ("", nest)),
         left_out=tuple(_weights(name for name in held if not name.startswith(prefix))),
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
 
 
 def _is_counter(name: str) -> bool:
@@ -114,10 +111,9 @@ def _unpickled(file: Path) -> Any:
     except RetrofitError:
         raise
     except Exception as error:  # zipfile and torch.load raise anything on a damaged file
-        problem = "is not a whole checkpoint of torch or safetensors; fetch it again or save it as .safetensors or .pth"
-        if "TorchScript" in str(error):
-            problem = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
-        elif isinstance(error, pickle.UnpicklingError):
+        why = one_line(error, 100)
+        problem = f"is not a whole checkpoint ({why}); fetch it again, or save weights as .safetensors or .pth"
+        if isinstance(error, pickle.UnpicklingError):
             try:
                 names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
             except Exception:  # not the zip format
@@ -217,7 +213,7 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     weights = _weights(own)
     if (missing or unexpected or unfit) and (not partial or len(missing + unfit) == len(weights)):
         listed = describe_misfit(missing, unexpected, {name: (state[name], own[name]) for name in unfit})
-        hint = _hint(own, state, missing, unexpected, unfit, prefix if beside else "")
+        hint = _hint(own, state, missing, unexpected, unfit)
         raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {listed}; {hint}")
     loaded = Loaded(unexpected + unfit, missing + unfit)
     random = f"of the network's {len(weights)} tensors are left RANDOM"
@@ -227,20 +223,16 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     return loaded
 
 
-def _hint(
-    own: Tensors, state: Tensors, missing: list[str], unexpected: list[str], unfit: list[str], prefix: str
-) -> str:
+def _hint(own: Tensors, state: Tensors, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
     """Say what the user may try."""
-    if unfit and not missing and not unexpected:
-        pairs = [(own[name].shape, state[name].shape) for name in unfit]
-        classes = {theirs[:1] for ours, theirs in pairs if ours != theirs and ours[1:] == theirs[1:]}
-        if len(classes) == 1 and all(ours[1:] == theirs[1:] for ours, theirs in pairs):
-            return f"only the classifier differs: pass `num_classes={classes.pop()[0]}`, or `checkpoint_partial=True`"
-        ours, theirs = pairs[0]
-        if len(pairs) == 1 and len(ours) == len(theirs) == 4 and (ours[0], *ours[2:]) == (theirs[0], *theirs[2:]):
-            return f"only the input channels differ: pass `in_chans={theirs[1]}`"
-    if prefix and not missing and not unfit:
-        return f"pass `checkpoint_key={printable(prefix.strip('.'), 64)!r}` to take what is under it and no more"
+    sizes = [enumerate(zip_longest(own[name].shape, state[name].shape)) for name in unfit]
+    differing = {(axis, theirs) for both in sizes for axis, (ours, theirs) in both if ours != theirs}
+    if len(differing) == 1 and not missing and not unexpected:
+        ((axis, size),) = differing
+        if axis == 0 and size:
+            return f"only the classifier differs: pass `num_classes={size}`, or `checkpoint_partial=True`"
+        if axis == 1 and len(unfit) == 1 and own[unfit[0]].ndim == 4:
+            return f"only the input channels differ: pass `in_chans={size}`"
     if _order_problem(own, state) is None:
         return "all tensors pair up in order and shape: pass `match='order'`"
     if 2 * len(missing + unfit) <= len(own):

@@ -25,7 +25,7 @@ from retrofit.inputs import Call, input_shapes, is_detector
 from retrofit.layers.base import NormalityMixin, check_noise, check_noise_kind
 from retrofit.record import check_size
 from retrofit.utils.running import hooked, placement_of, undisturbed
-from retrofit.utils.text import shortlist, with_class
+from retrofit.utils.text import printable, shortlist, with_class
 
 TOLERANCE = 1e-3  # of the largest value: AVX2 and AVX-512 differ by some 1e-6 of it an operation
 
@@ -179,8 +179,11 @@ class SampledOutputs:
         }
         return cls(tuple(values["size"]), values["classes"], rows)
 
-    def difference(self, other: SampledOutputs) -> str:
-        """Say where another network's outputs differ most by more than rounding; empty if they do not."""
+    def difference(self, model: nn.Module) -> str:
+        """Say where a network's outputs differ most from these by more than rounding; empty if they do not."""
+        if not is_small(model, self.size):
+            return f"its manifest asks for a run of a large network on images of {printable(self.size, 80)}"
+        other = sample_outputs_at(model, self.size, self.values)
         if other.not_checked:
             return other.not_checked
         worst, where = 0.0, ""

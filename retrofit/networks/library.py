@@ -17,7 +17,7 @@ import sys
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, Preprocess, set_record
 from retrofit.utils.text import one_line, printable, with_class
 
+_FILES = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz", ".onnx")
 typed: dict[str, Callable[..., Any]] = {}
 """What builds networks of one's own, by the names that were typed in this process."""
 
@@ -50,21 +51,16 @@ def parse(text: str) -> ModelSource:
         name = text.removeprefix(PREFIX)
         typed[name] = _imported(name)
         return ModelSource("own", name)
-    prefix, colon, rest = text.partition(":")
-    prefix = prefix.replace("_", "-").lower()
-    if colon and prefix == "hf-hub" and rest:
-        return ModelSource("timm", f"hf-hub:{rest}")
-    if colon and prefix == "local-dir" and rest:
-        if not (Path(rest) / "config.json").is_file():
-            raise UsageError(f"no folder with timm's config.json at {rest!r}; check the path after local-dir:")
-        return ModelSource("timm", f"local-dir:{rest}")
     torchvision_names = list_models()
-    prefixed = [f"tv:{name}" for name in torchvision_names]
-    if colon:
-        if prefix in {"tv", "torchvision"} and rest in torchvision_names:
-            return ModelSource("torchvision", rest)
-        raise _unknown(text, text, prefixed)
-
+    match split_prefix(text):
+        case "hf-hub", name:
+            return ModelSource("timm", f"hf-hub:{name}")
+        case "local-dir", folder:
+            if not (Path(folder) / "config.json").is_file():
+                raise UsageError(f"no folder with timm's config.json at {folder!r}; check the path after local-dir:")
+            return ModelSource("timm", f"local-dir:{folder}")
+        case "tv" | "torchvision", name if name in torchvision_names:
+            return ModelSource("torchvision", name)
     deprecated = timm.models.get_deprecated_models()
     name = deprecated.get(text, text)
     if name is None:
@@ -77,13 +73,18 @@ def parse(text: str) -> ModelSource:
         raise _unknown(text, text, [*tagged] or [base], cutoff=0.0)
     if text in torchvision_names:
         return ModelSource("torchvision", text)
-    if text and Path(text).exists():
-        kind = "folder" if Path(text).is_dir() else "file"
-        raise UsageError(f"{text} is a {kind} and no network; give an artifact (*.safetensors) or a network's name")
-    raise _unknown(text, base, [*timm.list_models(), *prefixed])
+    raise _unknown(text, base, [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)])
+
+
+def split_prefix(text: str) -> tuple[str, str]:
+    """Split "hf_hub:NAME" into "hf-hub" and the name; the prefix is empty if there is none, or nothing follows it."""
+    prefix, _, rest = text.partition(":")
+    return (prefix.replace("_", "-").lower(), rest) if rest else ("", text)
 
 
 def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
+    if text and (Path(text).suffix in _FILES or Path(text).exists()):
+        return UsageError(f"{text} is no network's name and no artifact; give the name, and the file as its checkpoint")
     close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
     close.sort(key=lambda name: not name.startswith(sought.lower()))
     forms = "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact"
@@ -217,24 +218,17 @@ def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module
     if "weights_backbone" in inspect.signature(get_model_builder(source.name)).parameters:
         kwargs["weights_backbone"] = "DEFAULT" if kwargs.pop("trained_backbone", False) else None
         structure_only |= kwargs["weights_backbone"] is not None
-    with _structure_only(weights, kwargs.get("num_classes")) if structure_only else nullcontext():
+    with ExitStack() as patches:
+        if structure_only:  # what torchvision builds for weights (frozen norms, no auxiliary heads), without any
+            patches.enter_context(mock.patch.object(WeightsEnum, "get_state_dict", return_value={}))
+            patches.enter_context(mock.patch.object(nn.Module, "load_state_dict", return_value=None))
+            if weights is not None and "categories" in weights.meta and (classes := kwargs.get("num_classes")):
+                # builders compare another number of classes with the names in the weights' record
+                patches.enter_context(mock.patch.dict(weights.meta, categories=range(classes)))
         model = get_model(source.name, weights=weights, **kwargs)
     if weights is not None:
         source = replace(source, kwargs={**source.kwargs, "weights": weights.name})
     return model, source
-
-
-@contextmanager
-def _structure_only(weights: Any, classes: int | None) -> Iterator[None]:
-    """Let torchvision build what it builds for weights (frozen norms, no auxiliary heads, ...) without any weights.
-
-    Its builders compare another number of classes with the names in the weights' record.
-    """
-    fetch = mock.patch.object(WeightsEnum, "get_state_dict", return_value={})
-    load = mock.patch.object(nn.Module, "load_state_dict", return_value=None)
-    named = classes is not None and weights is not None and "categories" in weights.meta
-    with fetch, load, mock.patch.dict(weights.meta, categories=range(classes or 0)) if named else nullcontext():
-        yield
 
 
 @contextmanager
@@ -315,15 +309,11 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
     if source.library == "torchvision":
         usual = _torchvision_preprocess(source)
     else:
-        if source.library == "timm":
-            config = timm.data.resolve_model_data_config(model)
-        else:
-            first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-            cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
-            cfg |= getattr(model, "pretrained_cfg", None) or {}
-            config = timm.data.resolve_data_config(pretrained_cfg=cfg)
+        first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+        cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
+        cfg |= getattr(model, "pretrained_cfg", None) or {}
         try:
-            usual = Preprocess.from_dict(config)
+            usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
         except (TypeError, ValueError, OverflowError) as error:
             what = f"the network's `pretrained_cfg` is none that images can have ({one_line(error)})"
             raise RetrofitError(f"{what}; mend it") from error

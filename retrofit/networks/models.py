@@ -17,7 +17,6 @@ from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
 from retrofit.utils.text import plural, printable, shortlist
 
-_CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
 _DIGITS = 4  # of a strength that someone has set
 
 
@@ -73,9 +72,8 @@ def odd_strengths(model: nn.Module) -> str | None:
     torch's averages of weights average every buffer, if asked to, and so the strength: after 50 steps of a ramp to 1
     with decay 0.98 it stands at 0.36, and the average would evaluate as other layers than its model's.
     """
-    found = {layer.stored_strength for layer in strength_layers(model)}
-    odd = sorted(t for t in found if abs(t - round(t, _DIGITS)) > 1e-6)
-    if not odd:
+    strengths = [layer.stored_strength for layer in strength_layers(model)]
+    if not (odd := sorted({t for t in strengths if abs(t - round(t, _DIGITS)) > 1e-6})):
         return None
     where = f"{odd[0]:.4f}" if len(odd) == 1 else f"{odd[0]:.4f} to {odd[-1]:.4f}"
     return (
@@ -124,8 +122,8 @@ def open_model(
     A UsageError says that the name is unknown, an option is wrong, or two contradict each other; a RetrofitError that
     weights or the artifact cannot be read or do not fit.
     """
-    sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
-    options: dict[str, Any] = {**sizes, "model_kwargs": model_kwargs}
+    options: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
+    options["model_kwargs"] = model_kwargs
     if (file := artifact.artifact_path(text)) is not None:
         others = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
         if given := [f"`{name}`" for name, value in others.items() if value not in (None, False)]:
@@ -133,10 +131,6 @@ def open_model(
         return _open_artifact(str(file), network)
     if network is not None:
         raise UsageError(f"`network` builds what an artifact of your own network holds; {text} is none, drop it")
-    if ":" not in text and text.endswith(".onnx"):
-        raise UsageError(f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of")
-    if ":" not in text and text.endswith(_CHECKPOINTS):
-        raise UsageError(f"{text} is no network's name and no artifact; give the name, and this file as its checkpoint")
     if pretrained and checkpoint is not None:
         raise UsageError("`pretrained` and `checkpoint` are two sources of weights; pass one of them")
     chosen = {"match": match, "checkpoint_key": checkpoint_key, "checkpoint_partial": checkpoint_partial}
@@ -163,8 +157,8 @@ def open_model(
     if read is not None:
         loaded = load_into(model, read.tensors, match or "name", checkpoint_partial)
         warnings += loaded.warnings
-        left_out = [*read.left_out, *loaded.left_out]
-        known = {"key": read.key, "others": [*read.others], "left_random": loaded.left_random, "left_out": left_out}
+        known = {"key": read.key, "others": [*read.others], "left_random": loaded.left_random}
+        known["left_out"] = [*read.left_out, *loaded.left_out]
         weights = {"kind": "checkpoint", "from": str(checkpoint)}
         weights |= {name: value for name, value in known.items() if value}
     elif pretrained:
@@ -172,24 +166,23 @@ def open_model(
         weights = {"kind": "pretrained", "from": weights_name(model, source)}
         trained = getattr(model, "pretrained_cfg", {}).get("num_classes")
         if num_classes is not None and trained not in (None, num_classes):
-            theirs = f"the pretrained weights have {plural(trained, 'class')}, not {num_classes}"
-            warnings.append(f"the classifier is RANDOM: {theirs}")
+            theirs = f"the pretrained weights have {plural(trained, 'class')}"
+            warnings.append(f"the classifier is RANDOM: {theirs}, not {num_classes}")
     set_record(model, preprocess=preprocess, labels=labels, weights=weights)
     return Network(model, tuple(warnings))
 
 
 def _open_artifact(path: str, network: str | None) -> Network:
     source, into = artifact.Manifest.read(path).source, None
-    if network is None and source.library == "own":
-        whose = f"{path} holds a network of one's own, {printable(source, 100)}"
-        raise UsageError(f"{whose}; say what builds it with `network='py:MODULE:CALLABLE'`")
     if network is not None:
         if source.library != "own":
             raise UsageError(f"{path} holds {source}, which its library builds; drop `network`")
-        typed = parse(network)
-        if typed.library == "own":  # with the sizes that the artifact's network was built with
-            sizes = {name: source.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
-            typed = with_options(typed, **{name: size for name, size in sizes.items() if type(size) is int})  # type: ignore[arg-type]
-        into = build(typed).train()
+        # with the sizes that the artifact's network was built with
+        sizes = {name: source.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
+        given: dict[str, Any] = {name: size for name, size in sizes.items() if type(size) is int}
+        into = build(with_options(parse(network), **given)).train()
+    elif source.library == "own":
+        whose = f"{path} holds a network of one's own, {printable(source, 100)}"
+        raise UsageError(f"{whose}; say what builds it with `network='py:MODULE:CALLABLE'`")
     model, held = artifact.opened(path, into)
     return Network(model, (held.not_checked,) if held.not_checked else (), path)

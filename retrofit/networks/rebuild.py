@@ -62,7 +62,7 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
     """
     ours = tensors_of(model)
     known = source or record_of(model).source or library.timm_source(model)
-    problems: dict[str, int] = {}  # with the number of tensors that differ
+    problems: list[tuple[int, str]] = []  # how many tensors differ, and what does
     for candidate in _torchvision_sources(model) if known is None else [known]:
         if candidate.library == "own" and candidate.name not in library.typed:
             return candidate, model
@@ -71,25 +71,23 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
             try:
                 built = skeleton(likely, plans_of(model))
             except RetrofitError as error:
-                problems[str(error)] = len(ours)
+                problems.append((len(ours), str(error)))
                 continue
             theirs = tensors_of(built)
             shared = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
             unlike = {**ours, **theirs}.keys() - shared
             if unlike:
-                problem = f"of the tensors of {likely} here are {misfit(theirs, ours)}"
+                problems.append((len(unlike), f"of the tensors of {likely} here are {misfit(theirs, ours)}"))
+            elif problem := _module_difference(model, built, likely):
+                problems.append((0, problem))
             else:
-                problem = _module_difference(model, built, likely)
-            if not problem:
                 return likely, built
-            problems[problem] = len(unlike)
             if unlike and likely is candidate:
                 sources += _other_classes(likely, model, [ours[name] for name in unlike if name in ours])
     if not problems:
         return library.class_source(model), model
-    nearest = min(problems, key=lambda problem: problems[problem])
     raise RetrofitError(
-        f"this network is not the one that the library builds: {nearest}; say which it is with "
+        f"this network is not the one that the library builds: {min(problems)[1]}; say which it is with "
         "`save(source=NAME, model_kwargs=ARGUMENTS)`, or save it with `save(source='own')`"
     )
 

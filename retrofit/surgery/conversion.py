@@ -98,7 +98,7 @@ def convert(
             _refuse_constants(decisions.converted, norms, shapes)
         if reference is not None:
             _refuse_other_formulas(decisions.converted, norms, reference.shapes)
-            if uncalled := sorted(reference.uncalled & {row.name for row in decisions.converted}):
+            if uncalled := sorted(row.name for row in decisions.converted if not reference.shapes[row.name]):
                 notes.append(
                     f"not called when the network was run: {plural(len(uncalled), 'converted layer')} "
                     f"({shortlist(uncalled)}); only training calls such layers, or code that reads their tensors, for "

@@ -119,7 +119,6 @@ def test_the_image_size_of_a_local_folder(tmp_path: Path, architecture: str, fix
     ("text", "options", "message"),
     [
         ("a.safetensors", {"checkpoint": "x.pth", "num_classes": 3}, "drop `checkpoint`, `num_classes`"),
-        ("x.pth", {}, "give the name, and this file as its checkpoint"),
         ("resnet18", {"pretrained": True, "checkpoint": "x.pth"}, "pass one of them"),
         ("tv:resnet18", {"model_kwargs": {"weights": "DEFAULT"}}, "pass `pretrained=True` too"),
         (OWN, {"pretrained": True}, "drop `pretrained`"),

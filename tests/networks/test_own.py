@@ -17,7 +17,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import artifact, library
+from retrofit.networks import contents, library
 from retrofit.networks.artifact import read_manifest
 from retrofit.networks.library import build
 from retrofit.networks.models import open_model
@@ -220,6 +220,6 @@ def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(saved: Path, mon
         raise KeyboardInterrupt
 
     into = mynet.build().half()
-    monkeypatch.setattr(artifact, "_difference", interrupt)
+    monkeypatch.setattr(contents.SampledOutputs, "difference", interrupt)
     with left_as_it_was(into), pytest.raises(KeyboardInterrupt):
         retrofit.load(saved, into=into)
