@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,34 +90,16 @@ def test_no_circle_between_files() -> None:
         name: {one for one in imported(file, typing=False) if MODULES[one].stem != "__init__"}
         for name, file in MODULES.items()
     }
-    done: set[str] = set()
-
-    def follow(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, " -> ".join([*path[path.index(name) :], name])
-        if name not in done:
-            for one in uses[name]:
-                follow(one, (*path, name))
-            done.add(name)
-
-    for name in MODULES:
-        follow(name, ())
+    graphlib.TopologicalSorter(uses).prepare()  # a CycleError lists the files
 
 
 def test_every_room_has_its_floor() -> None:
     assert {room_of(file) for file in FILES} - ANYWHERE == set(FLOOR)
 
 
-def test_the_top_is_empty_but_for_a_few_files() -> None:
-    assert len([path for path in PACKAGE.iterdir() if path.is_file()]) <= 9
-
-
-def test_a_file_name_stands_once() -> None:
-    counted = Counter(file.stem for file in FILES if room_of(file) != "cli")  # there, files are commands
-    assert {name for name, count in counted.items() if count > 1} == {"__init__"}
-
-
-def test_a_class_name_stands_once() -> None:
-    counted = Counter(
-        node.name for file in FILES for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)
-    )
-    assert {name for name, count in counted.items() if count > 1} <= {"Call"}  # of a network, and of an activation
+def test_names_of_files_and_classes_stand_once() -> None:
+    files = Counter(file.stem for file in FILES if room_of(file) != "cli")  # there, files are commands
+    nodes = [node for file in FILES for node in ast.walk(ast.parse(file.read_text()))]
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    twice = {name for name, count in (files + classes).items() if count > 1}
+    assert twice <= {"__init__", "Call"}  # of a network, and of an activation

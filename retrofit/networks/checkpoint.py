@@ -233,7 +233,7 @@ def _hint(own: Tensors, state: Tensors, missing: list[str], unexpected: list[str
             return f"only the classifier differs: pass `num_classes={size}`, or `checkpoint_partial=True`"
         if axis == 1 and len(unfit) == 1 and own[unfit[0]].ndim == 4:
             return f"only the input channels differ: pass `in_chans={size}`"
-    if _order_problem(own, state) is None:
+    if missing and _order_problem(own, state) is None:
         return "all tensors pair up in order and shape: pass `match='order'`"
     if 2 * len(missing + unfit) <= len(own):
         return "pass `checkpoint_partial=True` to take what fits"

@@ -24,9 +24,8 @@ from tests.networks.conftest import refused, same_tensors
 
 
 def small_net(width: int = 4, classes: int = 3, channels: int = 3) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(channels, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 4, classes)
-    )
+    layers = nn.Conv2d(channels, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 4, classes)
+    return nn.Sequential(*layers)
 
 
 def small_state(**options: int) -> dict[str, Tensor]:
@@ -41,7 +40,7 @@ def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 # --- reading
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.pth", "a.pth.tar", "old.pth"])
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pth.tar", "old.pth"])
 def test_reads_every_kind_of_file(tmp_path: Path, name: str) -> None:
     state, path = small_state(), tmp_path / name
     if path.suffix == ".safetensors":
@@ -55,10 +54,8 @@ def test_reads_every_kind_of_file(tmp_path: Path, name: str) -> None:
     ("wrap", "key", "nest", "others"),
     [
         (lambda s, o: s, None, "", ()),
-        (lambda s, o: {**s, "epoch": 3}, None, "", ()),
         (lambda s, o: {"epoch": 3, "net": s}, None, "net", ()),
-        (lambda s, o: {"model": "resnet18", "state_dict": s}, None, "state_dict", ()),
-        (lambda s, o: {"state_dict": s, "args": argparse.Namespace(lr=0.1)}, None, "state_dict", ()),
+        (lambda s, o: {"model": "resnet18", "state_dict": s, "args": argparse.Namespace(lr=0)}, None, "state_dict", ()),
         (lambda s, o: {"state_dict": o, "state_dict_ema": s}, None, "state_dict_ema", ("state_dict",)),
         (lambda s, o: {"model": o, "model_ema": s}, None, "model_ema", ("model",)),
         (lambda s, o: {"model": s, "model_ema": o}, "model", "model", ("model_ema",)),
@@ -93,10 +90,8 @@ def _bomb(path: Path) -> None:
             packed.writestr(name, data)
 
 
-def _looped(path: Path) -> None:
-    wide: dict[str, Any] = {}
-    wide.update({f"k{i}": wide for i in range(2000)})
-    torch.save(wide, path)
+WIDE: dict[str, Any] = {}
+WIDE.update({f"k{i}": WIDE for i in range(2000)})
 
 
 def _saves(content: Any, **options: Any) -> Callable[[Path], None]:
@@ -105,23 +100,21 @@ def _saves(content: Any, **options: Any) -> Callable[[Path], None]:
 
 OLD = {"_use_new_zipfile_serialization": False}
 UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
-    ("a.pth", lambda path: None, "there is no checkpoint"),
     ("a.pth", Path.mkdir, "there is no checkpoint file"),
     ("a.pth", _cut, "not a whole checkpoint"),
     ("a.safetensors", _cut, "not a whole safetensors"),
     ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),
-    ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "save it as .safetensors or .pth"),
+    ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "save weights as .safetensors or .pth"),
     ("a.pth", _saves(nn.Linear(2, 2)), r"Python objects \(torch.nn.modules.linear.Linear\)"),
     ("a.pth", _saves({"a": Path("x")}, **OLD), r"Python objects \(pathlib"),
-    ("a.pth", lambda path: torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path), "TorchScript"),
+    ("a.pth", lambda path: torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path), "TorchScript.*save weights as"),
     ("a.pth", _saves([torch.zeros(2)]), "no tensors"),
-    ("a.pth", _saves({0: torch.zeros(1)}), "no tensors"),
     ("a.pth", _saves({"g": small_state(), "d": small_state()}), r"several sets of weights \(g, d\)"),
     ("a.pth", _saves({"a": torch.eye(3).to_sparse()}), r"sparse, .*\(a\); save them dense"),
     ("a.pth", _saves({"a": torch.empty(3, device="meta")}), "without data"),
     ("a.pth", _saves({"a": torch.zeros(1).expand(10**9)}), "unpacks to 4,000,000,000"),
     ("a.pth", _bomb, "unpacks to "),
-    ("a.pth", _looped, "no tensors"),
+    ("a.pth", _saves(WIDE), "no tensors"),
 ]
 
 
@@ -191,11 +184,10 @@ def test_warns_of_weights_that_are_not_finite(match: Any) -> None:
     assert re.search("2 tensors.*1.running_var, 3.weight", said)
 
 
-def test_wrong_usage() -> None:
-    with pytest.raises(UsageError, match="choose name or order"):
-        load_into(small_net(), small_state(), "shape")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="drop it or `checkpoint_partial`"):
-        load_into(small_net(), small_state(), "order", partial=True)
+@pytest.mark.parametrize(("match", "message"), [("shape", "choose name or order"), ("order", "drop it or `checkp")])
+def test_wrong_usage(match: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_into(small_net(), small_state(), match, partial=True)
 
 
 # --- names with something before them, and parts
@@ -214,14 +206,6 @@ def test_one_prefix_of_all_names_is_taken_off(wrap: Callable[[dict[str, Tensor]]
     assert same_tensors(model.state_dict(), small_state())
 
 
-@pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "module.module."])
-def test_what_a_wrapper_put_before_a_few_of_the_names_is_taken_off(prefix: str) -> None:
-    model, classifier = small_net(), {"3.weight": torch.ones(3, 16), "3.bias": torch.ones(3)}
-    loaded = load_into(model, under(prefix, classifier), partial=True)
-    assert (len(loaded.left_random), loaded.left_out) == (6, [])
-    assert torch.equal(model[3].weight, classifier["3.weight"])
-
-
 def test_what_a_wrapper_put_before_foreign_names_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def translate(state: dict[str, Tensor], _model: nn.Module) -> dict[str, Tensor]:
         return {name.removeprefix("layer"): value for name, value in state.items()}
@@ -234,7 +218,7 @@ def test_what_a_wrapper_put_before_foreign_names_is_taken_off(monkeypatch: pytes
 
 def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
     state = {**under("model.", small_state()), "criterion.weight": torch.ones(3)}
-    with pytest.raises(RetrofitError, match=r"1 unexpected \(criterion.weight\); pass `checkpoint_key=.model.`"):
+    with pytest.raises(RetrofitError, match=r"1 unexpected \(criterion.weight\); pass `checkpoint_partial=True`"):
         load_into(small_net(), state)
     model = small_net()
     loaded = load_into(model, state, partial=True)
@@ -250,20 +234,24 @@ def test_two_prefixes_that_fit_alike_are_a_question() -> None:
             load_into(small_net(), state, partial=partial)
 
 
-def test_a_backbone_without_classifier() -> None:
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "module.module."])
+@pytest.mark.parametrize("part", ["classifier", "backbone"])
+def test_a_part_leaves_the_rest_as_it_was(prefix: str, part: str) -> None:
+    """Also behind what a wrapper puts before its names, which may be a few of the network's."""
     model = small_net()
-    wanted = {name: value.clone() for name, value in model.state_dict().items() if name.startswith("3.")}
-    backbone = {name: value for name, value in small_state().items() if name not in wanted}
-    loaded = load_into(model, backbone, partial=True)
-    assert (loaded.left_random, loaded.left_out) == (["3.weight", "3.bias"], [])
-    assert loaded.warnings == ["PARTIAL: 2 of the network's 8 tensors are left RANDOM (3.weight, 3.bias)"]
-    assert same_tensors(model.state_dict(), backbone | wanted)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {name: value for name, value in small_state().items() if name.startswith("3.") is (part == "classifier")}
+    loaded = load_into(model, under(prefix, given), partial=True)
+    random = [name for name in before if name not in given and "num_batches" not in name]
+    assert (loaded.left_random, loaded.left_out) == (random, [])
+    assert f"PARTIAL: {len(random)} of the network's 8 tensors are left RANDOM (" in loaded.warnings[0]
+    assert same_tensors(model.state_dict(), before | given)
 
 
 def test_a_part_leaves_other_shapes_on_both_sides_and_is_more_than_nothing() -> None:
     loaded = load_into(small_net(), small_state(classes=7), partial=True)
     assert loaded.left_random == loaded.left_out == ["3.weight", "3.bias"]
-    with pytest.raises(RetrofitError, match="8 missing"):
+    with pytest.raises(RetrofitError, match="missing"):
         load_into(small_net(), {"x": torch.zeros(1)}, partial=True)
 
 
@@ -285,16 +273,18 @@ def test_loads_in_order(counters: bool) -> None:
     assert model[1].num_batches_tracked.item() == (5 if counters else 0)
 
 
-def test_in_order_a_wrong_shape_names_both() -> None:
-    with pytest.raises(RetrofitError, match=r"tensor 7 is 3.weight \[3, 16\] float32 in .*, x7.weight \[5, 16\]"):
-        load_into(small_net(), _foreign(small_state(classes=5), True), "order")
-
-
-@pytest.mark.parametrize(("ours", "theirs", "side"), [(2, 3, "checkpoint"), (3, 2, "network, nothing")])
-def test_in_order_a_tensor_too_many(ours: int, theirs: int, side: str) -> None:
-    nets = [nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count))) for count in (ours, theirs)]
-    with pytest.raises(RetrofitError, match=rf"tensor 3 is .*2.weight \[2, 2\] float32 in the {side}"):
-        load_into(nets[0], nets[1].state_dict(), "order")
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        (small_net(), small_net(classes=5), r"tensor 7 is 3.weight \[3, 16\] float32 in .*, 3.weight \[5, 16\]"),
+        (small_net()[:1], small_net()[:2], r"tensor 3 is nothing in the network, 1.weight \[4\] float32 in the checkp"),
+        (small_net()[:2], small_net()[:1], r"tensor 3 is 1.weight \[4\] float32 in the network, nothing in the checkp"),
+    ],
+    ids=["shape", "too many", "too few"],
+)
+def test_in_order_the_first_that_differs_is_named(ours: nn.Module, theirs: nn.Module, message: str) -> None:
+    with pytest.raises(RetrofitError, match=message):
+        load_into(ours, theirs.state_dict(), "order")
 
 
 def test_in_order_pairs_against_the_names_are_told() -> None:

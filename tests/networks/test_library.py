@@ -9,6 +9,7 @@ import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,27 +17,20 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_transform
-from torch import nn
 from torchvision.models import WeightsEnum, get_model_weights, list_models
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.library import build, labels_of, parse, preprocess_of, with_options
-from retrofit.record import ModelSource, Preprocess, record_of
+from retrofit.record import ModelSource, record_of
 from tests.networks.conftest import refused, shapes
 
 
 @pytest.fixture
 def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No name resolves, and no cache holds anything."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror(-2, "Name or service not known")))
     monkeypatch.setattr(urllib.request, "getproxies", dict)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
 
 
@@ -46,9 +40,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "library", "name"),
     [
-        ("resnet18", "timm", "resnet18"),
         ("resnet50.a1_in1k", "timm", "resnet50.a1_in1k"),
-        ("tv:resnet18", "torchvision", "resnet18"),
         ("torchvision:resnet18", "torchvision", "resnet18"),
         ("googlenet", "torchvision", "googlenet"),
         ("tf_efficientnet_b0_ns", "timm", "tf_efficientnet_b0.ns_jft_in1k"),  # what timm calls it today
@@ -67,7 +59,6 @@ def test_finds(text: str, library: str, name: str) -> None:
         ("resnet50.a1", "resnet50.a1_in1k"),
         ("tv:resnet5", "tv:resnet50"),
         ("googlnet", "tv:googlenet"),
-        ("qqqqqqqq", "local-dir:"),
         ("", "local-dir:"),
         ("hf-hub:", "local-dir:"),
         ("local-dir:/no/such/folder", "/no/such/folder"),
@@ -84,8 +75,7 @@ def test_unknown_names_get_the_closest(text: str, closest: str) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "kwargs"),
     [
-        (ModelSource("timm", "resnet18"), {"num_classes": 3, "in_chans": 1}, {"num_classes": 3, "in_chans": 1}),
-        (ModelSource("timm", "resnet18"), {"img_size": 64}, {}),
+        (ModelSource("timm", "resnet18"), {"img_size": 64, "in_chans": 1}, {"in_chans": 1}),
         (ModelSource("timm", "vit_tiny_patch16_224"), {"img_size": 64}, {"img_size": 64}),
         (ModelSource("torchvision", "vit_b_16"), {"img_size": 64}, {"image_size": 64}),
         (ModelSource("timm", "resnet18", {"a": 1}), {"num_classes": 0}, {"a": 1, "num_classes": 0}),
@@ -151,10 +141,6 @@ def test_a_local_folder_is_remembered_as_its_architecture(tmp_path: Path) -> Non
     assert shapes(build(source)) == shapes(model)  # without the folder
 
 
-def _kinds(model: nn.Module) -> dict[str, str]:
-    return {name: type(module).__name__ for name, module in model.named_modules()}
-
-
 def test_torchvisions_structure_for_weights_is_built_again_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build(ModelSource("torchvision", "googlenet"))
     with monkeypatch.context() as patched:
@@ -162,13 +148,10 @@ def test_torchvisions_structure_for_weights_is_built_again_without_them(monkeypa
         trained = build(ModelSource("torchvision", "googlenet"), pretrained=True)
     source = record_of(trained).source
     assert source.kwargs == {"weights": "IMAGENET1K_V1"}
-    assert trained.transform_input
-    assert trained.aux1 is None  # unlike `plain`
     monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: pytest.fail("nothing may be fetched"))
     again = build(source)
-    assert _kinds(again) == _kinds(trained) != _kinds(plain)
-    assert again.transform_input
-    assert again.state_dict().keys() == trained.state_dict().keys()
+    assert (again.transform_input, again.aux1) == (trained.transform_input, trained.aux1) == (True, None)
+    assert shapes(again) == shapes(trained) != shapes(plain)
     again.load_state_dict(trained.state_dict())  # the real method is back in its place
     assert torch.equal(again.conv1.conv.weight, plain.conv1.conv.weight)
 
@@ -191,8 +174,6 @@ def test_every_torchvision_network_has_some() -> None:
     for name in list_models():
         preprocess = preprocess_of(torch.nn.Identity(), ModelSource("torchvision", name))
         assert preprocess.input_size[0] == len(preprocess.mean) == len(preprocess.std) == 3, name
-        assert min(preprocess.input_size) >= 3
-        assert 0 < preprocess.crop_pct <= 1
         resize = getattr(get_model_weights(name)["DEFAULT"].transforms(), "resize_size", None)
         if resize:  # timm divides back and rounds down
             assert math.floor(preprocess.input_size[1] / preprocess.crop_pct) == resize[0], name
@@ -218,23 +199,11 @@ def test_timms_follows_the_networks_input(
 
 
 @pytest.mark.parametrize("cfg", [{"std": (0.0, 0.0, 0.0)}, {"interpolation": "area"}, {"input_size": (3, 0, 64)}])
-@pytest.mark.parametrize("source", [ModelSource("own", "mine:Net"), ModelSource("timm", "resnet18")])
-def test_what_a_network_says_of_images_is_checked(cfg: dict[str, object], source: ModelSource) -> None:
+def test_what_a_network_says_of_images_is_checked(cfg: dict[str, object]) -> None:
     model = torch.nn.Conv2d(3, 4, 1)
     model.pretrained_cfg = {"input_size": (3, 64, 64), **cfg}
-    with pytest.raises(RetrofitError, match="the network's `pretrained_cfg` is none that images can have"):
-        preprocess_of(model, source)
-
-
-def test_images_that_cannot_be_are_no_preprocessing() -> None:
-    with pytest.raises(UsageError, match=r"no images have std \(0.0, 0.0, 0.0\)"):
-        Preprocess((3, 64, 64), mean=(0.0,) * 3, std=(0.0,) * 3)
-
-
-def test_timms_crop_mode_is_kept() -> None:
-    with torch.device("meta"):
-        model = timm.create_model("coat_lite_medium_384.in1k")
-    assert preprocess_of(model, ModelSource("timm", "coat_lite_medium_384.in1k")).crop_mode == "squash"
+    with pytest.raises(RetrofitError, match=r"the network's `pretrained_cfg` is none that images can have \(no images"):
+        preprocess_of(model, ModelSource("own", "mine:Net"))
 
 
 @pytest.mark.parametrize(

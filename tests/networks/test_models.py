@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -27,37 +26,32 @@ from tests.networks.conftest import refused
 OWN = "py:tests.networks.mynet:build"
 
 
-@pytest.mark.parametrize(
-    ("text", "kwargs"), [("test_resnet", {}), ("vit_tiny_patch16_224", {"img_size": 64, "depth": 1})]
-)
+@pytest.mark.parametrize(("text", "kwargs"), [("test_resnet", {}), ("test_vit", {"img_size": 64, "depth": 1})])
 def test_opens_a_name(text: str, kwargs: dict[str, Any]) -> None:
     network = open_model(text, img_size=64, model_kwargs={"depth": 1} if kwargs else None)
     assert network.source == ModelSource("timm", text, kwargs)
     assert network.preprocess.input_size == (3, 64, 64)
-    assert network.labels is None
-    assert network.weights == {"kind": "random", "from": None}
-    assert network.warnings == ()
-    assert network.artifact is None
+    known = (network.labels, network.weights, network.warnings, network.artifact)
+    assert known == (None, {"kind": "random", "from": None}, (), None)
     assert network.model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
 
 
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ({"kind": "random", "from": None}, ["RANDOM", "`pretrained=True`", "`checkpoint=FILE`"]),
-        ({"kind": "pretrained", "from": "resnet50.a1_in1k"}, ["pretrained (resnet50.a1_in1k)"]),
+        ({"kind": "random", "from": None}, "RANDOM (pass `pretrained=True` or `checkpoint=FILE`"),
+        ({"kind": "pretrained", "from": "resnet50.a1_in1k"}, "pretrained (resnet50.a1_in1k)"),
         (
             {"kind": "checkpoint", "from": "x.pth", "key": "ema", "others": ["model"], "left_random": ["fc.bias"]},
-            ["x.pth, its ema in PART (it also holds model: `checkpoint_key=NAME`)"],
+            "checkpoint x.pth, its ema in PART (it also holds model: `checkpoint_key=NAME`)",
         ),
-        ({"kind": "checkpoint", "from": "x\n" * 9999}, [r"checkpoint x\nx\n"]),
-        ({"kind": "unknown", "from": None}, ["unknown"]),
+        ({"kind": "checkpoint", "from": "x\n" * 9999}, r"checkpoint x\nx\n"),
+        ({"kind": "unknown", "from": None}, "of unknown origin"),
     ],
 )
-def test_weights_are_told(weights: dict[str, Any], words: list[str]) -> None:
+def test_weights_are_told(weights: dict[str, Any], words: str) -> None:
     said = weights_sentence(weights)
-    assert said.startswith("weights: ")
-    assert all(word in said for word in words)
+    assert said.startswith(f"weights: {words}")
     assert len(said) < 300
 
 
@@ -75,8 +69,7 @@ def test_loads_timms_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -> None
     network = open_model("test_byobnet", pretrained=True)
     assert torch.equal(network.model.state_dict()["head.fc.weight"], trained["head.fc.weight"])
     assert network.weights == {"kind": "pretrained", "from": "test_byobnet.r160_in1k"}
-    assert network.labels is not None
-    assert network.labels[0] == "n01440764"
+    assert (network.labels or [])[0] == "n01440764"
     assert network.warnings == ()
 
     network = open_model("test_byobnet", pretrained=True, num_classes=2)
@@ -150,27 +143,22 @@ def test_a_bad_checkpoint_is_found_before_weights_are_made(monkeypatch: pytest.M
 
 def test_an_average_stands_at_no_strength_of_its_network() -> None:
     model = small_network("gn").model
-    averages = [
-        ModelEmaV3(model, decay=0.999),
-        AveragedModel(model, avg_fn=lambda mean, new, n: mean + 0.02 * (new - mean), use_buffers=True),
-    ]
+    ours = ModelEmaV3(model, decay=0.999)
+    torchs = AveragedModel(model, avg_fn=lambda mean, new, n: mean + 0.02 * (new - mean), use_buffers=True)
     for step in range(1, 51):
         retrofit.set_strength(model, step / 50)
-        averages[0].update(model)
-        averages[1].update_parameters(model)
-    assert odd_strengths(averages[0]) is None  # timm's copies the strength
-    assert retrofit.strength_of(averages[0].module) == 1.0
-    for average in (averages[1], averages[1].eval()):
+        ours.update(model)
+        torchs.update_parameters(model)
+    assert odd_strengths(ours) is None  # timm's copies the strength
+    assert retrofit.strength_of(ours.module) == 1.0
+    for average in (torchs, torchs.eval()):
         assert "layers stand at strength 0." in (odd_strengths(average) or "")
-    retrofit.set_strength(averages[1].module, 1.0)
-    assert odd_strengths(averages[1]) is None
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.1, 0.25, 0.333, 1.0])
+@pytest.mark.parametrize("strength", [0.0, 0.333])
 def test_a_strength_that_was_chosen_is_no_one_s_average(strength: float) -> None:
     model = small_network("ln").model
     retrofit.set_strength(model, strength)
     assert odd_strengths(model) is None
     model.layer1[0].bn1.set_strength(0.5)  # of a second conversion
     assert odd_strengths(model) is None
-    assert odd_strengths(copy.deepcopy(small_network(None).model)) is None

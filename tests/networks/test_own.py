@@ -41,7 +41,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     yield
     assert [type(module) for module in model.modules()] == [type(module) for module in before.modules()]
     assert [tensor.data_ptr() for tensor in model.parameters()] == pointers
-    assert same_tensors(model.state_dict(), before.state_dict())
+    assert pointers[0] == 0 or same_tensors(model.state_dict(), before.state_dict())
     assert record_of(model) == record_of(before)
 
 
@@ -70,12 +70,6 @@ def _unusual_unet() -> nn.Module:
     return model
 
 
-def _unusual_resnet() -> nn.Module:
-    model = build(ModelSource("timm", "test_resnet"))
-    model.act1 = nn.Tanh()
-    return model
-
-
 def _extractor(node: str = "layer2") -> nn.Module:
     """Its activations are shared, and its graphs are attributes."""
     return create_feature_extractor(torchvision.models.resnet18(), [node]).train()
@@ -85,7 +79,6 @@ def _extractor(node: str = "layer2") -> nn.Module:
     ("make", "to", "other", "message"),
     [
         (_unusual_unet, "bnn", mynet.build, r"does not come back .* the output of .* differs by"),
-        (_unusual_resnet, "bnn", lambda: build(ModelSource("timm", "test_resnet")), "does not come back"),
         (_extractor, "ln-pn", lambda: _extractor("layer1"), "made for another model|do not fit|does not come back"),
     ],
 )
@@ -95,7 +88,7 @@ def test_it_comes_back_in_the_network_that_it_was_and_no_other(
     model, report = retrofit.convert(make(), to, input_size=(3, 64, 64))
     assert to != "ln-pn" or "5 of 9 activations" in report.plan.activations
     retrofit.set_strength(model, 1.0)
-    retrofit.save(model, tmp_path / "a.safetensors", source="own" if make is _unusual_resnet else None)
+    retrofit.save(model, tmp_path / "a.safetensors")
     with refused(message):
         retrofit.load(tmp_path / "a.safetensors", into=other())
     assert_same_answers(retrofit.load(tmp_path / "a.safetensors", into=make()), model, torch.rand(2, 3, 64, 64))
@@ -106,7 +99,8 @@ def test_it_comes_back_in_the_network_that_it_was_and_no_other(
     [
         (lambda: mynet.build(5), r"head.bias \[2\] for \[5\]"),
         (mynet.small, "made for another model"),
-        (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "converted already"),
+        (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "is converted already"),
+        (lambda: mynet.build().to("meta"), "is on the meta device"),
     ],
 )
 def test_another_network_is_refused_and_stays_as_it_was(
@@ -115,20 +109,6 @@ def test_another_network_is_refused_and_stays_as_it_was(
     into = make()
     with left_as_it_was(into), refused(message):
         retrofit.load(saved, into=into)
-
-
-def test_a_network_without_memory_is_refused(saved: Path) -> None:
-    with torch.device("meta"):
-        into = mynet.build()
-    with pytest.raises(RetrofitError, match="the network to load into is on the meta device"):
-        retrofit.load(saved, into=into)
-    assert type(into.down1.norm1) is nn.BatchNorm2d
-
-
-def test_what_is_loaded_into_is_the_network_and_keeps_its_own_name(saved: Path) -> None:
-    into = open_model(NAME).model
-    assert retrofit.load(saved, into=into) is into
-    assert record_of(into).source == ModelSource("own", "tests.networks.mynet:build")
 
 
 # --- py:MODULE:CALLABLE
@@ -152,13 +132,14 @@ def test_the_working_folder_is_searched(tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(open_model("py:found_only_here:Nets.small").model, nn.ReLU)
 
 
-def test_its_artifact_is_proved_by_building_it_again(tmp_path: Path) -> None:
-    model, _ = retrofit.convert(open_model(NAME).model, "bnn")
-    retrofit.save(model, tmp_path / "a.safetensors")
-    assert read_manifest(tmp_path / "a.safetensors")["model"]["name"] == "tests.networks.mynet:build"
+def test_its_artifact_is_proved_by_building_it_again(saved: Path, tmp_path: Path) -> None:
+    model = retrofit.load(saved, into=(into := open_model(NAME).model))
+    assert model is into
+    retrofit.save(model, tmp_path / "b.safetensors")
+    assert read_manifest(tmp_path / "b.safetensors")["model"]["name"] == "tests.networks.mynet:build"
     model.pool = nn.AvgPool2d(2)
     with pytest.raises(RetrofitError, match=f"pool is a AvgPool2d here, a MaxPool2d in {NAME}"):
-        retrofit.save(model, tmp_path / "b.safetensors")
+        retrofit.save(model, tmp_path / "c.safetensors")
 
 
 def test_network_says_what_builds_an_artifacts_network(tmp_path: Path) -> None:
@@ -166,9 +147,7 @@ def test_network_says_what_builds_an_artifacts_network(tmp_path: Path) -> None:
     retrofit.save(retrofit.convert(network.model, "bnn")[0], tmp_path / "a.safetensors")
     path = str(tmp_path / "a.safetensors")
     again = open_model(path, network=NAME)
-    assert again.source == network.source
-    assert again.artifact == path
-    assert again.preprocess == network.preprocess
+    assert (again.source, again.artifact, again.preprocess) == (network.source, path, network.preprocess)
     with pytest.raises(UsageError, match="small takes no in_chans"):
         open_model("py:tests.networks.mynet:small", in_chans=1)
     with pytest.raises(RetrofitError, match="made for another model"):

@@ -113,24 +113,28 @@ def test_a_network_that_accelerate_wrapped(tmp_path: Path) -> None:
 
 def test_the_samples_are_a_handful_of_numbers(saved: Path) -> None:
     known = read_manifest(saved)["sampled_outputs"]
-    assert known["size"] == [3, 64, 64]  # half of its own, in steps of 32
-    assert known["classes"] == 3
+    assert (known["size"], known["classes"]) == ([3, 64, 64], 3)  # half of its own, in steps of 32
     assert "" in known["values"]
     assert all(len(value["samples"]) <= 6 for value in known["values"].values())
     assert len(known["values"]) <= 14
 
 
-def test_another_function_of_the_same_name_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = timm.models.resnet.BasicBlock.forward
-    monkeypatch.setattr(timm.models.resnet.BasicBlock, "forward", lambda self, x: 1.01 * forward(self, x))
-    with refused(r"does not come back as it was saved with timm .* \(it was made .* output of .* differs"):
-        retrofit.load(saved)
+FORWARD = timm.models.resnet.BasicBlock.forward
 
 
-def test_what_ran_when_it_was_saved_must_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda self, x: 1.01 * FORWARD(self, x), "output of .* differs"),
+        (lambda self, x: self.no_such_attribute(x), "it takes no random images of 3x64x64"),
+    ],
+)
+def test_another_function_of_the_same_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward: Callable[..., object], message: str
+) -> None:
     retrofit.save(built("test_resnet", "bnn"), tmp_path / "a.safetensors")
-    monkeypatch.setattr(timm.models.resnet.BasicBlock, "forward", lambda self, x: self.no_such_attribute(x))
-    with refused(r"does not come back .* it takes no random images of 3x64x64"):
+    monkeypatch.setattr(timm.models.resnet.BasicBlock, "forward", forward)
+    with refused(rf"does not come back as it was saved with timm .* \(it was made .* {message}"):
         retrofit.load(tmp_path / "a.safetensors")
 
 
