@@ -58,15 +58,9 @@ def test_an_unreadable_sample_is_an_error(folder: Path) -> None:
         sample_batches(folder, PLAIN)
 
 
-@pytest.mark.parametrize(
-    ("labels", "contradicted"),
-    [(None, False), (["cat", "bee", "ant"], False), (["ant", "bat", "bee"], True), (["ant", "bee"], True)],
-    ids=str,
-)
-def test_labels_that_classes_taken_by_order_contradict(
-    labels: list[str] | None, contradicted: bool, tmp_path: Path
-) -> None:
-    assert open_images(write_folder(tmp_path / "pictures"), labels=labels).contradicts(labels) is contradicted
+@pytest.mark.parametrize("labels", [None, ["cat", "bee", "ant"], ["ant", "bat", "bee"], ["ant", "bee"]], ids=str)
+def test_labels_that_classes_taken_by_order_contradict(labels: list[str] | None, folder: Path) -> None:
+    assert open_images(folder, labels=labels).contradicts(labels) is bool(labels and "cat" not in labels)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +128,6 @@ def test_classes_of_named_data_find_their_outputs(folder: Path, tmp_path: Path, 
         assert outputs[data.images[number][1]] == plain.names[plain.images[number][1]]
 
 
-def test_a_class_map_for_classes_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "create_dataset", lambda *_, **__: [])
-    (tmp_path / "map.txt").write_text("ant\n")
-    with pytest.raises(UsageError, match="torch/inat does not tell what its classes are called; drop `class_map`"):
-        open_images(tmp_path, dataset="torch/inat", class_map=tmp_path / "map.txt")
-
-
 def class_map(folder: Path, content: str | dict[str, Any]) -> Path:
     path = folder / ("map.txt" if isinstance(content, str) else "map.pkl")
     path.write_bytes(content.encode() if isinstance(content, str) else pickle.dumps(content))
@@ -153,8 +140,8 @@ def class_map(folder: Path, content: str | dict[str, Any]) -> Path:
         ("cat\n\nbee\nant\n", "output 1 for ''"),
         ("\ncat\nbee\nant", "output 0 for ''"),
         ("cat\nbee\nbee \nant\n", "output 2 for 'bee'; give each output, from 0 to 3, one name of its own"),
-        ({"cat": 0, "bee": 1, "ant": 3}, "output 3 for 'ant'"),
         ({"cat": 0, "bee": 1, "ant": 1}, "output 1 for 'ant'"),
+        ({"cat": 0, "bee": 1, "ant": 3}, "output 3 for 'ant'"),
         ({"cat": 0, "bee": 1, "ant": "2"}, "output '2' for 'ant'"),
         ({}, "output 0 for ''"),
     ],
@@ -165,6 +152,12 @@ def test_class_maps_that_would_shift_the_outputs(
 ) -> None:
     with refused(rf"the class map .*/map.\w+ is not one to one, with {message}"):
         open_images(folder, class_map=class_map(tmp_path, content))
+
+
+def test_a_class_map_for_classes_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "create_dataset", lambda *_, **__: [])
+    with pytest.raises(UsageError, match="torch/inat does not tell what its classes are called; drop `class_map`"):
+        open_images(tmp_path, dataset="torch/inat", class_map=class_map(tmp_path, "ant\n"))
 
 
 @pytest.mark.parametrize("content", ["cat\nbee\nant\n\n \n", "cat\r\nbee\r\nant", {"ant": 2, "cat": 0, "bee": 1}])

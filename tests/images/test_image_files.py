@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import tarfile
 from collections.abc import Callable
@@ -35,18 +34,8 @@ def read(place: Path, **options: Any) -> list[tuple[str, Any, int]]:
 
 
 def assert_same_images(place: Path, other: Path) -> None:
-    for (name, pixels, target), (same, own, too) in zip(read(place), read(other), strict=True):
-        assert (name, target) == (same, too)
-        assert np.array_equal(pixels, own)
-
-
-def pack(path: Path, *members: tuple[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
+    ours, theirs = ([(name, pixels.tolist(), target) for name, pixels, target in read(one)] for one in (place, other))
+    assert ours == theirs
 
 
 def test_names_and_classes_are_in_natural_order(tmp_path: Path) -> None:
@@ -146,9 +135,8 @@ def test_a_tar_is_read_as_its_folder_by_any_process(folder: Path, tmp_path: Path
     images.transform = np.array
     images[0]  # what one process has read must not matter to those that start from it
     helped = DataLoader(images, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    for (_, pixels, target), (own, too) in zip(read(tar), helped, strict=True):
-        assert np.array_equal(pixels, own)
-        assert target == too
+    expected = [(pixels.tolist(), target) for _, pixels, target in read(tar)]
+    assert [(pixels.tolist(), target) for pixels, target in helped] == expected
 
 
 def test_a_tar_of_tars_has_a_class_each_and_links_have_what_they_link_to(folder: Path, tmp_path: Path) -> None:
@@ -171,9 +159,9 @@ def file_of(name: str, content: bytes) -> Callable[[Path], Path]:
 
 
 def damaged_tar(place: Path) -> Path:
-    path = pack(place / "data.tar", ("a/0.png", b"x"), ("b/0.png", b"y"))
+    path = write_tar(write_folder(place / "pictures"), place / "data.tar")
     content = bytearray(path.read_bytes())
-    content[1024:1034] = b"0123456789"  # the second header: tarfile would take the rest for empty
+    content[2048:2058] = b"0123456789"  # the second header: tarfile would take the rest for empty
     path.write_bytes(content)
     return path
 
@@ -182,12 +170,11 @@ def damaged_tar(place: Path) -> Path:
     ("make", "message"),
     [
         (lambda place: place, r"no images found in .* \(.png, .jpg, .*\); give a folder or tar"),
-        (lambda place: pack(place / "data.tar"), r"no images found in .*data.tar \(.png, .jpg"),
+        (lambda place: write_tar(place, place / "data.tar"), r"no images found in .*data.tar \(.png, .jpg"),
         (file_of("data.tar", b""), r"no images found in .*data.tar \(empty file\)"),
         (file_of("data.zip", b"hello"), "data.zip, which is neither a folder nor a .tar"),
         (file_of("data.tar", gzip.compress(b"x")), r"data.tar is compressed, .*; decompress it to a "),
-        (file_of("data.tar.gz", gzip.compress(b"x")), r"data.tar.gz is compressed"),
-        (damaged_tar, r"no images found in .*data.tar \(damaged at byte 1,024\)"),
+        (damaged_tar, r"no images found in .*data.tar \(damaged at byte 2,048\)"),
     ],
 )
 def test_data_without_images(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,12 @@ Make = Callable[[], nn.Module]
 BARE = {"weights": None, "weights_backbone": None}
 RCNN = "fasterrcnn_mobilenet_v3_large_320_fpn"
 SSD, DEEPLAB = "ssdlite320_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"
+TIMMS: list[tuple[str, dict[str, Any]]] = [
+    ("test_resnet", {"features_only": True, "out_indices": [1, 2]}),
+    ("test_vit", {"img_size": 64, "act_layer": "relu"}),
+]
 BUILT: list[tuple[Make, str, dict[str, Any]]] = [
-    (
-        lambda: timm.create_model("test_resnet", features_only=True, out_indices=(1, 2)),
-        "test_resnet.r160_in1k",
-        {"features_only": True, "out_indices": [1, 2]},
-    ),
-    (
-        lambda: timm.create_model("test_vit", img_size=64, act_layer="relu"),
-        "test_vit.r160_in1k",
-        {"img_size": 64, "act_layer": "relu"},
-    ),
+    *((partial(timm.create_model, name, **kwargs), f"{name}.r160_in1k", kwargs) for name, kwargs in TIMMS),
     (lambda: get_model("mobilenet_v3_small", num_classes=5), "tv:mobilenet_v3_small", {"num_classes": 5}),
     (lambda: get_model(DEEPLAB, aux_loss=True, **BARE), f"tv:{DEEPLAB}", {"aux_loss": True}),
     (lambda: get_model(RCNN, num_classes=5, **BARE), f"tv:{RCNN}", {"num_classes": 5}),
@@ -65,8 +61,7 @@ def test_recognises_what_the_user_built(
 
 @pytest.mark.parametrize("make", [timm.create_model, lambda name: build(ModelSource("timm", name))])
 def test_follows_reset_classifier(make: Callable[[str], nn.Module]) -> None:
-    model = make("test_vit")
-    model.reset_classifier(7)
+    (model := make("test_vit")).reset_classifier(7)
     assert identify(model)[0].kwargs == {"num_classes": 7}
 
 
@@ -92,36 +87,29 @@ def test_a_network_that_does_not_build_on_the_meta_device_is_built_for_real() ->
 SECONDS = 5  # of this process's own time: the machine may be busy
 
 
-def _model(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda manifest: manifest["model"].update(changes)
-
-
-def _kwargs(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda manifest: manifest["model"]["kwargs"].update(changes)
-
-
 def _many_samples(manifest: dict[str, Any]) -> None:
     row = next(row for row in manifest["conversion"]["steps"][1]["edits"] if row["status"] == "converted")
     row["options"]["samples"] = 1_000_000_000
 
 
+SWIN = {"name": "swin_tiny_patch4_window7_224", "kwargs": {"img_size": 9_999, "window_size": 2_000}}
 GREEDY: dict[str, Callable[[dict[str, Any]], None]] = {
-    "a giant network": _model(library="torchvision", name="regnet_y_128gf", kwargs={}),
-    "a million layers": _kwargs(layers=[1_000_000, 1, 1, 1]),
-    "wide": _model(name="resnet50", kwargs={"base_width": 9_999}),
-    "large images": _model(name="swin_tiny_patch4_window7_224", kwargs={"img_size": 9_999, "window_size": 2_000}),
-    "a long argument": _kwargs(block_args=["x" * 20_000]),
-    "a nested argument": _kwargs(layers=json.loads("[" * 500 + "]" * 500)),
+    "a giant network": lambda m: m["model"].update(library="torchvision", name="regnet_y_128gf", kwargs={}),
+    "a million layers": lambda m: m["model"]["kwargs"].update(layers=[1_000_000, 1, 1, 1]),
+    "wide": lambda m: m["model"].update(name="resnet50", kwargs={"base_width": 9_999}),
+    "large images": lambda m: m["model"].update(SWIN),
+    "a long argument": lambda m: m["model"]["kwargs"].update(block_args=["x" * 20_000]),
+    "a nested argument": lambda m: m["model"]["kwargs"].update(layers=json.loads("[" * 500 + "]" * 500)),
     "many samples": _many_samples,
-    "huge images": lambda manifest: manifest["preprocess"].update(input_size=[3, 100_000, 100_000]),
-    "a number beyond all floats": lambda manifest: manifest["preprocess"].update(mean=[10**400] * 3),
-    "large images to run it on": lambda manifest: manifest["sampled_outputs"].update(size=[3, 16_000, 16_000]),
+    "huge images": lambda m: m["preprocess"].update(input_size=[3, 100_000, 100_000]),
+    "a number beyond all floats": lambda m: m["preprocess"].update(mean=[10**400] * 3),
+    "large images to run it on": lambda m: m["sampled_outputs"].update(size=[3, 16_000, 16_000]),
 }
 
 
-@pytest.mark.parametrize("case", list(GREEDY))
-def test_what_a_manifest_asks_for_is_bounded_by_its_tensors(saved: Path, case: str) -> None:
-    rewrite(saved, lambda manifest, _: GREEDY[case](manifest))
+@pytest.mark.parametrize("ask", GREEDY.values(), ids=GREEDY)
+def test_what_a_manifest_asks_for_is_bounded_by_its_tensors(saved: Path, ask: Callable[[dict[str, Any]], None]) -> None:
+    rewrite(saved, lambda manifest, _: ask(manifest))
     began = time.process_time()
     with refused("."):
         load(saved)

@@ -73,6 +73,8 @@ def test_what_the_library_does_not_build_is_refused(
     with refused(rf"{message}.*save\(source='own'\)"):
         retrofit.save(model, tmp_path / "a.safetensors")
     assert os.listdir(tmp_path) == []
+    retrofit.save(model, tmp_path / "a.safetensors", source="own")
+    assert read_manifest(tmp_path / "a.safetensors")["model"]["library"] == "own"
 
 
 def _notes(model: nn.Module) -> None:
