@@ -176,13 +176,8 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         self.register_buffer("running_lambda", lmbda)
         super()._register_options(device, **options)
 
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether the layer evaluates by running statistics."""
-        return self.running_mean is not None
-
     def channel_map(self) -> ChannelMap | None:
-        if not self.keeps_statistics:
+        if self.running_mean is None:
             return None
         mean, var, lmbda = self._running()
         constant = ChannelMap.of(mean, var, vars(self)["eps"], self.weight, self.bias)
@@ -196,14 +191,14 @@ class RunningNormality(NormalityMixin, RunningStatistics):
     def _by_running_statistics(self, x: Tensor) -> Tensor:
         """Return `x`, (N, C, *), normalized by the running statistics."""
         mean, var, estimate = self._running()
-        weight, bias, eps = self.weight, self.bias, vars(self)["eps"]
+        affine, eps = (self.weight, self.bias), vars(self)["eps"]
         lmbda = 1 + self.effective_alpha * (estimate - 1)
         # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.
         followed = torch.compiler.is_compiling() or transformed()
         if not followed and lmbda.is_cpu and bool((lmbda == 1).all()):  # torch's own layer, bit for bit
-            return functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+            return functional.batch_norm(x, mean, var, *affine, False, 0.0, eps)
         shape = (1, -1, *(1,) * (x.ndim - 2))
-        gamma, beta = (None if p is None else p.view(shape) for p in (weight, bias))
+        gamma, beta = (None if p is None else p.view(shape) for p in affine)
         return apply_statistics(x, mean.view(shape), var.view(shape), lmbda.view(shape), gamma, beta, eps)
 
 

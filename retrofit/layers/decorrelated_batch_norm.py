@@ -16,9 +16,9 @@ from retrofit.errors import RetrofitError
 from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
-from retrofit.layers.forms import GroupConvolution, channel_form
-from retrofit.layers.kernels.formulas import affine
-from retrofit.layers.normality_norm import Statistics, compute_dtype, gaussianize, memory_format_of
+from retrofit.layers.forms import GroupConvolution, channel_form, channel_view
+from retrofit.layers.kernels.formulas import affine, compute_dtype
+from retrofit.layers.normality_norm import Statistics, gaussianize, memory_format_of
 from retrofit.layers.power_transform import yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
 
@@ -50,8 +50,7 @@ class _InverseSquareRoot(torch.autograd.Function):
     @staticmethod
     def forward(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor, Tensor]:
         vectors, roots = _eigen(matrix, floor)
-        finite = matrix.isfinite().all(-1, True).all(-2, True)
-        return torch.where(finite, (vectors / roots.unsqueeze(-2)) @ vectors.mT, torch.nan), vectors, roots
+        return (vectors / roots.unsqueeze(-2)) @ vectors.mT, vectors, roots
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -71,12 +70,12 @@ class _InverseSquareRoot(torch.autograd.Function):
 
 
 def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Return the eigenvectors of `matrix` and the roots of its eigenvalues; those of the identity if not finite."""
-    finite = matrix.isfinite().all(-1, True).all(-2, True)
+    """Return the eigenvectors of `matrix` and the roots of its eigenvalues, NaN if it is not finite."""
+    finite = matrix.isfinite().all(-1).all(-1)[..., None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    values, vectors = torch.linalg.eigh(torch.where(finite, matrix, identity))
+    values, vectors = torch.linalg.eigh(torch.where(finite[..., None], matrix, identity))
     resolved = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values[..., -1:]
-    return vectors, torch.maximum(values.clamp_min(floor), resolved).sqrt()
+    return vectors, torch.where(finite, torch.maximum(values.clamp_min(floor), resolved).sqrt(), torch.nan)
 
 
 class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatistics):
@@ -129,16 +128,16 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         if batch and x.numel() == x.shape[1]:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
         if x.numel() == 0:
-            shape = (1, -1, *(1,) * (x.ndim - 2))
-            parameters = (None if p is None else p.view(shape) for p in (self.weight, self.bias))
-            return affine(x * 1.0, *parameters).to(x.dtype)
+            return affine(x * 1.0, *(None if p is None else channel_view(p, x) for p in (self.weight, self.bias))).to(
+                x.dtype
+            )
         followed = torch.compiler.is_compiling() or transformed() or x.is_meta
         if not batch and not followed and bool(self.strength == 0):
             args = self.running_mean, self.running_var, self.weight, self.bias
             return functional.batch_norm(x, *args, False, 0.0, self._eps)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.to(compute_dtype(x)).movedim(1, 0).reshape(-1, self.group_size, x.numel() // x.shape[1])
-            if self.training or self.running_mean is None:
+            if self.running_mean is None or batch:
                 mean = rows.mean(-1, True)
                 centred = rows - mean
                 covariance = centred @ centred.mT / rows.shape[-1]
@@ -205,12 +204,12 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
 
     @torch.no_grad()
     def _track(self, statistics: Statistics, covariance: Tensor) -> None:
-        momentum = self._momentum(1)
+        momentum, running = self._momentum(1), self.running_covariance
         self._update(statistics, momentum)
-        if self.running_covariance is not None and self.running_whitening is not None:
+        if running is not None and self.running_whitening is not None:
             unbiased = covariance * (statistics.size / (statistics.size - 1))
-            self.running_covariance.mul_(1 - momentum).add_(unbiased.to(self.running_covariance.dtype) * momentum)
-            self.running_whitening.copy_(self._root(self.running_covariance.to(covariance.dtype)))
+            running.mul_(1 - momentum).add_(unbiased.to(running.dtype) * momentum)
+            self.running_whitening.copy_(self._root(running.to(covariance.dtype)))
 
     def _root(self, covariance: Tensor) -> Tensor:
         """Return (S + eps)^(-1/2), (groups, g, g)."""

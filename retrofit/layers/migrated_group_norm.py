@@ -17,8 +17,8 @@ from retrofit.layers.converted_layer import _ThenActivate, check_groups, hold_se
 from retrofit.layers.forms import ConstantNorm, MigratedForm, Sets, channel_view, group_sets
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise
-from retrofit.layers.normality_norm import compute_dtype
-from retrofit.layers.transforms import differentiable_once, transformed
+from retrofit.layers.kernels.formulas import compute_dtype
+from retrofit.layers.transforms import differentiable_once, needed, transformed
 
 
 def migrated_group_norm(
@@ -138,7 +138,6 @@ class _GroupAffine(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *constants: Any) -> Tensor:
         out, *kept = _group_affine(x, weight, bias, *constants)
         ctx.num_groups, t, *_ = constants[-1]
-        ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
         ctx.save_for_backward(x, t, *kept)
         return out
 
@@ -164,8 +163,7 @@ class _GroupAffine(torch.autograd.Function):
             shift = -t * k * gain * group_mean(sum_g / gain) - slope * (mean * rstd + m)
             dx = _affine(x, slope * rstd.square(), shift * rstd, dtype=k.dtype)
             dx = dx.addcmul_(grad, channel_view(k * gamma * rstd, x)).to(x.dtype)
-        grad_weight, grad_bias = sum_gx.sum(0) if ctx.has_weight else None, sum_g.sum(0) if ctx.has_bias else None
-        return dx, grad_weight, grad_bias, None, None, None, None
+        return dx, *needed(ctx, 1, (sum_gx.sum(0), sum_g.sum(0))), None, None, None, None
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None = None) -> Tensor:

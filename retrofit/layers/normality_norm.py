@@ -22,8 +22,6 @@ from retrofit.layers.kernels.layout import layout_of
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
 
-__all__ = ["NoiseKind", "NormalityOptions", "Statistics", "apply_statistics", "compute_dtype", "normality_norm"]
-
 NoiseKind = Literal["scaled", "unscaled", "gaussian-dropout"]
 
 
@@ -105,7 +103,7 @@ def normality_norm(
         values = x.to(t.dtype)
         var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
         h = (values - mean) * torch.rsqrt(var + eps)
-        y, lmbda = gaussianize(h, dim, strength=t, noise=noise, noise_kind=noise_kind, alpha=alpha)
+        y, lmbda = gaussianize(h, dim, t, noise, noise_kind, alpha)
         size = Reductions(dim).size(x)
         return affine(y, weight, bias).to(x.dtype), Statistics(mean.detach(), var.detach(), lmbda.detach(), size)
     factor = noise * t if noise else None
@@ -125,15 +123,7 @@ class _NormalityNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Any,
-        bias: Any,
-        t: Tensor,
-        factor: Any,
-        dim: tuple[int, ...],
-        eps: float,
-        group: Any,
+        ctx: Any, x: Tensor, weight: Any, bias: Any, t: Tensor, factor: Any, dim: Any, eps: float, group: Any
     ) -> tuple[Tensor, Tensor]:
         shapes = [None if p is None else p.shape for p in (weight, bias)]
         ctx.layout = layout_of(x.shape, x.stride(), dim, *shapes) if kernels.fits(x) else None
@@ -184,16 +174,10 @@ def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | Non
 
 
 def gaussianize(
-    h: Tensor,
-    dim: tuple[int, ...],
-    *,
-    strength: Tensor | float = 1.0,
-    noise: float = 0.0,
-    noise_kind: NoiseKind = "scaled",
-    alpha: float = 1.0,
+    h: Tensor, dim: tuple[int, ...], strength: Any, noise: float, noise_kind: NoiseKind, alpha: float
 ) -> tuple[Tensor, Tensor]:
     """Transform and perturb standardised values, float32 or more, as `normality_norm` does; return them and lambda."""
-    effective_alpha = torch.as_tensor(strength * alpha, dtype=h.dtype, device=h.device)
+    effective_alpha = (strength * alpha).to(h.dtype)
     if transformed():
         lmbda = estimate(h, dim)
         y = yeo_johnson(h, 1 + effective_alpha * (lmbda - 1))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from retrofit.layers import forms, kernels
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.batch_norm import RunningNormality
+from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, reset_affine
 from retrofit.layers.normality_norm import NormalityOptions, Statistics, memory_format_of
 
@@ -184,10 +185,8 @@ class _InstanceNormalNorm(RunningNormality):
             out = self._by_running_statistics(maps)
         return out if batched else out.squeeze(0)
 
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether the layer evaluates by running statistics: as torch's, by its setting, not by its buffers."""
-        return bool(self.track_running_stats) and self.running_mean is not None
+    def channel_map(self) -> ChannelMap | None:  # by running statistics if set to, as torch's, not if it has them
+        return super().channel_map() if self.track_running_stats else None
 
     def _sets(self) -> forms.Sets:
         return partial(forms.trailing_sets, self._batched_ndim - 2)

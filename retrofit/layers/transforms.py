@@ -8,7 +8,7 @@ derivatives of any order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,3 +47,10 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
         return refuse(*(None if grad is None else grad.detach().requires_grad_() for grad in gradients))  # type: ignore[arg-type]
 
     return wrapper
+
+
+def needed(ctx: Any, first: int, gradients: Iterable[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of inputs number `first` on, None for those that are absent or take none."""
+    return [
+        gradient if wanted else None for gradient, wanted in zip(gradients, ctx.needs_input_grad[first:], strict=False)
+    ]

@@ -19,7 +19,7 @@ from torch.nn.modules import module as hooks
 from retrofit.layers import kernels
 from retrofit.layers.kernels import cpp
 from retrofit.layers.kernels.cpp import call, floats, room
-from retrofit.layers.transforms import differentiable_once
+from retrofit.layers.transforms import differentiable_once, needed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLAMP, _LEAKY, _HARDSWISH, _SILU, _GELU = range(5)
@@ -97,26 +97,20 @@ def layout_of(x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample
 
 class ProxyActivation(torch.autograd.Function):
     """A proxy-normalized activation, see `ProxyNorm`, with derivatives by x and the first four of the tensors given:
-    gamma, beta, proxy_scale, proxy_bias, restore_scale and restore_shift, each (C,) or None.
+    gamma, beta, proxy_scale, proxy_bias, restore_scale and restore_shift, each (C,) or None. The constants are what
+    `known` says of the activation, eps, strength, whether the layer divides, and its number of samples.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        layout: ChannelLayout,
-        constants: tuple[tuple[int, float, float], float, float, bool, int],
-        *given: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: ChannelLayout, constants: Any, *given: Tensor | None) -> Tensor:
         phi, eps, strength, divide, samples = constants
         tables, numbers = room(6, layout.channels), (*phi, float(eps), float(strength), divide)
         call("proxy_tables", layout.channels, samples, *numbers, tables, _quantiles(samples), *map(floats, given))
         arranged = layout.arrange(x)
         out = torch.empty_like(arranged)
         call("channels_forward", layout, *phi, out, arranged, tables[0], tables[1])
-        gamma, beta, proxy_scale, proxy_bias, *_ = given
+        gamma, _, proxy_scale, proxy_bias, *_ = given
         ctx.save_for_backward(x, gamma, proxy_scale, proxy_bias, tables)
-        ctx.has_beta = beta is not None
         ctx.phi, ctx.layout = phi, layout
         return out
 
@@ -130,9 +124,7 @@ class ProxyActivation(torch.autograd.Function):
         call("channels_backward", layout, *ctx.phi, grad_x, sums, arranged, grad, tables[0])
         own = map(floats, (gamma, proxy_scale, proxy_bias))
         call("proxy_gradients", channels, sums.shape[1] // channels, gradients, sums, tables, *own)
-        present = gamma is not None, ctx.has_beta, proxy_scale is not None, proxy_bias is not None
-        by_given = (g if there else None for g, there in zip(gradients, present, strict=True))
-        return grad_x, None, None, *by_given, None, None
+        return grad_x, None, None, *needed(ctx, 3, gradients), None, None
 
 
 class MigratedNorm(torch.autograd.Function):
@@ -151,8 +143,7 @@ class MigratedNorm(torch.autograd.Function):
         tensors = out, arranged, kept, layout.sums(), room(2, samples * channels)
         call("migrated_forward", layout, num_groups, *rest, *tensors, *map(floats, (mean, var, gain, weight, bias)))
         ctx.save_for_backward(x, weight, mean, gain, kept)
-        ctx.has_bias, ctx.layout = bias is not None, layout
-        ctx.num_groups, ctx.strength = num_groups, rest[0]
+        ctx.layout, ctx.num_groups, ctx.strength = layout, num_groups, rest[0]
         return out
 
     @staticmethod
@@ -165,8 +156,7 @@ class MigratedNorm(torch.autograd.Function):
         gradients = room(2, channels)
         tensors = grad_x, gradients, arranged, grad, kept, layout.sums(), room(3, samples * channels)
         call("migrated_backward", layout, ctx.num_groups, ctx.strength, *tensors, *map(floats, (mean, gain, weight)))
-        grad_weight = None if weight is None else gradients[0]
-        return grad_x, None, None, grad_weight, gradients[1] if ctx.has_bias else None, None, None, None
+        return grad_x, None, None, *needed(ctx, 3, gradients), None, None, None
 
 
 @lru_cache(maxsize=16)
