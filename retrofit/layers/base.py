@@ -38,7 +38,6 @@ class StrengthMixin(ConvertedLayer):
     _checked: tuple[int, int] | None = None
 
     def _register_options(self, device: Any = None, *, strength: float = 1.0) -> None:
-        """Take the constructor's options of the layer's kind."""
         self._buffers["strength"] = strength_code(check_strength(strength), device)  # a property has the name
 
     @property

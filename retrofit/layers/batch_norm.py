@@ -131,7 +131,6 @@ class RunningStatistics(StrengthMixin, _NormBase):
             nn.init.ones_(self.running_lambda)  # type: ignore[arg-type]
 
     def reset_parameters(self) -> None:
-        """Return the running statistics and the affine parameters, as far as there are any, to their first values."""
         self.reset_running_stats()
         reset_affine(self)
 
@@ -189,7 +188,6 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         return self.running_mean, self.running_var, self.running_lambda
 
     def _by_running_statistics(self, x: Tensor) -> Tensor:
-        """Return `x`, (N, C, *), normalized by the running statistics."""
         mean, var, estimate = self._running()
         affine, eps = (self.weight, self.bias), vars(self)["eps"]
         lmbda = 1 + self.effective_alpha * (estimate - 1)

@@ -22,7 +22,6 @@ class ChannelMap:
     def of(
         cls, mean: Tensor, var: Tensor, eps: float | Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> ChannelMap:
-        """Return the map of a BatchNorm in evaluation."""
         scale = torch.rsqrt(var.detach().double() + eps)
         ones = torch.ones_like(scale)
         gamma = ones if weight is None else weight.detach().double()
@@ -57,13 +56,11 @@ class LinearMap:
     def of(
         cls, weight: Tensor, bias: Tensor | None, groups: int, transposed: bool, pads_zeros: bool = False
     ) -> LinearMap:
-        """Return the layer of torch's parameters."""
         weight = weight.double().unflatten(0, (groups, -1))
         weight = weight.transpose(1, 2) if transposed else weight
         return cls(weight, None if bias is None else bias.double(), transposed, pads_zeros)
 
     def torch_weight(self) -> Tensor:
-        """Return the weight as torch holds it."""
         return (self.weight.transpose(1, 2) if self.transposed else self.weight).flatten(0, 1)
 
     def then(self, scale: Tensor, shift: Tensor) -> LinearMap:

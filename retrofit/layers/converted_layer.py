@@ -95,7 +95,6 @@ class ConvertedLayer(nn.Module):
         return self._sets()(x)
 
     def _sets(self) -> Sets:
-        """Return the function that views an input so."""
         return partial(trailing_sets, 0)
 
     def fused_modules(self) -> list[nn.Module]:

@@ -122,7 +122,6 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             self.running_covariance, self.running_whitening = self._uncorrelated(self.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`, (N, C, *), with the batch's statistics in training and the running ones after it."""
         self._check_input_dim(x)
         batch = self.training or self.running_mean is None
         if batch and x.numel() == x.shape[1]:
@@ -190,7 +189,6 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         return [GroupConvolution(matrix, shift), *([] if affine else channel_form(constant)[1:])]
 
     def _behind_whitening(self) -> ChannelMap:
-        """Return the map of whitened values."""
         assert self.running_mean is not None
         zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
         return ChannelMap.of(zeros, zeros + 1, 0.0, self.weight, self.bias)
@@ -212,7 +210,6 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             self.running_whitening.copy_(self._root(running.to(covariance.dtype)))
 
     def _root(self, covariance: Tensor) -> Tensor:
-        """Return (S + eps)^(-1/2), (groups, g, g)."""
         regular = covariance + self._eps * torch.eye(self.group_size, dtype=covariance.dtype, device=covariance.device)
         return inverse_square_root(regular, self._eps)
 

@@ -137,7 +137,6 @@ class GroupConvolution(nn.Module):
     shift: Tensor
 
     def __init__(self, matrix: Tensor, shift: Tensor) -> None:
-        """Keep (groups, g, g) and (C,) constants in float32."""
         super().__init__()
         self.groups = len(matrix)
         self.register_buffer("weight", matrix.flatten(0, 1).float())

@@ -314,7 +314,6 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return [ConstantNorm(self.running_mean, scale, torch.zeros_like(shift)), form]
 
     def _group_weight(self) -> Tensor:
-        """Return gamma of the group normalization behind `input_affine`, (C,) in float64."""
         return (1.0 if self.weight is None else self.weight.detach().double()) / self.gain.double()
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
@@ -332,7 +331,6 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return self.input_affine(), named_sequence(OrderedDict(norm=new), self) if type(new) is nn.GroupNorm else new
 
     def _group_norm(self) -> Any:
-        """Return torch's group normalization, or timm's with dropout and activation."""
         return nn.GroupNorm(self.num_groups, self.num_channels, float(self.group_eps), device="meta")
 
     def extra_repr(self) -> str:

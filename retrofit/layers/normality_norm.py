@@ -188,7 +188,7 @@ def gaussianize(
 
 def estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
     """Return the lambda of each set of standardised values, `dim` kept as size one, by differentiable operations."""
-    return 1 + first_step(h, Reductions(dim)).step
+    return 1 + first_step(h, Reductions(dim))[0]
 
 
 class _OneStep(torch.autograd.Function):

@@ -108,14 +108,12 @@ class Reductions:
     group: ProcessGroup | None = None
 
     def means(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the mean of each tensor."""
         if self.group is None:
             return [tensor.mean(self.dims, True) for tensor in tensors]
         sums = torch.stack([tensor.sum(self.dims, True) for tensor in tensors])
         return list(average(sums, self._share(tensors[0]), self.group))
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest values."""
         if self.group is None:
             return x.amin(self.dims, True), x.amax(self.dims, True)
         shape = [1 if i in self.dims else size for i, size in enumerate(x.shape)]
@@ -124,7 +122,6 @@ class Reductions:
         return widest(*own, self.group)
 
     def size(self, x: Tensor) -> Tensor | int:
-        """Return the number of values in each normalized set."""
         if self.group is None:
             return self._share(x)
         count = torch.tensor(self._share(x), dtype=torch.int64, device=x.device)
@@ -161,44 +158,12 @@ class StepGradient(NamedTuple):
     by_v: Tensor
 
 
-@dataclass(frozen=True)
-class NewtonStep:
-    """One Newton step from lambda = 1, with what its derivative needs; every field has one value a normalized set.
+def first_step(h: Tensor, over: Reductions, log: Tensor | None = None) -> tuple[Tensor, StepGradient]:
+    """Return the Newton step from lambda = 1 in closed form (paper's appendix D, for any variance), within its bounds,
+    and its derivatives, zero where a bound holds it.
 
-    With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 * r^2 and step = -L' / L''.
-    """
-
-    step: Tensor  # lambda - 1, within its bounds
-    free: Tensor  # 1 where no bound holds the step
-    curved: Tensor  # 1 where L'' is above its floor
-    slope: Tensor  # L'
-    curvature: Tensor  # L'', floored
-    m2: Tensor  # of what all of that is made, and so the next three
-    m3: Tensor
-    m45: Tensor
-    v: Tensor  # kept above zero
-
-    def gradient(self) -> StepGradient:
-        """Return the step's derivatives; zero where a bound holds the step."""
-        m3, v = self.m3, self.v
-        r = self.m2 / v
-        b = (self.m45 - m3 * m3) / v
-        by_slope = -self.free / self.curvature  # d step / d L' = -1 / L''
-        by_curvature = self.free * self.curved * self.slope / self.curvature**2  # d step / d L'' = L' / L''^2
-        return StepGradient(
-            by_m1=-by_slope,
-            by_m2=(by_slope - 4 * by_curvature * r) / v,
-            by_m3=-2 * by_curvature * m3 / v,
-            by_m45=by_curvature / v,
-            by_v=(-by_slope * r - by_curvature * b + 4 * by_curvature * r**2) / v,
-        )
-
-
-def first_step(h: Tensor, over: Reductions, log: Tensor | None = None) -> NewtonStep:
-    """Take the Newton step from lambda = 1 in closed form (paper's appendix D, for any variance).
-
-    `h` has mean zero and variance at most one over each set, and `log` is log(1 + |h|). Autograd may follow, at h = 0
-    too, if `log` is left out.
+    With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 * r^2 and step = -L' / L''. `h` has mean zero and
+    variance at most one over each set, and `log` is log(1 + |h|). Autograd may follow, at h = 0 too, if it is left out.
     """
     if log is None:
         a = torch.where(h < 0, -h, h)
@@ -212,13 +177,21 @@ def first_step(h: Tensor, over: Reductions, log: Tensor | None = None) -> Newton
     bounds = step_bounds(*over.extremes(h.detach()))
     m1, m2, m3, m45, v = over.means([signed, h * d, d, torch.addcmul(a * e, d, d), h * h])
     v = v.clamp_min(TINY)
-    slope = m2 / v - m1
-    raw_curvature = (m45 - m3 * m3) / v - 2 * (m2 / v) ** 2
-    curvature = raw_curvature.clamp_min(MIN_CURVATURE)
-    raw_step = -slope / curvature
-    step = raw_step.clamp(*bounds)
-    free, curved = (raw_step == step).to(h.dtype), (raw_curvature > MIN_CURVATURE).to(h.dtype)
-    return NewtonStep(step, free, curved, slope, curvature, m2, m3, m45, v)
+    r, b = m2 / v, (m45 - m3 * m3) / v
+    slope, bend = r - m1, b - 2 * r**2
+    curvature = bend.clamp_min(MIN_CURVATURE)
+    unbounded = -slope / curvature
+    step = unbounded.clamp(*bounds)
+    free, curved = (unbounded == step).to(h.dtype), (bend > MIN_CURVATURE).to(h.dtype)
+    by_slope = -free / curvature  # d step / d L' = -1 / L''
+    by_curvature = free * curved * slope / curvature**2  # d step / d L'' = L' / L''^2
+    return step, StepGradient(
+        by_m1=-by_slope,
+        by_m2=(by_slope - 4 * by_curvature * r) / v,
+        by_m3=-2 * by_curvature * m3 / v,
+        by_m45=by_curvature / v,
+        by_v=(-by_slope * r - by_curvature * b + 4 * by_curvature * r**2) / v,
+    )
 
 
 def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -254,7 +254,6 @@ class ProxyNorm(StrengthMixin):
 
 
 def _unwrap_names(module: ProxyNorm, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Save the wrapped activation's entries under the names they had before it was wrapped: `act.weight`."""
     inner = f"{prefix}activation."
     for key in [key for key in state_dict if key.startswith(inner)]:
         state_dict[prefix + key.removeprefix(inner)] = state_dict.pop(key)

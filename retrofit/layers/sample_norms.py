@@ -44,7 +44,6 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         self._register_options(device, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`, (*, *normalized_shape)."""
         shape = self.normalized_shape
         if x.shape[x.ndim - len(shape) :] != shape:
             raise RuntimeError(f"expected input that ends in normalized_shape={list(shape)}, but got {list(x.shape)}")
@@ -56,7 +55,6 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         return new
 
     def channel_dims(self, x: Tensor) -> tuple[int, ...]:
-        """Return the dimensions before the normalized ones, or all but the channels'."""
         return super().channel_dims(x) if self.per_channel else tuple(range(x.ndim - len(self.normalized_shape)))
 
     def _sets(self) -> forms.Sets:
@@ -73,7 +71,6 @@ class LayerNormalNorm2d(LayerNormalNorm):
     per_channel: ClassVar[bool] = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`, (N, C, *), over C."""
         if x.ndim < 2 or x.shape[1] != self.normalized_shape[0]:
             raise RuntimeError(f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}")
         return self._by_own_statistics(x)[0]
@@ -123,7 +120,6 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
     reset_parameters = reset_affine
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`, (N, C, *)."""
         groups = self.num_groups
         if x.ndim < 2 or x.shape[1] % groups:
             raise RuntimeError(f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}")
@@ -166,7 +162,6 @@ class _InstanceNormalNorm(RunningNormality):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`, (N, C, *) or (C, *), with the sample's statistics (eval: the running ones, where tracked)."""
         batched = x.ndim == self._batched_ndim
         if not batched and x.ndim != self._batched_ndim - 1:
             raise ValueError(f"expected {self._batched_ndim - 1}D or {self._batched_ndim}D input (got {x.ndim}D input)")

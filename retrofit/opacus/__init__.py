@@ -46,11 +46,10 @@ __all__ = ["fix_batch_norm"]
 
 _OURS = [found for found in vars(layers).values() if inspect.isclass(found)]
 _NORMS = (layers.FrozenBatchNorm, layers.GroupNormalNorm, layers.LayerNormalNorm, layers.MigratedGroupNorm)
-_INDEPENDENT = (*_NORMS, _InstanceNormalNorm, ProxyNorm, WeightStandardization)
-
+_OTHERS = (_InstanceNormalNorm, ProxyNorm, WeightStandardization)
 _OF_BATCHES: list[type[nn.Module]] = [found for found in _OURS if issubclass(found, BatchStatisticsMixin)]
 # The layers whose outputs for one sample no other sample changes.
-_OF_SAMPLES: list[type[nn.Module]] = [found for found in _OURS if issubclass(found, _INDEPENDENT)]
+_OF_SAMPLES: list[type[nn.Module]] = [found for found in _OURS if issubclass(found, (*_NORMS, *_OTHERS))]
 
 
 @register_module_validator([*_OF_BATCHES, BatchNormAct2d, SyncBatchNormAct])
@@ -61,9 +60,8 @@ def _refuse_batch_statistics(module: nn.Module) -> list[UnsupportedModuleError]:
         why = "is frozen, and Opacus gives what evaluates no gradients of its samples"
         fix = "set requires_grad of its weight and bias to False, or convert the source network to frozen"
         return [IllegalModuleConfigurationError(f"{what} {why}; {fix}")]
-    fix = "ModuleValidator.fix(model) replaces it"
-    if type(module) in _OF_BATCHES:
-        fix = "convert the source network to ln, gn or frozen instead"
+    ours = type(module) in _OF_BATCHES
+    fix = "convert the source network to ln, gn or frozen instead" if ours else "ModuleValidator.fix(model) replaces it"
     return [ShouldReplaceModuleError(f"{what} normalizes each sample by its batch, so no gradient is one's own; {fix}")]
 
 
@@ -155,7 +153,7 @@ def _per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops
     """
     run = _without_hooks(layer)
     norm = layer.norm if isinstance(layer, ProxyNorm) else None
-    if norm is not None and not _holds(norm, layer):
+    if norm is not None and layer not in norm.modules():
         run._modules["followed"] = new = _without_hooks(norm)
         run._norm = (new,)
     parameters = {
@@ -185,10 +183,6 @@ def _affine_gradients(layer: TrainedAffine, activations: list[Tensor], backprops
     if layer.bias is not None and layer.bias.requires_grad:
         gradients[layer.bias] = torch.einsum("nc...->nc", backprops)
     return gradients
-
-
-def _holds(norm: nn.Module, layer: nn.Module) -> bool:
-    return any(module is layer for module in norm.modules())
 
 
 def _without_hooks(module: nn.Module) -> Any:
@@ -224,7 +218,7 @@ def _validate_hooks(cls: type, module: nn.Module, *, strict: bool = False) -> li
         NotImplementedError(f"{name} gives gamma and beta a gradient but has no parameters trained: no hook reaches it")
         for name, layer in module.named_modules()
         if isinstance(layer, ProxyNorm) and not has_trainable_params(layer)
-        if layer.norm is not None and has_trainable_params(layer.norm) and not _holds(layer.norm, layer)
+        if layer.norm is not None and has_trainable_params(layer.norm) and layer not in layer.norm.modules()
     ]
     if strict and errors:
         raise NotImplementedError(errors)

@@ -67,7 +67,6 @@ class ChannelLayout(ctypes.Structure):
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
     def sums(self) -> Tensor:
-        """Return room for two sums, an entry each."""
         entries = self.blocks * self.channels if self.last else self.rows
         return torch.empty(2, entries, dtype=torch.float64, device="cpu")
 

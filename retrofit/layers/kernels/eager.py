@@ -78,7 +78,6 @@ class _Block(NamedTuple):
         return x.narrow(self.axis, self.start, self.size)
 
     def of(self, x: _Maybe) -> _Maybe:
-        """Slice `x` unless it broadcasts."""
         return x if x is None or x.shape[self.axis] == 1 else self(x)
 
     def noise(self, x: Tensor, options: KernelOptions) -> Noise | None:

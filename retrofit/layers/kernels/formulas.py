@@ -82,8 +82,8 @@ def backward(
 def gaussianized(h: Tensor, t: Tensor, over: Reductions) -> tuple[Tensor, Tensor, StepGradient]:
     """Return psi of standardised values by t times their step, the step of each set, and its gradient."""
     log = torch.log1p(h.abs())
-    newton = first_step(h, over, log)
-    return transform(h, log, t * newton.step)[0], newton.step, newton.gradient()
+    step, gradient = first_step(h, over, log)
+    return transform(h, log, t * step)[0], step, gradient
 
 
 def pulls(

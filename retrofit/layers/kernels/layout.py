@@ -91,7 +91,6 @@ class Geometry(ctypes.Structure):
 
     @property
     def sets(self) -> int:
-        """Number of sets."""
         sets: int = self.outer.size * (self.lane.size // self.share if self.columns else self.inner.size)
         return sets
 
