@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 @options.command("bench", __doc__, against="The measurement")
 @options.model
-@options.option(
-    "--against",
-    "The reference (default: an artifact's source network).",
-    metavar="MODEL",
-    shell_complete=options.complete_model,
-)
+@options.against("The reference (default: an artifact's source network).")
 @options.runtime
 @options.option("--mode", "What to measure.", ("both", "eval", "train"), default="both")
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=16)

@@ -40,8 +40,7 @@ def in_flags(text: str, command: click.Command | None = None) -> str:
     An option goes by the name of the Python argument that it sets, so `source` is --from where a command declares
     `click.option("--from", "source")`. What the command, or a group's commands, have no option for stays as it is.
     """
-    context = click.get_current_context(silent=True)
-    if command is None and context is not None:
+    if command is None and (context := click.get_current_context(silent=True)) is not None:
         command = context.command
     commands = [] if command is None else [command, *getattr(command, "commands", {}).values()]
     options = {one.name: one for each in commands for one in each.params if isinstance(one, click.Option)}
@@ -53,15 +52,20 @@ def in_flags(text: str, command: click.Command | None = None) -> str:
     return _ARGUMENT.sub(flag, text)
 
 
+def literal(text: str) -> Any:
+    """Read a Python literal; anything else is a string."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def _as_typed(option: click.Option, text: str | None) -> str:
     """Return an option as a user types it, with a value that Python's text names; a placeholder (FILE) stays a word."""
     name = max(option.opts, key=len)
     if text is None:
         return name
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text
+    value = literal(text)
     if option.is_flag:
         return option.secondary_opts[0] if value is False and option.secondary_opts else name
     if isinstance(value, dict):

@@ -20,9 +20,7 @@ from retrofit.cli.console import emit, progress_bar, say
 
 @options.command("diagnose", __doc__, against="The measurement")
 @options.model
-@options.option(
-    "--against", "A second network, beside the first.", metavar="MODEL", shell_complete=options.complete_model
-)
+@options.against("A second network, beside the first.")
 @options.option("--images", "Images to measure on, at most.", click.IntRange(2), default=200)
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
@@ -52,12 +50,8 @@ def command(model: str, against: str | None, folder: Path | None, force: bool, *
     if against is not None:
         name = file_stem(against)
         networks[f"{name} (against)" if name in networks else name] = open_network(against, second)
-    facts = {
-        "schema": 1,
-        "models": {name: network.facts for name, network in networks.items()},
-        "data": given["data_dir"] or given["dataset"],
-        "seed": given["seed"],
-    }
+    models = {name: network.facts for name, network in networks.items()}
+    facts = {"schema": 1, "models": models, "data": given["data_dir"] or given["dataset"], "seed": given["seed"]}
     diagnoses = {}
     for name, network in networks.items():
         data = open_data(network, dict(given))

@@ -93,14 +93,10 @@ def _show(report: ExportReport) -> None:
         errors = (_largest(layer.max_error for layer in layers), _largest(layer.rms_error for layer in layers))
         rows.append((str(len(layers)), kind, *errors, names(layer.name for layer in layers)))
     show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
-    parity = report.parity
-    agreement = (
-        "" if parity.top1_agreement is None else f", the same top-1 for {parity.top1_agreement:.1%} of {report.judged}"
-    )
-    say(
-        f"check passed: largest difference {parity.max_abs_diff:.3g} at a scale of {parity.scale:.3g}, "
-        f"tolerance {parity.tolerance * parity.scale:.3g}{agreement}"
-    )
+    parity, agreement = report.parity, ""
+    if parity.top1_agreement is not None:
+        agreement = f", the same top-1 for {parity.top1_agreement:.1%} of {report.judged}"
+    say(f"check passed: {parity}, tolerance {parity.tolerance * parity.scale:.3g}{agreement}")
     if report.guessed:
         warn(f"judged on {report.judged}, which are unlike photographs; give images with --calibrate DIR")
     say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", "bold")

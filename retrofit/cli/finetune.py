@@ -88,16 +88,9 @@ def _shown(value: Any) -> str:
 @options.network
 @_settings
 @options.json
-def command(
-    model: str | None,
-    recipe: str | None,
-    folder: Path | None,
-    resume: Path | None,
-    network: str | None,
-    **settings: Any,
-) -> None:
+def command(recipe: str | None, folder: Path | None, resume: Path | None, network: str | None, **settings: Any) -> None:
     speaks = os.environ.get("RANK", "0") == "0"  # the first process does, for all that torchrun started
-    given = {name: value for name, value in {"model": model, **settings}.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
     with _signals() as received:
         from retrofit.cli.network import file_stem, introduce
         from retrofit.finetune.loop import finetune, recipe_network, resume_network
@@ -110,7 +103,7 @@ def command(
         else:
             run = load_recipe(recipe, given)
             own = run.model is not None and run.model.startswith("py:")
-            if own and model is None:
+            if own and "model" not in given:
                 raise UsageError(f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself")
             opened, network = recipe_network(run, network), run.model if own else network
             folder = folder or _fresh_folder(file_stem(str(run.model)), recipe)

@@ -79,16 +79,11 @@ def _row(layer: NormLayer) -> dict[str, Any]:
     """Return what --json says of a layer; `channels` is the size of the axis that affine parameters run along."""
     sizes = (getattr(layer.module, name, None) for name in ("num_features", "num_channels", "normalized_shape"))
     size = next((size for size in sizes if size is not None), None)
-    row = {
-        "name": layer.name,
-        "source": layer.label,
-        "family": layer.family,
-        "channels": size if size is None or isinstance(size, int) else int(size[-1]),
-        "status": layer.status,
-        "reason": layer.reason,
-    }
+    channels = size if size is None or isinstance(size, int) else int(size[-1])
+    row = {"name": layer.name, "source": layer.label, "family": layer.family, "channels": channels}
     strength = getattr(layer.module, "strength", None)
-    return row if strength is None else {**row, "strength": float(strength)}
+    stands = {} if strength is None else {"strength": float(strength)}
+    return {**row, "status": layer.status, "reason": layer.reason, **stands}
 
 
 def _show_census(rows: list[dict[str, Any]]) -> None:
@@ -99,7 +94,7 @@ def _show_census(rows: list[dict[str, Any]]) -> None:
     lines = []
     for (source, family, strength, reason), alike in kinds.items():
         sizes = sorted({row["channels"] for row in alike if row["channels"] is not None})
-        span = "-".join(str(size) for size in dict.fromkeys((sizes[0], sizes[-1]))) if sizes else ""
+        span = "-".join(map(str, sizes if len(sizes) < 2 else (sizes[0], sizes[-1])))
         listed = names(row["name"] or ROOT for row in alike)
         lines.append((str(len(alike)), source, family, span, strength, listed, reason))
     show_table(("count", "class", "family", "channels", "strength", "names", "remark"), lines)

@@ -5,7 +5,6 @@ Importing this imports no torch: `--help` and the shell's completion answer at o
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fractions import Fraction
 from functools import reduce
@@ -16,7 +15,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from retrofit.cli.console import JSON
+from retrofit.cli.console import JSON, literal
 from retrofit.conversion_options import FAMILIES, OPTIONS, Option
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.text import with_class
@@ -98,14 +97,6 @@ def _completed(words: Iterable[str], typed: str) -> list[CompletionItem]:
     return [*items, CompletionItem(typed, type="file")]
 
 
-def literal(text: str) -> Any:
-    """Read a Python literal; anything else is a string."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def _key_value(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not key.isidentifier():
@@ -128,15 +119,10 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
     from safetensors.torch import load_file
 
     try:
-        if tensors := load_file(path):
-            return tensors
-        problem = "no tensor is in it"
+        return load_file(path)
     except (OSError, SafetensorError) as error:
-        problem = with_class(error)
-    raise RetrofitError(
-        f"{path} holds no example inputs ({problem}); write them with safetensors, named as the arguments of the "
-        "network's `forward`"
-    )
+        advice = "write them with safetensors, named as the arguments of the network's `forward`"
+        raise RetrofitError(f"{path} holds no example inputs ({with_class(error)}); {advice}") from error
 
 
 def option(flags: str, help: str, kind: Any = str, **rest: Any) -> Decorator:
@@ -174,6 +160,11 @@ def _conversion_option(name: str, known: Option) -> Decorator:
 def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:
     """Make a command whose help has the groups of options below, and `groups`: title by first option."""
     return click.command(name, cls=Grouped, groups=GROUPS | groups, help=help)
+
+
+def against(help: str) -> Decorator:
+    """Make --against, which takes a second MODEL."""
+    return option("--against", help, metavar="MODEL", shell_complete=complete_model)
 
 
 RUNTIMES = ("onnxruntime", "openvino")

@@ -23,11 +23,6 @@ ROWS = [
 ]
 
 
-def shown(terminal: Console) -> str:
-    text: str = terminal.file.getvalue()  # type: ignore[attr-defined]
-    return text
-
-
 @pytest.fixture(params=[80, 120])
 def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Console:
     terminal = Console(file=io.StringIO(), width=request.param, force_terminal=True, color_system=None)
@@ -37,18 +32,14 @@ def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_table_fits_and_breaks_no_word(terminal: Console) -> None:
     console.show_table(("count", "found", "becomes", "names", "why"), ROWS)
-    lines = shown(terminal).splitlines()
+    lines = terminal.file.getvalue().splitlines()
     assert max(map(len, lines)) <= terminal.width
     words = " ".join(lines).split()
-    assert "BatchNorm2d" in words
-    assert {"after", "residual", "addition"} <= set(words)
+    assert {"BatchNorm2d", "after", "residual", "addition"} <= set(words)
     assert sum(word.startswith("Migrate") for word in words) == 1
-    assert ("MigratedGroupNormAct" in words) == (terminal.width == 120)
-
-
-def test_names_are_fewer_where_there_is_less_room(terminal: Console) -> None:
-    names = console.names(["a", "b", "c", "d"])
-    assert names == ("a, b, ... (2 more)" if terminal.width == 120 else "a (+3)")
+    wide = terminal.width == 120
+    assert ("MigratedGroupNormAct" in words) == wide
+    assert console.names(["a", "b", "c", "d"]) == ("a, b, ... (2 more)" if wide else "a (+3)")
 
 
 @pytest.mark.parametrize("text", ["opening x[/bold]", "opening [red]x"])
@@ -57,8 +48,8 @@ def test_a_name_with_brackets_is_shown_as_it_is(terminal: Console, text: str) ->
         pass
     with console.progress_bar(text) as move:
         move(1, 2, "[b]")
-    assert f"{text} " in shown(terminal)
-    assert f"{text}: [b]" in shown(terminal)
+    assert f"{text} " in terminal.file.getvalue()
+    assert f"{text}: [b]" in terminal.file.getvalue()
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +59,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.
     with console.progress_bar("training") as move:
         for clock[0], step in ((1.0, 100), (20.0, 101), (61.0, 110), (70.0, 111)):
             move(step, 170, "epoch 1")
-    assert shown(log) == "training 110 of 170: epoch 1, 6 min left\n"
+    assert log.file.getvalue() == "training 110 of 170: epoch 1, 6 min left\n"
 
 
 PACKAGE = Path(retrofit.__file__).parent
@@ -123,24 +114,18 @@ def test_a_group_has_the_options_of_its_commands() -> None:
     assert in_flags("pass `force=True`", command("recipes")) == "pass --force"
 
 
-def texts(file: Path) -> Iterator[str]:
-    """Yield the strings of a file but its docstrings; what an f-string inserts is an X."""
-    tree = ast.parse(file.read_text())
-    bodies = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    firsts = [node.body[0] for node in ast.walk(tree) if isinstance(node, bodies) and node.body]
-    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
-    others = {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
-    others |= {id(part) for node in joined for part in ast.walk(node) if part is not node}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in others:
-            yield node.value
-    for node in joined:
-        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+def texts(node: ast.AST) -> Iterator[str]:
+    """Yield the strings of a file but its docstrings, as they are written; an f-string is one."""
+    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+        yield ast.unparse(node)
+    elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        for child in ast.iter_child_nodes(node):
+            yield from texts(child)
 
 
 def test_the_library_writes_no_flags() -> None:
     for file in LIBRARY:
-        for text in texts(file):
+        for text in texts(ast.parse(file.read_text())):
             for name, rest in COMMAND.findall(text):  # a whole command, for a shell
                 assert set(FLAG.findall(rest)) <= flags_of(name), (file, text)
             assert not FLAG.search(COMMAND.sub("", text)), (file, text)

@@ -18,7 +18,6 @@ from retrofit import surgery
 from retrofit.cli.network import file_stem
 from tests.cli.conftest import Run, answer, complaint, done
 
-SETTLED = "schema model library to weights layers counts params check strength output"
 BNN = ("test_resnet", "--to", "bnn")
 
 
@@ -38,7 +37,8 @@ def test_what_people_read(run: Run) -> None:
 def test_what_programs_read(run: Run, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     values = answer(run("convert", *BNN, "--skip", "^bn1$", "-o", "a.safetensors", "--json"))
     assert capfd.readouterr().out == ""  # nor has anything been written past Python
-    assert set(values) >= set(SETTLED.split())
+    settled = "schema model library to weights layers counts params check strength output"
+    assert set(values) >= set(settled.split())
     assert (values["schema"], values["model"], values["library"], values["to"]) == (1, "test_resnet", "timm", "bnn")
     assert values["weights"] == {"kind": "random", "from": None}
     assert set(values["layers"][0]) == {"name", "source", "target", "status", "reason"}
@@ -64,24 +64,6 @@ def test_a_second_conversion_leaves_the_first_at_its_strength(run: Run) -> None:
     assert re.search(r"BatchNormalNormAct2d .* 1 .* already converted", census.stderr)
 
 
-@pytest.mark.parametrize(
-    ("to", "flags", "expected"),
-    [
-        ("bnn", ["--noise", "paper", "--noise-kind", "gaussian-dropout", "--alpha", "0.5"],
-         {"noise": 0.4, "noise_kind": "gaussian-dropout", "alpha": 0.5}),
-        ("gn-pn", ["--groups", "auto", "--calibrate", "pictures", "--no-pn-params", "--ws", "--from", "bn"], {}),
-    ],
-)  # fmt: skip
-def test_flags_of_the_targets(run: Run, pictures: Path, to: str, flags: list[str], expected: dict[str, Any]) -> None:
-    values = answer(run("convert", "test_resnet", "--img-size", "64", "--to", to, *flags, "--json"))
-    layer = retrofit.load(values["output"]).bn1
-    assert {name: getattr(layer, name) for name in expected} == expected
-    if to == "gn-pn":
-        assert values["agreement"]["images"] == 12
-        assert values["activations"]
-        assert values["convolutions"]
-
-
 def test_a_target_without_strength_says_how_much_the_output_changes(run: Run, pictures: Path) -> None:
     result = run("convert", "test_resnet", "--to", "frn-tlu", "--calibrate", pictures, "--json")
     values = answer(result)
@@ -97,29 +79,17 @@ def test_the_report_does_not_grow_with_the_model(run: Run) -> None:
 
 
 def test_the_next_step_fits_a_network_that_does_not_classify(run: Run) -> None:
-    Path("dense.py").write_text(
-        "from torch import nn\n"
-        "def build():\n"
-        "    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))\n"
-    )
-    result = done(run("convert", "py:dense:build", "--to", "bnn", "-o", "dense.safetensors"))
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("next: model = retrofit.load('dense.safetensors', into=YOUR_NETWORK)")
+    network = "nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))"
+    Path("dense.py").write_text(f"from torch import nn\ndef build():\n    return {network}\n")
+    said = done(run("convert", "py:dense:build", "--to", "bnn", "-o", "dense.safetensors")).stderr
+    assert "\nnext: model = retrofit.load('dense.safetensors', into=YOUR_NETWORK)" in said
 
 
-@pytest.mark.parametrize(
-    ("model", "stem"),
-    [
-        ("resnet50.a1_in1k", "resnet50.a1_in1k"),
-        ("tv:resnet50", "resnet50"),
-        ("hf-hub:timm/resnet50.a1_in1k", "resnet50.a1_in1k"),
-        ("local-dir:models/mine", "mine"),
-        ("out/resnet50-bnn.safetensors", "resnet50-bnn"),
-        ("runs/lite0-ln/best.safetensors", "lite0-ln-best"),
-    ],
-)
-def test_names_of_output_files(model: str, stem: str) -> None:
-    assert file_stem(model) == stem
+def test_names_of_output_files() -> None:
+    stems = {"resnet50.a1_in1k": "resnet50.a1_in1k", "tv:resnet50": "resnet50", "local-dir:models/mine": "mine"}
+    stems |= {"hf-hub:timm/resnet50.a1_in1k": "resnet50.a1_in1k", "out/resnet50-bnn.safetensors": "resnet50-bnn"}
+    stems |= {"runs/lite0-ln/best.safetensors": "lite0-ln-best"}
+    assert {model: file_stem(model) for model in stems} == stems
 
 
 def test_which_weights_of_a_checkpoint_were_taken_is_said_and_recorded(run: Run) -> None:
@@ -139,14 +109,14 @@ def test_which_weights_of_a_checkpoint_were_taken_is_said_and_recorded(run: Run)
 
 
 def test_a_failed_check_writes_nothing(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    apply = retrofit.surgery.conversion.apply
+    apply = surgery.conversion.apply
 
     def spoiling(*args: Any) -> Any:
         model, report = apply(*args)
         model.bn1.eps = 10.0
         return model, report
 
-    monkeypatch.setattr("retrofit.surgery.conversion.apply", spoiling)
+    monkeypatch.setattr(surgery.conversion, "apply", spoiling)
     result = run("convert", *BNN, "--json")
     assert result.exit_code == 1
     values = json.loads(result.stdout)

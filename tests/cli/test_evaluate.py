@@ -87,19 +87,16 @@ def test_an_exported_file_scores_as_its_artifact(run: Run, classifier: Path, run
     result = run("evaluate", "net.onnx", "--device", "cpu", "--runtime", runtime, *data)
     own = {"weights": {"kind": "onnx", "from": "net.onnx"}, "fold": "exact", "runtime": runtime}
     assert answer(result) == {**scored, **own, "loss": pytest.approx(scored["loss"], rel=1e-3)}
-    said = f"net.onnx: test_resnet.r160_in1k, converted to ln, strength 1, fold exact, run by {name}"
-    assert result.stderr.splitlines()[0] == said
+    assert result.stderr.startswith(
+        f"net.onnx: test_resnet.r160_in1k, converted to ln, strength 1, fold exact, run by {name}\n"
+    )
 
 
 WRONG: dict[str, list[Any]] = {
-    "mean": ["null ", ["a", 0, 0], [10**400, 0, 0]],
-    "std": [[1, 0, 1], float("inf")],
-    "input_size": [[3, -1, 8], 10**9],
-    "crop_pct": [[0.9]],
-    "interpolation": ["sideways"],
-    "strength": [[1.0], "half", 10**400],
-    "labels": [{"a": 1}, "[" * 9999],
-}
+    "mean": ["null ", ["a", 0, 0], [10**400, 0, 0]], "std": [[1, 0, 1], float("inf")], "interpolation": ["sideways"],
+    "input_size": [[3, -1, 8], 10**9], "crop_pct": [[0.9]],
+    "strength": [[1.0], "half", 10**400], "labels": [{"a": 1}, "[" * 9999],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -120,8 +117,7 @@ def test_files_that_export_does_not_write_are_refused(name: str, value: Any, mes
     result = run("evaluate", "a.onnx", *DATA, "-j", "0")
     assert (result.exit_code, bool(re.search(message, complaint(result)))) == (1, True), result.stderr
     if name == "input_size":
-        said = complaint(run("bench", "a.onnx", "--against", "b.onnx"))
-        assert "a.onnx does not say which images it takes" in said
+        assert "a.onnx does not say which images it takes" in complaint(run("bench", "a.onnx", "--against", "b.onnx"))
 
 
 @pytest.mark.slow

@@ -14,29 +14,22 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import retrofit
-from retrofit.cli import COMMANDS, main, options
-from retrofit.conversion_options import CONVERTERS
+from retrofit.cli import COMMANDS, main
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.surgery import FAMILIES, TARGETS
 from tests.cli.conftest import Run, Start, complaint, done
 from tests.cli.test_console import FLAG, flags_of
 from tests.pictures import write_folder
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_help_shows_every_command_and_its_examples(run: Run, name: str) -> None:
+def test_help_shows_every_command_its_examples_and_groups_of_options(run: Run, name: str) -> None:
     assert f"\n  {name} " in done(run("--help")).stdout
-    lines = done(run(name, "--help")).stdout.splitlines()
-    assert sum(line.strip().startswith(f"$ retrofit {name} ") for line in lines) >= 2
-
-
-@pytest.mark.parametrize("name", ["convert", "inspect", "evaluate", "export", "bench", "diagnose"])
-def test_the_help_of_a_long_command_is_in_groups(run: Run, name: str) -> None:
-    text = run(name, "--help").stdout
-    assert "\nOptions:\n" not in text
-    assert re.search(
-        r"\nThe network:\n  --num-classes N  .*\n\nOutput:\n.*--json .*\n  -h, --help .*\n$", text, re.DOTALL
-    )
+    text = done(run(name, "--help")).stdout
+    assert text.count(f"$ retrofit {name} ") >= 2
+    if name not in ("finetune", "bake", "recipes"):
+        assert "\nOptions:\n" not in text
+        groups = r"\nThe network:\n  --num-classes N  .*\n\nOutput:\n.*--json .*\n  -h, --help .*\n$"
+        assert re.search(groups, text, re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +50,6 @@ def test_words_that_the_tab_key_completes(words: list[str], expected: list[str])
     *args, typed = words
     found = ShellComplete(main, {}, "retrofit", "_RETROFIT_COMPLETE").get_completions(args, typed)
     assert sorted(item.value if item.type == "plain" else item.type for item in found) == sorted(expected)
-
-
-def test_every_target_and_family_is_known() -> None:
-    assert list(CONVERTERS) == list(TARGETS)
-    assert set(options.FAMILIES) == set(FAMILIES)
 
 
 def test_help_and_the_shells_completion_import_nothing_heavy() -> None:
@@ -89,7 +77,6 @@ for name in [[], *([name] for name in {list(COMMANDS)})]:
 @pytest.mark.parametrize(
     ("words", "message", "page"),
     [
-        (["frobnicate"], "there is no command 'frobnicate'", ""),
         (["convertt", "resnet18"], "did you mean convert?", ""),
         (["--nothing"], "No such option", ""),
         (["convert", "resnet18"], "Missing option '--to'", " convert"),
@@ -106,9 +93,8 @@ def test_a_misuse_is_one_line_that_refers_to_its_own_page_of_help(
     run: Run, words: list[str], message: str, page: str
 ) -> None:
     result = run(*words)
-    assert result.exit_code == 2
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert message in complaint(result)
-    assert len(result.stderr.splitlines()) == 1
     assert result.stderr.endswith(f"; see main{page} --help\n")
 
 
@@ -129,41 +115,26 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ("bench test_resnet --device abacus", 2, "cannot use --device abacus"),
         ("bench a.onnx", 2, "name it with --against"),
         ("bench a.onnx --against b.onnx --amp --checkpoint w.pth", 2, "drop --amp, --checkpoint"),
-        ("bench absent.onnx --against text.onnx", 1, "there is no file absent.onnx"),
-        ("bench text.onnx --against absent.onnx", 1, "is not an ONNX file"),
         ("convert test_vit --to bnn", 1, "BatchNorm.* LayerNorm.*--to lnn"),
         ("convert test_resnet --to bnn", 1, "exists; pass --force"),
-        (
-            "convert test_resnet --to gn --groups many -o b.safetensors",
-            2,
-            "--groups must be a number or auto, not 'many'",
-        ),
-        ("convert test_resnet --to dbn --groups 2", 2, "--groups means nothing to .* takes --group-size"),
+        ("convert test_resnet --to gn --groups many", 2, "--groups must be a number or auto, not 'many'"),
         ("convert test_resnet --to frn-tlu --strength 0", 2, "--strength means nothing to"),
         ("convert test_resnet --to bnn -o b.safetensors --model-kwargs depht=3", 2, "depht"),
         ("convert no_model --to bnn -o no/a.safetensors", 1, "no does not exist"),  # said before it is opened
         ("convert test_resnet --to bnn -o a.pth", 2, "ends in .safetensors"),
         ("diagnose test_resnet", 2, "--data-dir"),
-        (f"diagnose test_resnet {DATA} --device quantum", 2, "cannot use --device quantum"),
         (f"diagnose test_resnet {DATA} --checkpoint-key model", 2, "--checkpoint-key says .* give --checkpoint FILE"),
         (f"diagnose test_resnet {DATA} -o no/where", 1, "no does not exist; create it"),
-        ("evaluate test_resnet", 2, "give --data-dir or --dataset"),
         (f"evaluate test_resnet {DATA} --pretrained --checkpoint w.pth", 2, "--pretrained and --checkpoint are two"),
         (f"evaluate test_resnet {DATA} --runtime openvino", 2, "--runtime runs exported files"),
-        (
-            f"evaluate test_resnet {DATA} --attack pgd --eps 4",
-            2,
-            "--eps must lie above 0 and be at most 1, not 4; 4/255",
-        ),
+        (f"evaluate test_resnet {DATA} --attack pgd --eps 4", 2, "--eps must lie .* at most 1, not 4; 4/255"),
         (f"evaluate net.onnx {DATA} --amp", 2, "drop --amp"),
         (f"evaluate net.onnx {DATA} --device cuda", 2, "drop --device"),
         (f"evaluate net.onnx {DATA} --checkpoint w.pth --num-classes 3", 2, "drop --checkpoint, --num-classes"),
         (f"evaluate net.onnx {DATA} --attack pgd", 2, "gives no gradients; drop --attack"),
-        (f"evaluate absent.onnx {DATA}", 1, "there is no file absent.onnx"),
         (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
         ("inspect weights.pth", 2, "no artifact; give the name, and the file as its checkpoint"),
         (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
-        (f"export {NET} -o mine.onnx", 1, "mine.onnx exists; pass --force"),
         (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network
         (f"export {NET} --half --int8", 2, "choose one"),
         (f"export {NET} --for openvino", 2, "--for matters .* use --fold poly"),
@@ -172,16 +143,14 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"finetune {NET} {DATA} -o pictures", 1, "pictures exists; give another --output, .* by --resume"),
         (f"finetune {NET} --lr -1 --opt sdg --epochs x", 2, "3 mistakes in the settings"),
         (f"finetune {NET} {DATA} --device tpu", 2, "cannot use --device tpu"),
-        (f"finetune {NET} {DATA} --log-with nothing", 2, "no tracker of accelerate"),
+        (f"finetune {NET} {DATA} --log-with nothing", 2, "is no tracker"),
         ("finetune --resume nowhere", 1, "no run to resume in nowhere"),
         ("finetune --resume pictures --lr 1 --momentum 0", 2, "drop --lr, --momentum"),
         (f"finetune {NET} --resume pictures -o out", 2, "drop MODEL, --output"),
         (f"finetune test_resnet {DATA} --teacher source", 1, "cannot teach"),
         (f"finetune {NET} {DATA} --match order", 2, "set checkpoint too"),
         (f"finetune test_vit {DATA} --img-size 9", 1, "; give another --img-size"),
-        ("inspect notes.txt", 2, "unknown model 'notes.txt'; give"),
         ("inspect test_resnet --skip bn1", 2, "--skip belongs to a conversion; give --to"),
-        ("inspect test_resnet --from bn", 2, "--from belongs"),
         ("inspect test_resnet --no-pn-params", 2, "--pn-params belongs"),
         ("inspect .", 2, ". is no network's name and no artifact; give"),
     ],
@@ -227,13 +196,9 @@ def test_every_exception_becomes_a_line_and_a_code(
     result = run("inspect")
     assert result.exit_code == code
     written = result.stderr.strip().splitlines()
-    assert (written[-1] if written else "").startswith(line)
+    assert "".join(written[-1:]).startswith(line)
     assert ("Traceback" in result.stderr) is (debug and code != 143)
     assert debug or len(written) <= 1
-
-
-def test_version(run: Run) -> None:
-    assert retrofit.__version__ in done(run("--version")).stdout
 
 
 def test_python_dash_m(start: Start) -> None:
@@ -242,11 +207,10 @@ def test_python_dash_m(start: Start) -> None:
     assert (process.returncode, *said) == (2, "", "error: there is no command 'frobnicate'; see retrofit --help\n")
 
 
-def test_bare_call_shows_help_and_no_error(run: Run) -> None:
+def test_a_bare_call_shows_help_and_no_error(run: Run) -> None:
+    assert retrofit.__version__ in done(run("--version")).stdout
     result = run()
-    assert result.exit_code == 2
-    assert result.stderr.startswith("Usage: ")
-    assert "error:" not in result.stderr
+    assert (result.exit_code, result.stderr[:7], "error:" in result.stderr) == (2, "Usage: ", False)
 
 
 @pytest.mark.slow
@@ -255,9 +219,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(start: Start) -> None:
         assert process.stderr.readline().startswith("weights: RANDOM")  # the check of the source comes next
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-    assert process.returncode == 130
-    assert "Traceback" not in said
-    assert os.listdir() == []
+    assert (process.returncode, "Traceback" in said, os.listdir()) == (130, False, [])
 
 
 @pytest.mark.slow
@@ -265,6 +227,4 @@ def test_a_closed_pipe_is_no_error_of_ours(start: Start) -> None:
     with start("inspect", "test_resnet", "--json") as process:
         process.stdout.close()
         said = process.stderr.read()
-    assert process.returncode == 1
-    assert "Traceback" not in said
-    assert "BrokenPipe" not in said
+    assert (process.returncode, "Traceback" in said, "BrokenPipe" in said) == (1, False, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -29,9 +30,7 @@ def converted(run: Run, pictures: Path) -> str:
 
 
 def test_every_command_takes_it(run: Run, converted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "retrofit.diagnose.report_folder.write_report", lambda *_: None
-    )  # painting takes longer than all of the rest
+    monkeypatch.setattr("retrofit.diagnose.report_folder.write_report", lambda *_: None)  # painting takes longest
     few = ("-b", "2", "--rounds", "3", "--mode", "eval")
     for words in (
         ("inspect", "py:userfile:small", "--to", "gn"),
@@ -56,9 +55,8 @@ def test_a_file_alone_imports_nothing(run: Run, converted: str) -> None:
     for command in ("inspect", "export", "bench"):
         assert whose in complaint(run(command, converted))
     Path("mine.yaml").write_text("model: py:userfile:small\ndata_dir: pictures\nepochs: 1\n")
-    result = run("finetune", "--recipe", "mine.yaml")
-    assert result.exit_code == 2
-    assert "no recipe may have py:userfile:small imported; give it as MODEL yourself" in complaint(result)
+    said = complaint(run("finetune", "--recipe", "mine.yaml"))
+    assert "no recipe may have py:userfile:small imported; give it as MODEL yourself" in said
 
 
 def test_finetune_and_resume(run: Run, converted: str) -> None:
@@ -73,12 +71,10 @@ def test_finetune_and_resume(run: Run, converted: str) -> None:
 
 TWO = """
 from torch import nn
-
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.norm = nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8)
-
     def forward(self, x, mask):
         return self.norm(self.conv(x) * mask)
 """
@@ -88,9 +84,7 @@ def test_a_network_of_two_inputs_is_compared_on_those_of_a_file(run: Run) -> Non
     Path("two.py").write_text(TWO)
     save_file({"mask": torch.ones(2, 1, 6), "x": torch.randn(2, 4, 6)}, "inputs.safetensors")
     words = ("convert", "py:two:Two", "--to", "ln", "--json")
-    unchecked = run(*words)
-    assert "\nnot checked: " in unchecked.stderr
-    assert "--inputs" in unchecked.stderr
+    assert re.search("\nnot checked: .*--inputs", run(*words).stderr)
     checked = run(*words, "--inputs", "inputs.safetensors", "--force")
     assert answer(checked)["check"]["passed"]
     assert "check passed" in checked.stderr
