@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from retrofit.errors import UsageError
 from retrofit.layers.converted_layer import ConvertedLayer, hold_settings, library_class, no_plain_layer
-from retrofit.layers.forms import EstimatedTransform, constants_of
-from retrofit.layers.normality_norm import NoiseKind, NormalityOptions, Statistics, estimate, normality_norm
+from retrofit.layers.forms import EstimatedTransform, Sets, constants_of
+from retrofit.layers.normality_norm import NoiseKind, Statistics, estimate, normality_norm
 from retrofit.layers.transforms import transformed
 from retrofit.utils.running import hooked
 
@@ -152,13 +152,17 @@ class NormalityMixin(StrengthMixin):
         super()._register_options(device, strength=float(strength))
         hold_settings(self, {"alpha": check_alpha}, device)
 
+    def _sets(self) -> Sets:
+        raise NotImplementedError
+
     def _by_own_statistics(self, x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Statistics | None]:
         """Return `x` normalized by statistics of its own sets, which ranks of `group` may share, and these."""
         layer: Any = self
-        gamma, beta, (values, dim) = layer.weight, layer.bias, self.normalized_sets(x)
+        sets = self._sets()
+        gamma, beta, (values, dim) = layer.weight, layer.bias, sets(x)
         if self.per_channel:
             shape = (1, -1, *(1,) * (x.ndim - 2))
-            gamma, beta = (None if p is None else self.normalized_sets(p.view(shape))[0] for p in (gamma, beta))
+            gamma, beta = (None if p is None else sets(p.view(shape))[0] for p in (gamma, beta))
         eps = vars(self)["eps"]
         out, statistics = normality_norm(values, gamma, beta, dim=dim, eps=eps, group=group, **self._options)
         return out.reshape(x.shape), statistics
@@ -197,7 +201,7 @@ class NormalityMixin(StrengthMixin):
         return self.strength if self.alpha == 1 else self.strength * self.alpha
 
     @property
-    def _options(self) -> NormalityOptions:
+    def _options(self) -> dict[str, Any]:
         return {
             "strength": self.strength,
             "noise": self.noise if self.training else 0.0,
@@ -222,7 +226,7 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
     values = {name: [] if kept is None else [kept.detach().float().cpu()] for name, kept in running.items()}
 
     def collect(found: list[Tensor], layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
-        sets, dim = layer.normalized_sets(inputs[0].float())
+        sets, dim = layer._sets()(inputs[0].float())
         var, mean = torch.var_mean(sets, dim, correction=0, keepdim=True)
         found.append(estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim).flatten().cpu())
 

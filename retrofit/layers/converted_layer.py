@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.modules.module import _forward_unimplemented
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.constant_maps import ChannelMap
-from retrofit.layers.forms import Sets, channel_form, constant_copy, in_sequence, trailing_sets
+from retrofit.layers.forms import channel_form, constant_copy, in_sequence
 
 _SETTING = "setting_"  # in the name of a buffer that holds one
 
@@ -89,13 +89,6 @@ class ConvertedLayer(nn.Module):
         each in float64, or None, and the layer behind it. A RetrofitError says why there is none.
         """
         return None, self.source_layer()
-
-    def normalized_sets(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return a view of the input `x` and the dimensions that span a normalized set; none if it uses constants."""
-        return self._sets()(x)
-
-    def _sets(self) -> Sets:
-        return partial(trailing_sets, 0)
 
     def fused_modules(self) -> list[nn.Module]:
         """Return the dropout and the activation of a fused layer, in the order in which they follow."""

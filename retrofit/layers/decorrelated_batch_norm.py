@@ -99,7 +99,6 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
     group_size: int
     running_covariance: Tensor | None
     running_whitening: Tensor | None
-    _sets = batch_norm._BatchNormalNorm._sets
 
     def __init__(self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
@@ -175,10 +174,7 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
 
     def _form(self) -> list[nn.Module]:
         if self.running_mean is None:
-            raise RetrofitError(
-                "it tracks no running statistics, so its whitening is no constant; leave such layers out of the "
-                "conversion"
-            )
+            raise RetrofitError("without running statistics its whitening is no constant; skip it in the conversion")
         if self.channel_map() is not None:
             return super()._form()
         matrix, constant = self.running_matrix(torch.float64), self._behind_whitening()

@@ -131,9 +131,6 @@ class ConstantAffine(PlainAffine):
     def _form(self) -> list[nn.Module]:
         return [ChannelAffine(self.scale, self.shift, last=self.channel_dim == -1)]
 
-    def extra_repr(self) -> str:
-        return f"{self.scale.numel()}, channel_dim={self.channel_dim}"
-
 
 class TrainedAffine(PlainAffine, nn.Conv1d):
     """x * gamma + beta per channel of (N, C, *): a convolution of size 1, whose gradients per sample libraries know."""

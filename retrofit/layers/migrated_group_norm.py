@@ -14,7 +14,7 @@ from torch.nn import functional
 from retrofit.layers.base import StrengthMixin, shown
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, check_groups, hold_settings, no_plain_layer
-from retrofit.layers.forms import ConstantNorm, MigratedForm, Sets, channel_view, group_sets
+from retrofit.layers.forms import ConstantNorm, MigratedForm, channel_view
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.kernels.formulas import compute_dtype
@@ -300,9 +300,6 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         self.running_mean.copy_(self.running_mean.double() - shift)
         self.running_var.copy_(rstd.square().reciprocal())
         self.eps.zero_()
-
-    def _sets(self) -> Sets:
-        return partial(group_sets, self.num_groups)  # of what the layer standardises before
 
     def _form(self) -> list[nn.Module]:
         if float(self.strength) == 0:

@@ -8,7 +8,7 @@ backward is the closed form of the whole chain, so that only the input and a few
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +23,6 @@ from retrofit.layers.power_transform import Reductions, StepGradient, first_step
 from retrofit.layers.transforms import differentiable_once, transformed
 
 NoiseKind = Literal["scaled", "unscaled", "gaussian-dropout"]
-
-
-class NormalityOptions(TypedDict, total=False):
-    """The options of `normality_norm` that every layer has; see there."""
-
-    strength: Tensor | float
-    noise: float
-    noise_kind: NoiseKind
-    alpha: float
 
 
 class Statistics(NamedTuple):

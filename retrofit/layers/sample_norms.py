@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from retrofit.layers.base import NormalityMixin
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, reset_affine
-from retrofit.layers.normality_norm import NormalityOptions, Statistics, memory_format_of
+from retrofit.layers.normality_norm import Statistics, memory_format_of
 
 
 class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
@@ -38,7 +38,7 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
-        **options: Unpack[NormalityOptions],
+        **options: Any,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._register_options(device, **options)
@@ -110,7 +110,7 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
-        **options: Unpack[NormalityOptions],
+        **options: Any,
     ) -> None:
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:

@@ -76,6 +76,9 @@ TRACKED = (partial(make, 6, track_running_stats=True) for make in (layers.Instan
 CASES["instance tracked"] = Case(*TRACKED, MAPS, (2, 3), **RUNNING)
 
 
+WHITENED = _case("DecorrelatedBatchNormalNorm2d", nn.BatchNorm2d, (6,), MAPS, (0, 2, 3), **RUNNING)
+
+
 def _migrated(groups: int, channels: int, **where: Any) -> nn.Module:
     layer = layers.MigratedGroupNorm(groups, channels, **where)
     for buffer, low, high in ((layer.running_mean, -1, 1), (layer.running_var, 0.5, 2), (layer.gain, 0.5, 2)):

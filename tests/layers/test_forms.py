@@ -230,33 +230,6 @@ def test_what_no_library_computes_is_refused(name: str, strength: float, reason:
         built(name, strength).plain_layer()
 
 
-def test_a_frozen_layer_stays_frozen_in_its_plain_form() -> None:
-    layer = built("bnn act", 0.0)
-    layer.frozen = True
-    _, plain = layer.plain_layer()
-    assert isinstance(plain.get_submodule("affine"), ConstantAffine)
-    assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
-
-
-SETS = {"bnn2d": C, "inn": 3 * C, "gnn": 6, "lnn2d": 3 * 4 * 5, "lnn": 6, "gn": 6, "dbn": C, "frozen": 3 * C * 4 * 5}
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_normalized_sets_are_those_of_training(name: str) -> None:
-    """At strength 0, without an affine, each set has mean 0 and variance 1; constants normalize no set."""
-    layer, x = built(name, 0.0), inputs(name)
-    view, dims = layer.normalized_sets(x)
-    assert view.numel() // np.prod([view.shape[d] for d in dims]) == SETS[name]
-    if name in ("gn", "frozen"):
-        return
-    for parameter in ("weight", "bias"):
-        layer.register_parameter(parameter, None)
-    out, _ = layer.normalized_sets(layer.double().train()(x))
-    torch.testing.assert_close(out.mean(dims), torch.zeros_like(out.mean(dims)), atol=1e-6, rtol=0)
-    if name != "lnn2d":  # an eps of its own
-        torch.testing.assert_close(out.var(dims, correction=0), torch.ones_like(out.mean(dims)), atol=1e-3, rtol=0)
-
-
 class Doubled(layers.BatchNormalNormAct2d):
     """A class of someone's own, which inherits from ours and computes something else."""
 

@@ -86,17 +86,6 @@ def test_at_strength_0_what_overflows_does_not_spread(value: float) -> None:
     assert norm(x)[1].isfinite().all()
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
-def test_constant_and_single_valued_groups(strength: float) -> None:
-    norm = layer(6, strength)
-    for x in (torch.full((2, 6, 3, 3), 0.5), torch.randn(2, 6, 1, 1), torch.randn(1, 6)):
-        values = x.double().requires_grad_()
-        out = norm(values)
-        torch.testing.assert_close(out, expected(norm, values))
-        out.sum().backward()
-        assert values.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_sources_checkpoint_is_the_same_function_loaded_after_converting_as_before(affine: bool) -> None:
     """Of another network than the one converted: gain and group_eps follow the gammas and variances loaded."""

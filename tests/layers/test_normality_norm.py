@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import oracles as oracle
-from tests.layers.cases import CASES, EPS, Case, affine_of, as_sets, assert_same_gradient, on, randomise
+from tests.layers.cases import CASES, EPS, WHITENED, Case, affine_of, as_sets, assert_same_gradient, on, randomise
 
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+AND_WHITENED = pytest.mark.parametrize("case", [*CASES.values(), WHITENED], ids=[*CASES, "whitened"])
 
 
 def pair(case: Case, strength: float) -> tuple[nn.Module, nn.Module]:
@@ -46,14 +47,6 @@ def test_matches_the_papers_algorithm(case: Case, strength: float, alpha: float)
     assert_same_gradient(out, x, expected, y, 1e-5, 1e-7)
 
 
-@ALL
-@pytest.mark.parametrize("training", [True, False])
-def test_gradcheck(case: Case, training: bool) -> None:
-    ours, x = pair(case, strength=1.0)[0].double().train(training), case.input(torch.float64).requires_grad_()
-    # gradcheck moves the parameters in place, where the layer finds them
-    assert torch.autograd.gradcheck(lambda x, *_: ours(x), (x, *ours.parameters()), fast_mode=True)
-
-
 @pytest.mark.parametrize("case", [CASES["batch2d"], CASES["group"]])
 def test_gradients_are_of_the_noise_that_is_drawn_when_the_layer_is_recomputed(case: Case) -> None:
     """Without the random state, activation checkpointing draws other noise than the first run did."""
@@ -69,7 +62,7 @@ def test_gradients_are_of_the_noise_that_is_drawn_when_the_layer_is_recomputed(c
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("case", [CASES["batch2d"], CASES["group"]])
+@pytest.mark.parametrize("case", [CASES["batch2d"], CASES["group"], WHITENED])
 def test_noise_is_scaled_by_the_spread_of_each_set(case: Case) -> None:
     quiet, noisy = case.ours(noise=0.0), case.ours(noise=0.5)
     torch.manual_seed(3)
@@ -82,7 +75,7 @@ def test_noise_is_scaled_by_the_spread_of_each_set(case: Case) -> None:
     assert z.std().item() == pytest.approx(1.0, abs=5 / len(z) ** 0.5)
 
 
-@ALL
+@AND_WHITENED
 def test_noise_follows_the_strength_and_the_seed_in_training_only(case: Case) -> None:
     layer, x = case.ours(noise=0.5, strength=0.5), case.input()
     quiet = case.ours(noise=0.0, strength=0.5)
@@ -124,7 +117,7 @@ def test_nan_and_inf_where_torch_has_them(case: Case, training: bool) -> None:
             torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-@ALL
+@AND_WHITENED
 def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
     ours, torchs = pair(case, strength=1.0)
     empty = case.input()[:0].requires_grad_()
@@ -138,7 +131,7 @@ def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
         out.sum().backward()
         assert all(torch.equal(a, b) for a, b in zip(before, ours.buffers(), strict=True))
     assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
-    for shape in ((), (3,), (2, 5), (2, 5, 3), (1, 1, 1, 1, 1, 1), (2, 7, 3, 3)):
+    for shape in ((), (3,), (2, 5), (2, 5, 3), (1, 1, 1, 1, 1, 1), (2, 7, 3, 3), (1, 6, 1, 1), (1, 6)):
         try:
             torchs.train()(torch.ones(shape))
         except (RuntimeError, ValueError):
@@ -174,25 +167,6 @@ def test_other_kinds_of_noise(name: str, kind: str, alpha: float) -> None:
     assert_same_gradient(out, x, expected, y, 1e-5, 1e-7)
     assert layer(case.input(torch.bfloat16)).dtype == torch.bfloat16
     assert torch.equal(layer.eval()(x), layer(x))
-
-
-@pytest.mark.parametrize("name", ["batch2d", "sync", "instance tracked"])
-def test_alpha_enters_evaluation_and_changing_it_is_seen(name: str) -> None:
-    case = CASES[name]
-    layer = built(case, alpha=0.4)
-    layer(case.input(torch.float64))
-    layer.eval().requires_grad_(False)
-    x = case.input(torch.float64)
-    estimates = layer.running_lambda.clone()
-    shape = (1, -1, 1, 1)
-    h = (x - layer.running_mean.view(shape)) / (layer.running_var.view(shape) + EPS).sqrt()
-    for alpha in (0.4, 0.9):
-        layer.alpha = alpha
-        lmbda = (1 + T * alpha * (estimates - 1)).view(shape)
-        expected = oracle.power_transform(h, lmbda) * layer.weight.view(shape) + layer.bias.view(shape)
-        for _ in range(2):  # computed, and from what was kept
-            torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-7)
-        assert torch.equal(layer.running_lambda, estimates)
 
 
 def test_the_options_show_where_they_are_not_the_papers() -> None:

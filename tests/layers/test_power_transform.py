@@ -105,7 +105,7 @@ LMBDAS = [-3.0, -1.0, -1e-6, 0.0, 1e-9, 1e-4, 0.4, 1.0, 1.6, 2 - 1e-5, 2.0, 2 + 
 
 @pytest.mark.parametrize("lmbda", LMBDAS)
 def test_matches_scipy(lmbda: float) -> None:
-    h = np.concatenate([np.linspace(-50, 50, 2001), [0.0, 1e-12, -1e-12]])
+    h = np.concatenate([np.linspace(-50, 50, 2001), [0.0, 1e-12, -1e-12, np.inf, -np.inf, np.nan]])
     ours = yeo_johnson(torch.tensor(h), torch.tensor(lmbda, dtype=torch.float64)).numpy()
     np.testing.assert_allclose(ours, oracle.psi(h, lmbda), rtol=1e-9, atol=1e-24)
 
@@ -116,16 +116,6 @@ def test_gradients(lmbda: float) -> None:
     lam = torch.full_like(h, lmbda).requires_grad_()
     assert torch.autograd.gradcheck(yeo_johnson, (h, lam))
     assert torch.autograd.gradgradcheck(yeo_johnson, (h, lam))
-
-
-def test_limits_and_nan() -> None:
-    h = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
-    assert yeo_johnson(h, torch.tensor(1.0))[:2].tolist() == [torch.inf, -torch.inf]
-    out = yeo_johnson(h, torch.tensor(-1.0))
-    assert out[0] == 1.0
-    assert out[1] == -torch.inf
-    assert out[2].isnan()
-    assert out[3] == 0.0
 
 
 @pytest.mark.parametrize("u", [0.0, 1e-8, 1e-3, 0.3, 0.4999, 0.5001, 1.0, 5.0, -0.4999, -0.5001, -20.0])

@@ -119,50 +119,6 @@ def test_parameters_of_the_activation_count_by_channel() -> None:
         torch.testing.assert_close((mean[c], std[c]), (one[0][c], one[1][c]))
 
 
-def test_a_norm_without_affine_or_shift() -> None:
-    standard = sample_moments(as_numpy(F.relu), 0, 1)
-    for norm in (None, nn.BatchNorm1d(5, affine=False)):
-        mean, std = ProxyNorm(nn.ReLU(inplace=True), 5, norm=norm, params=False).moments(torch.float64)
-        torch.testing.assert_close(mean, torch.full_like(mean, standard[0]))
-        torch.testing.assert_close(std, torch.full_like(std, (standard[1] + 0.03) ** 0.5))
-    rms = nn.RMSNorm(5, dtype=torch.float64)  # has a weight and no bias
-    nn.init.constant_(rms.weight, 2.0)
-    mean, _ = ProxyNorm(F.relu, 5, norm=rms, params=False).moments(torch.float64)
-    torch.testing.assert_close(mean.detach(), torch.full_like(mean, 2 * standard[0]))
-
-
-@pytest.mark.parametrize(("scale", "strength"), [(True, 0.3), (False, 0.3), (True, 1.0)])
-@pytest.mark.parametrize("name", ["relu_in_place", "prelu", "function"])
-def test_restoring_starts_at_the_identity(name: str, scale: bool, strength: float) -> None:
-    activation = ACTIVATIONS[name]()
-    layer = ProxyNorm(activation, 5, norm=affine(torch.float32), restore=True, scale=scale, strength=strength)
-    x = torch.randn(4, 5, 3, 3)
-    expected = activation(x.clone())
-    torch.testing.assert_close(layer(x), expected, atol=5e-6, rtol=5e-6)
-    assert layer.restore_scale is None or scale
-    low = ProxyNorm(activation, 5, norm=affine(torch.bfloat16), restore=True, dtype=torch.bfloat16)
-    assert (low.proxy_bias.dtype, low.restore_shift.dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_strength_blends_with_the_activation() -> None:
-    layer, x = proxy(F.silu, affine()), torch.randn(3, 5, dtype=torch.float64)
-    full = layer(x)
-    layer.set_strength(0.25)
-    torch.testing.assert_close(layer(x), 0.75 * F.silu(x) + 0.25 * full)
-    layer.set_strength(0)
-    assert torch.equal(layer(x), F.silu(x))
-
-
-@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 3), (4, 5, 3, 2), (4, 5, 3, 2, 2)])
-def test_layouts(shape: tuple[int, ...]) -> None:
-    norm, x = affine(), torch.randn(shape, dtype=torch.float64)
-    first, last = proxy(F.gelu, norm), proxy(F.gelu, norm, channel_dim=-1)
-    torch.testing.assert_close(first(x), last(x.movedim(1, -1)).movedim(-1, 1))
-    together = first(x)
-    torch.testing.assert_close(torch.cat([first(x[:1]), first(x[1:])]), together)  # no sample sees another
-    torch.testing.assert_close(first.eval()(x), together)
-
-
 class Swish(nn.Module):
     """An activation of a user's own, with a slope a channel that is trained and an offset that is not."""
 
@@ -242,6 +198,8 @@ def test_the_norm_is_borrowed_not_owned() -> None:
     for other in (copy.deepcopy(net.bn1), pickle.loads(pickle.dumps(net.bn1))):
         assert other.act.norm is other
     assert "ReLU" in repr(net.bn1)
+    low = ProxyNorm(F.relu, 5, norm=affine(torch.bfloat16), restore=True, dtype=torch.bfloat16)
+    assert (low.proxy_bias.dtype, low.restore_shift.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_the_activation_keeps_its_names_in_the_state_dict() -> None:
