@@ -24,6 +24,8 @@ class Pretended(Tensor):
     """A tensor on the device, around one on the CPU."""
 
     inner: Tensor
+    device = DEVICE  # type: ignore[assignment]
+    is_meta = False  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Pretended:
@@ -33,27 +35,30 @@ class Pretended(Tensor):
         new.inner = inner
         return new
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
-
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return False
-
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Pretended({self.inner})"
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        return NotImplemented  # `_Operations` is asked first
 
 
-class _Factories(TorchDispatchMode):
-    """Makes new tensors on the device where that is asked for."""
+class _Operations(TorchDispatchMode):
+    """Computes with what pretended tensors hold, and makes new ones where that is asked for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        there = [isinstance(tensor, Pretended) for tensor in tensors]
+        copies = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+        if any(there) and not copies and any(t.ndim and not p for t, p in zip(tensors, there, strict=True)):
+            raise RuntimeError(f"{func} met tensors of two devices: {', '.join(str(t.device) for t in tensors)}")
+        to_there = any(there) if func.overloadpacket is not torch.ops.aten.copy_ else there[0]
+        if (device := kwargs.get("device")) is not None:
+            to_there, kwargs["device"] = torch.device(device).type != "cpu", torch.device("cpu")
+        plain = tree_map(lambda value: value.inner if isinstance(value, Pretended) else value, (args, kwargs))
+        out = func(*plain[0], **plain[1])
+        for tensor in tensors if func._schema.is_mutable else ():
+            if (tensor.inner if isinstance(tensor, Pretended) else tensor) is out:
+                return tensor
+        return tree_map(lambda value: Pretended(value) if isinstance(value, Tensor) and to_there else value, out)
 
 
 class _Literals(TorchFunctionMode):
@@ -66,27 +71,6 @@ class _Literals(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    there = [isinstance(tensor, Pretended) for tensor in tensors]
-    copies = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
-    if any(there) and not copies and any(t.ndim and not p for t, p in zip(tensors, there, strict=True)):
-        raise RuntimeError(f"{func} met tensors of two devices: {', '.join(str(tensor.device) for tensor in tensors)}")
-    device = kwargs.get("device")
-    to_there = any(there) if device is None else torch.device(device).type != "cpu"
-    if func.overloadpacket is torch.ops.aten.copy_:
-        to_there = there[0]
-    if device is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    plain = tree_map(lambda value: value.inner if isinstance(value, Pretended) else value, (args, kwargs))
-    out = func(*plain[0], **plain[1])
-    if func._schema.is_mutable and isinstance(out, Tensor):
-        mutated = [t for t in tensors if (t.inner if isinstance(t, Pretended) else t) is out]
-        if mutated:
-            return mutated[0]
-    return tree_map(lambda value: Pretended(value) if isinstance(value, Tensor) and to_there else value, out)
-
-
 @contextmanager
 def pretended(model: nn.Module) -> Iterator[nn.Module]:
     """Move a network's parameters and buffers there for a while; what is made meanwhile can be made there."""
@@ -95,9 +79,9 @@ def pretended(model: nn.Module) -> Iterator[nn.Module]:
         new = Pretended(tensor.detach().clone())
         return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
-    for module in model.modules():
-        for store in (module._parameters, module._buffers):
-            for name, tensor in store.items():
-                store[name] = None if tensor is None else moved(tensor)  # type: ignore[assignment]
-    with _Factories(), _Literals():
+    with _Operations(), _Literals():
+        for module in model.modules():
+            for store in (module._parameters, module._buffers):
+                for name, tensor in store.items():
+                    store[name] = None if tensor is None else moved(tensor)  # type: ignore[assignment]
         yield model

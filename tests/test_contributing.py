@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from torch import nn
 
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.surgery import TARGETS
+from tests.networks.conftest import built
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = "from retrofit.surgery.planning import TARGETS, Converter, adopt"
@@ -30,23 +31,10 @@ def target() -> Iterator[str]:
     del TARGETS["mean-only"]
 
 
-def moved(name: str) -> nn.Module:
-    """A network whose running statistics, gammas and betas are not those that it starts with."""
-    torch.manual_seed(0)
-    model = timm.create_model(name).eval()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.2)  # type: ignore[union-attr]
-            module.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias)
-    return model
-
-
 @pytest.mark.parametrize("name", ["test_efficientnet", pytest.param("test_resnet", marks=pytest.mark.slow)])
 def test_the_target_works(name: str, target: str, tmp_path: Path) -> None:
-    source, x = moved(name), torch.randn(2, 3, 64, 64)
-    model, report = retrofit.convert(moved(name), target)
+    source, x = built(name).eval(), torch.randn(2, 3, 64, 64)
+    model, report = retrofit.convert(copy.deepcopy(source), target)
     assert {row.status for row in report.plan.layers} == {"converted"}
     torch.testing.assert_close(model(x), source(x))
     for module in source.modules():  # at strength 1: no division

@@ -44,11 +44,8 @@ def test_each_option_is_a_keyword_a_flag_and_a_line_of_the_record() -> None:
 def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
     options = ConversionOptions(**{name: VALUES[name]})
     for to in TARGETS:
-        with (
-            nullcontext()
-            if to in OPTIONS[name].targets
-            else pytest.raises(UsageError, match=f"`{name}` means nothing to this target")
-        ):
+        refused = pytest.raises(UsageError, match=f"`{name}` means nothing to this target")
+        with nullcontext() if to in OPTIONS[name].targets else refused:
             options.check(to)
 
 

@@ -131,12 +131,6 @@ def test_says_why_a_file_cannot_be_read(
 # --- loading by name
 
 
-def test_the_batch_counter_may_be_absent_or_extra() -> None:
-    state = {name: value for name, value in small_state().items() if "num_batches" not in name}
-    assert load_into(small_net(), state) == Loaded()
-    assert load_into(small_net(), {**small_state(), "3.num_batches_tracked": torch.tensor(1)}) == Loaded()
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -147,7 +141,6 @@ def test_the_batch_counter_may_be_absent_or_extra() -> None:
         (lambda s: s.update(small_state(width=8)), ["7 of another shape", " and 4 more)", "check which network"]),
         (lambda s: (s.update(under("n", s)), [s.pop(k) for k in small_state()]), ["`match='order'`"]),
         (lambda s: s.update({"0.bias": s["0.bias"].to(torch.int8)}), ["1 of another type (0.bias int8 for float32)"]),
-        (lambda s: s.update({"0.bias": s["0.bias"] + 0j}), ["1 of another type (0.bias complex64 for float32)"]),
         (lambda s: s.update({"a\nb" * 9999: torch.zeros(1)}), [r"1 unexpected (a\nba\nb", "..."]),
     ],
 )
@@ -163,7 +156,6 @@ def test_timms_own_converter_is_asked() -> None:
     large = timm.create_model("test_vit", img_size=96)
     assert load_into(large, small.state_dict()) == Loaded()  # its position embedding is resampled
     assert torch.equal(large.blocks[0].attn.qkv.weight, small.blocks[0].attn.qkv.weight)
-    assert large.pos_embed.shape[1] == 1 + (96 // 16) ** 2
 
 
 def test_torchs_hooks_for_old_names_are_asked() -> None:
@@ -199,8 +191,18 @@ def _average(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(torch.optim.swa_utils.AveragedModel(source, use_buffers=True).state_dict())
 
 
-@pytest.mark.parametrize("wrap", [dict, lambda s: under("model.", s), lambda s: under("encoder.module.", s), _average])
-def test_one_prefix_of_all_names_is_taken_off(wrap: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: under("model.", s),
+        lambda s: under("encoder.module.", s),
+        _average,
+        lambda s: {name: value for name, value in s.items() if "num_batches" not in name},
+        lambda s: {**s, "3.num_batches_tracked": torch.tensor(1)},
+    ],
+    ids=["prefix", "two parts", "average", "no counter", "another counter"],
+)
+def test_one_prefix_and_counters_make_no_difference(wrap: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     model = small_net()
     assert load_into(model, wrap(small_state())) == Loaded()
     assert same_tensors(model.state_dict(), small_state())
@@ -302,5 +304,4 @@ def test_a_real_checkpoint(real_weights: Path) -> None:
     assert load_into(model, state, "order") == Loaded()
     theirs = [value for name, value in state.items() if "num_batches" not in name]
     ours = [value for name, value in model.state_dict().items() if "num_batches" not in name]
-    assert len(ours) == len(theirs) > 200
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -85,19 +85,6 @@ def test_options_become_the_builders_arguments(source: ModelSource, options: Any
     assert with_options(source, **options).kwargs == kwargs
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("resnet18", {"num_classes": -1}, "`num_classes=-1`"),
-        ("tv:resnet18", {"in_chans": 1}, "has no `in_chans`"),
-        ("resnet18", {"model_kwargs": {"pretrained": True}}, "use `pretrained=True`"),
-    ],
-)
-def test_wrong_options(name: str, options: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        with_options(parse(name), **options)
-
-
 # --- building
 
 
