@@ -47,10 +47,7 @@ class ModelSource:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSource:
-        """Rebuild from `asdict`'s values, which may come from anyone: only registered names, no weights to fetch.
-
-        Values of another kind raise KeyError, TypeError or ValueError.
-        """
+        """Rebuild from `asdict`'s values, which may come from anyone: only registered names, no weights to fetch."""
         source = cls(str(values["library"]), str(values["name"]), dict(values["kwargs"]))  # type: ignore[arg-type]
         if source.library != "own" and (source.library not in ("timm", "torchvision") or ":" in source.name):
             raise ValueError(f"{source.name!r} of {source.library!r} is not a registered network")
@@ -81,14 +78,12 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         check_size(self.input_size)
+        right = {"interpolation": self.interpolation in _INTERPOLATIONS, "crop_mode": self.crop_mode in _CROP_MODES}
         for name, numbers in (("mean", self.mean), ("std", self.std), ("crop_pct", (self.crop_pct,))):
-            for number in numbers:
-                real = isinstance(number, int | float) and not isinstance(number, bool)  # numpy's float64 is a float
-                if not real or not math.isfinite(number) or (name != "mean" and number <= 0):
-                    raise UsageError(f"no images have {name} {shown(getattr(self, name))}; mend the preprocessing")
-        if self.interpolation not in _INTERPOLATIONS or self.crop_mode not in _CROP_MODES:
-            named = f"interpolation {shown(self.interpolation)} and crop_mode {shown(self.crop_mode)}"
-            raise UsageError(f"no images are prepared with {named}; mend the preprocessing")
+            real = all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers)  # as numpy's float64
+            right[name] = real and all(math.isfinite(x) and (name == "mean" or x > 0) for x in numbers)
+        for name in (name for name in right if not right[name]):
+            raise UsageError(f"no images have {name} {shown(getattr(self, name))}; mend the preprocessing")
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""

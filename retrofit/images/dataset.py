@@ -184,17 +184,11 @@ def open_images(
     `split` is a part: of a folder a sub-folder, or "." for all of it; a folder without parts needs none. `class_map` is
     a file with one class name a line, in the order of the model's outputs (or timm's .pkl of a dict); `labels`, the
     model's own class names, stand in for it if every class of the data is among them.
-
-    A UsageError says that nothing, or two things, tell where the images are, that there is no such part, or that the
-    data does not name the classes that a class map needs; a RetrofitError, that there are no images, that a folder or
-    the class map cannot be read, that the map is not one to one or lacks a class, or that `channels` is not 1 or 3.
     """
     if channels not in (1, 3):
-        advice = "build it with `in_chans=3` or `in_chans=1`"
-        raise RetrofitError(f"the model takes {channels} channels, images give 1 or 3; {advice}")
+        raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; build it with such `in_chans`")
     if dataset == "digits" and data_dir is not None:
-        advice = f"drop `dataset='digits'` or `data_dir={str(data_dir)!r}`"
-        raise UsageError(f"the digits are built in and lie in no folder; {advice}")
+        raise UsageError("the digits are built in and lie in no folder; drop `dataset` or `data_dir`")
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to read images from; give `data_dir` or `dataset`")
     if not dataset and not Path(str(data_dir)).exists():
@@ -237,8 +231,7 @@ def _named(data_dir: FileName | None, dataset: str, split: str, mode: str, class
     try:
         images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
     except Exception as error:  # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
-        what = f"no images found in {data_dir or dataset} ({one_line(error)})"
-        raise RetrofitError(f"{what}; {ADVICE}") from error
+        raise RetrofitError(f"no images found in {data_dir or dataset} ({one_line(error)}); {ADVICE}") from error
     if isinstance(images, ImageDataset):
         return ImageData(LabelledImages(images.reader, mode))
     classes = getattr(images, "classes", None)  # torchvision's

@@ -36,12 +36,9 @@ class ImageFiles:
 
     def __init__(self, root: Path, *, topmost: bool = False) -> None:
         self.root, self._packed = str(root), not root.is_dir()
-        self.empty: tuple[str, ...] = ()  # folders without an image, which are no classes
-        if self._packed:
-            places = dict(_in_tar(root))
-        else:
-            names, self.empty = _in_folder(root)
-            places = dict.fromkeys(names, _WHOLE)
+        names, empty = ([], []) if self._packed else _in_folder(root)
+        self.empty = tuple(empty)  # folders without an image, which are no classes
+        places = dict(_in_tar(root)) if self._packed else dict.fromkeys(names, _WHOLE)
         if topmost:
             places = {name: place for name, place in places.items() if "/" in name}
         if not places:
@@ -75,7 +72,7 @@ class ImageFiles:
         return self._names[index]
 
 
-def _in_folder(root: Path) -> tuple[list[str], tuple[str, ...]]:
+def _in_folder(root: Path) -> tuple[list[str], list[str]]:
     """Return the images below a folder, and the folders without any; a link to a folder above holds nothing new."""
 
     def refuse(error: OSError) -> None:
@@ -95,12 +92,11 @@ def _in_folder(root: Path) -> tuple[list[str], tuple[str, ...]]:
         if first != path:
             what = f"{first} and {path} in {root} are the same folder"
             raise RetrofitError(f"{what}, whose images would count twice; remove one")
-        prefix = "" if path == Path() else f"{path}/"
-        names = [prefix + name for name in files if _is_image(name)]
+        names = [str(path / name) for name in files if _is_image(name)]
         images += names
-        if prefix and not names and not folders:
+        if not names and not folders and path != Path():
             empty.append(str(path))
-    return images, tuple(empty)
+    return images, empty
 
 
 def _in_tar(path: Path) -> Iterator[tuple[str, Place]]:

@@ -61,9 +61,6 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     Nested training checkpoints are opened as timm opens them: averaged weights before plain ones. Where the file holds
     several sets of weights, `key` says which: a key ("model_ema"; dots lead further down), or how the names of the
     weights begin ("teacher", for "teacher.conv1.weight").
-
-    A RetrofitError says that the file is missing, damaged, unpacks to far more than its size, or holds more than
-    weights, no dense tensors, several sets of weights, or none at `key`.
     """
     file = Path(path)
     if not file.is_file():
@@ -176,10 +173,7 @@ def load_into(
     what timm's own converter for the architecture makes of foreign names and sizes is accepted too; with `partial`
     tensors may be missing, left over or of another shape, and are listed. In "order", tensors are paired by position
     and shape, whatever they are called. Only counters (`num_batches_tracked`, AveragedModel's `n_averaged`) may be
-    absent on either side.
-
-    A UsageError says that `match` is neither, or "order" with `partial`; a RetrofitError that the tensors do not fit:
-    the network may then be half loaded.
+    absent on either side. Where the tensors do not fit, the network may be half loaded.
     """
     if match not in ("name", "order"):
         raise UsageError(f"`match={match!r}` is unknown; choose name or order")

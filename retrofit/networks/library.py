@@ -131,8 +131,7 @@ def with_options(
     """Add the command line's options to a source, under the names that its builder knows them by.
 
     A network that takes images of any size has no argument for it: there `img_size` changes nothing here, and the
-    caller records it in the preprocessing. A UsageError says which option is out of range, unknown to the library's
-    builder, or asks for weights.
+    caller records it in the preprocessing.
     """
     for size, value, least in (("num_classes", num_classes, 0), ("in_chans", in_chans, 1), ("img_size", img_size, 1)):
         if value is not None and value < least:
@@ -159,11 +158,7 @@ def _size_argument(source: ModelSource) -> str | None:
 
 
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
-    """Build a network, with random weights or the library's trained ones; its record says where it came from.
-
-    A UsageError says that the library or one's own function does not know the name or an argument, a RetrofitError that
-    the weights do not exist or cannot be fetched, or that nobody typed the name of one's own in this process.
-    """
+    """Build a network, with random weights or the library's trained ones; its record says where it came from."""
     source.refuse_reserved()
     if ":" not in source.name:
         parse(str(source))
@@ -303,8 +298,7 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
     """Return the preprocessing that the library prescribes for a network's weights, fitted to its input.
 
     A network of one's own may say what it expects as timm's do, in a dict `pretrained_cfg`; else it gets timm's usual
-    one, images of 224 pixels with ImageNet's mean and standard deviation. A RetrofitError says that `pretrained_cfg`
-    names sizes or numbers that no images have.
+    one, images of 224 pixels with ImageNet's mean and standard deviation.
     """
     if source.library == "torchvision":
         usual = _torchvision_preprocess(source)

@@ -118,9 +118,6 @@ def open_model(
     `match` (None is "name"), `checkpoint_key` and `checkpoint_partial` are what `load_into` and `read_checkpoint` take;
     sizes that are None are the library's. `network`, `py:package.module:callable`, builds what an artifact of a user's
     own network holds.
-
-    A UsageError says that the name is unknown, an option is wrong, or two contradict each other; a RetrofitError that
-    weights or the artifact cannot be read or do not fit.
     """
     options: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
     options["model_kwargs"] = model_kwargs
