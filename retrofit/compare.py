@@ -194,7 +194,13 @@ class Reference:
             result = next((row for row in rows if row.differs), judged_by_layers)
         if not result.differs and not result.scale:
             result = replace(result, not_checked="every output is zero, which proves nothing; check the weights")
-        return replace(result, batches=self.batches, top1_agreement=self._agreement(outputs))
+        same = [
+            ours[0].argmax(1) == theirs[0].argmax(1)
+            for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True)
+            if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]
+        ]
+        agreement = float(torch.cat(same).double().mean()) if same else None
+        return replace(result, batches=self.batches, top1_agreement=agreement)
 
     def _compare_outputs(self, outputs: _Outputs, zero: float) -> Comparison:
         pairs: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
@@ -221,14 +227,6 @@ class Reference:
             gap = scale = 0.0
         compared = sum(int(a.isfinite().sum()) for a, _ in pairs)
         return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
-
-    def _agreement(self, outputs: _Outputs) -> float | None:
-        same = [
-            ours[0].argmax(1) == theirs[0].argmax(1)
-            for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True)
-            if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]
-        ]
-        return float(torch.cat(same).double().mean()) if same else None
 
 
 def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

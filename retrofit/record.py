@@ -57,8 +57,7 @@ class ModelSource:
     def refuse_reserved(self) -> None:
         """Raise UsageError if an argument would fetch or read weights."""
         if refused := sorted(RESERVED_KWARGS & self.kwargs.keys()):
-            what = f"{refused[0]!r} is not a model argument to set here"
-            raise UsageError(f"{what}; use `pretrained=True` or `checkpoint=FILE`")
+            raise UsageError(f"{refused[0]!r} is not a model argument; use `pretrained=True` or `checkpoint=FILE`")
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,7 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
             folders.clear()
             continue
         if first != path:
-            what = f"{first} and {path} in {root} are the same folder"
-            raise RetrofitError(f"{what}, whose images would count twice; remove one")
+            raise RetrofitError(f"{first} and {path} in {root} are the same folder and would count twice; remove one")
         names = [str(path / name) for name in files if _is_image(name)]
         images += names
         if not names and not folders and path != Path():
@@ -106,8 +105,7 @@ def _in_tar(path: Path) -> Iterator[tuple[str, Place]]:
     try:
         with open(path, "rb") as file:
             if file.read(6).startswith(_COMPRESSED):
-                what = f"{path} is compressed, so its images cannot be read in any order"
-                raise RetrofitError(f"{what}; decompress it to a .tar, or unpack it into a folder")
+                raise RetrofitError(f"{path} is compressed; decompress it to a .tar, or unpack it into a folder")
             file.seek(0)
             yield from _members(file, "", 0)
     except (OSError, tarfile.TarError) as error:

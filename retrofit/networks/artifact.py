@@ -116,8 +116,7 @@ def is_artifact(path: str | Path) -> bool:
 
 def _manifest_text(path: Path) -> str | None:
     with safe_open(path, framework="pt") as opened:
-        text: str | None = (opened.metadata() or {}).get(KEY)
-        return text
+        return (opened.metadata() or {}).get(KEY)
 
 
 def _damaged(path: str | Path, why: str) -> RetrofitError:
@@ -210,14 +209,12 @@ def save(
         twin = rebuilt(source, record.plans)
         fill(twin, tensors)
         if problem := outputs.difference(twin):
-            what = f"built again, {source} is another function than this network: {problem}"
-            raise RetrofitError(f"{what}; save it with `save(source='own')`")
+            raise RetrofitError(f"built again, {source} differs: {problem}; save it with `save(source='own')`")
     names = record.labels if labels is None else labels
     classes = getattr(model, "num_classes", None) if outputs.classes is None else outputs.classes
     if names is not None and isinstance(classes, int) and classes not in (0, len(names)):
         if labels is not None:
-            said = f"{plural(len(names), 'label')} for {plural(classes, 'output')}"
-            raise UsageError(f"{said}; pass `labels` with one for each")
+            raise UsageError(f"{plural(len(names), 'label')} for {plural(classes, 'output')}; pass as many `labels`")
         names = None  # those noted were of another classifier
     steps = [plan.to_dict() for plan in record.plans]
     manifest = {

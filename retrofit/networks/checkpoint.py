@@ -116,16 +116,14 @@ def _unpickled(file: Path) -> Any:
             except Exception:  # not the zip format
                 names = str(error).partition("Unsupported global: GLOBAL ")[2].split()[:1]
             if names:
-                what = f"Python objects ({shortlist(names)}), not only weights"
-                problem = f"holds {what}, and loading them could run code; save weights"
+                problem = f"holds Python objects ({shortlist(names)}), which could run code when loaded; save weights"
         raise RetrofitError(f"{file} {problem}") from error
 
 
 def _check_growth(file: Path, unpacked: int) -> None:
     size = file.stat().st_size
     if unpacked > max(_SMALL, _GROWTH * size):
-        what = f"{file} has {size:,} bytes and unpacks to {unpacked:,}"
-        raise RetrofitError(f"{what}, which no checkpoint does; save it again")
+        raise RetrofitError(f"{file} has {size:,} bytes and unpacks to {unpacked:,}; save it again, as torch does")
 
 
 def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
@@ -183,8 +181,7 @@ def load_into(
     own = tensors_of(model).items()
     broken = [name for name, value in own if not value.isfinite().all() and name not in loaded.left_random]
     if broken:
-        what = f"{len(broken)} tensors of the checkpoint hold NaN or infinite values"
-        loaded.warnings.append(f"{what}: {shortlist(broken)}")
+        loaded.warnings.append(f"{len(broken)} tensors of the checkpoint hold NaN or infinity: {shortlist(broken)}")
     return loaded
 
 

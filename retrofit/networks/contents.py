@@ -54,8 +54,7 @@ def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
     tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
     for name, original in _aliases(twin).items():
         if not torch.equal(tensors[name], tensors[original]):
-            both = f"{name} and {original} are one tensor in the library's network"
-            raise RetrofitError(f"{both}, two here; make them equal to save it")
+            raise RetrofitError(f"{name} and {original} are one tensor in the library's network, two here; tie them")
         del tensors[name]
     form = torch.contiguous_format
     return {name: tensor.to("cpu", copy=True, memory_format=form) for name, tensor in tensors.items()}

@@ -309,8 +309,7 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
         try:
             usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
         except (TypeError, ValueError, OverflowError) as error:
-            what = f"the network's `pretrained_cfg` is none that images can have ({one_line(error)})"
-            raise RetrofitError(f"{what}; mend it") from error
+            raise RetrofitError(f"the network's `pretrained_cfg` is wrong ({one_line(error)}); mend it") from error
     size = source.kwargs.get("img_size", source.kwargs.get("image_size"))
     height, width = (size, size) if isinstance(size, int) else size or usual.input_size[1:]
     channels = source.kwargs.get("in_chans", usual.input_size[0])

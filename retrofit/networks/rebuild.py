@@ -193,12 +193,8 @@ def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
         if any(counts[kind] > most[kind] for kind in most):
             raise TooLargeError(f"its manifest names a network far larger than the {len(tensors)} tensors in the file")
 
-    registrations = [
-        hooks.register_module_parameter_registration_hook,
-        hooks.register_module_buffer_registration_hook,
-        hooks.register_module_module_registration_hook,
-    ]
-    with hooked(register(count) for register in registrations):
+    kinds = ("parameter", "buffer", "module")
+    with hooked(getattr(hooks, f"register_module_{kind}_registration_hook")(count) for kind in kinds):
         yield
 
 

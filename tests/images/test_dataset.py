@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     ("place", "options", "message"),
     [
         ("nowhere", {}, "there is no data at"),
-        ("pictures", {"channels": 4}, "takes 4 channels"),
+        ("pictures", {"channels": 4}, "model takes 4; build"),
         ("pictures", {"class_map": "absent.txt"}, "cannot read the class map"),
         ("pictures", {"class_map": "map.csv"}, "cannot read the class map"),
         (None, {"dataset": "digits", "class_map": "map.txt"}, r"9 .* 10 classes are .* \(1, 2, 3 and 6 more"),

@@ -59,7 +59,7 @@ def test_a_link_to_the_folder_above_counts_nothing_twice(folder: Path, tmp_path:
 
 def test_two_paths_to_one_folder_are_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "cat" / "dog").symlink_to(folder / "bee")
-    with pytest.raises(RetrofitError, match=r"bee and cat/dog in .* are the same folder, .* count twice; remove one"):
+    with pytest.raises(RetrofitError, match=r"bee and cat/dog in .* are the same folder .* twice; remove"):
         ImageFiles(folder)
 
 
@@ -173,7 +173,7 @@ def damaged_tar(place: Path) -> Path:
         (lambda place: write_tar(place, place / "data.tar"), r"no images found in .*data.tar \(.png, .jpg"),
         (file_of("data.tar", b""), r"no images found in .*data.tar \(empty file\)"),
         (file_of("data.zip", b"hello"), "data.zip, which is neither a folder nor a .tar"),
-        (file_of("data.tar", gzip.compress(b"x")), r"data.tar is compressed, .*; decompress it to a "),
+        (file_of("data.tar", gzip.compress(b"x")), r"data.tar is compressed; decompress it to a "),
         (damaged_tar, r"no images found in .*data.tar \(damaged at byte 2,048\)"),
     ],
 )

@@ -189,7 +189,7 @@ def test_timms_follows_the_networks_input(
 def test_what_a_network_says_of_images_is_checked(cfg: dict[str, object]) -> None:
     model = torch.nn.Conv2d(3, 4, 1)
     model.pretrained_cfg = {"input_size": (3, 64, 64), **cfg}
-    with pytest.raises(RetrofitError, match=r"the network's `pretrained_cfg` is none that images can have \(no images"):
+    with pytest.raises(RetrofitError, match=r"the network's `pretrained_cfg` is wrong \(no images"):
         preprocess_of(model, ModelSource("own", "mine:Net"))
 
 

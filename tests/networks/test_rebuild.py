@@ -128,12 +128,9 @@ def test_building_stops_at_the_first_tensor_too_much() -> None:
     nn.Linear(100_000, 1_000, device="meta")  # the bound ends with its context
 
 
-@pytest.mark.parametrize("value", [[1, [2, {"a": -1_000_000}]], 1e300, [0] * 200_000, {"a": "x" * 200_000}])
-def test_numbers_out_of_proportion(value: Any) -> None:
-    with pytest.raises(TooLargeError):
-        check_numbers({"x": value}, {"a": torch.zeros(64, 3, 7, 7)})
-
-
 def test_numbers_in_proportion() -> None:
+    for value in ([1, [2, {"a": -1_000_000}]], 1e300, [0] * 200_000, {"a": "x" * 200_000}):
+        with pytest.raises(TooLargeError):
+            check_numbers({"x": value}, {"a": torch.zeros(64, 3, 7, 7)})
     values = {"num_classes": 21_841, "img_size": 448, "rates": [0.1, None, True], "name": "x", "most": float("inf")}
     check_numbers(values, {"head": torch.zeros(21_841, 768)})
