@@ -98,14 +98,13 @@ class Diagnosis:
     input_noise: tuple[InputNoise, ...]  # empty where the model gives no class scores
     # Layers that subtract no mean, are one with their activation, or do not hold the images in their first dimension.
     unmeasured: tuple[str, ...] = ()
-    under_attack: UnderAttack | None = None  # None where none was asked for, or there are no labels
+    attack: UnderAttack | None = None  # None where none was asked for, or there are no labels
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the points of the Q-Q plots."""
         values = asdict(self)
         for layer in values["layers"]:
             del layer["plot"]
-        values["attack"] = values.pop("under_attack")
         return values
 
 

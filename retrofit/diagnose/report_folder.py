@@ -154,5 +154,5 @@ def _findings(diagnosis: Diagnosis) -> Iterator[str]:
             yield f"top-1 {clean.top1:.1f}%; {noisy.top1:.1f}% with noise of {noisy.level:g} on the images"
         else:
             yield f"{noisy.agreement:.1f}% of the answers are the same with noise of {noisy.level:g} on the images"
-    if (attacked := diagnosis.under_attack) is not None:
+    if (attacked := diagnosis.attack) is not None:
         yield f"top-1 {attacked.top1:.1f}% under {attacked.attack}"

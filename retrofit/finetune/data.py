@@ -28,8 +28,9 @@ from retrofit.evaluation.accuracy import Accuracy, evaluate, predictions
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import TO_VALIDATE, ImageData, has_part, heed_no_signals, open_images, parts_in
 from retrofit.record import Preprocess
-from retrofit.utils.text import shortlist, shown
+from retrofit.utils.text import one_line, shortlist, shown
 
+UNLABELLED = "train without labels: `teacher='source'` and `task_loss_weight=0`"
 _HELD_OUT = 0.1  # where the data has no part to validate on and the recipe names no fraction
 
 _AS_IT_IS = nn.Identity()  # a transform, which pickles
@@ -53,15 +54,9 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     opened = partial(open_images, recipe.data_dir, dataset=recipe.dataset, class_map=class_map, channels=channels)
     train = opened(split=_train_split(recipe))
     if isinstance(train.images, IterableDataset):
-        raise UsageError(
-            f"{recipe.dataset} is a stream, whose order an interrupted run could not go on with; unpack it into a "
-            "folder or tar, or use hfds/"
-        )
+        raise UsageError(f"{recipe.dataset} is a stream, in which no run can be resumed; unpack it, or use hfds/")
     if recipe.labelled and train.classes == 1:
-        raise RetrofitError(
-            "the data has a single class; give one folder a class, or train without labels: `teacher='source'` "
-            "and `task_loss_weight=0`"
-        )
+        raise RetrofitError(f"the data has a single class; give one folder a class, or {UNLABELLED}")
     keeps_classifier = len(labels or ()) in (train.classes, recipe.num_classes) or recipe.teacher == "source"
     if recipe.labelled and keeps_classifier and train.matched == "order":
         train = train.mapped(labels=labels)
@@ -79,10 +74,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     val = opened(split=val_split, labels=names)  # by order alone, a missing class would move others
     if val.contradicts(names):
         apart = sorted({*(names or ())} ^ {*(val.names or ())}) or val.names or ()
-        raise RetrofitError(
-            f"the classes of {val_split!r} are not those of {recipe.train_split!r} ({shortlist(apart)}); give both the "
-            "same folders, or a `class_map`"
-        )
+        what = f"the classes of {val_split!r} are not those of {recipe.train_split!r} ({shortlist(apart)})"
+        raise RetrofitError(f"{what}; give both the same folders, or a `class_map`")
     return Images(train, val, names, notes)
 
 
@@ -197,10 +190,8 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
             re_mode="pixel",
         )
     except Exception as error:  # timm asserts, and raises KeyError and ValueError
-        raise UsageError(
-            f"timm cannot build the augmentation ({error or type(error).__name__}); check `aa`, "
-            "`train_interpolation` and `scale`"
-        ) from error
+        what = f"timm cannot build the augmentation ({one_line(error)})"
+        raise UsageError(f"{what}; check `aa`, `train_interpolation` and `scale`") from error
 
 
 class Order(Sampler[list[Key]]):
@@ -286,9 +277,7 @@ def validation_share(
         return None
     count, processes = len(images.images), accelerator.num_processes
     if count < processes:
-        raise RetrofitError(
-            f"{count} images to validate on are too few for {processes} processes; give more, or a larger `val_split`"
-        )
+        raise RetrofitError(f"{count} images to validate on are too few for {processes} processes; give more")
     share = range(accelerator.process_index, count, processes)
     part = Part(images.images, share, create_transform(**preprocess.to_dict()))
     if teacher is None:

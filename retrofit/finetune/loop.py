@@ -64,7 +64,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
     if missing := [name for name in recipe.log_with if name not in trackers]:
         have = f"installed here: {', '.join(trackers) or 'none'}"
-        raise UsageError(f"`log_with={missing[:1]!r}` is no tracker that accelerate can use ({have}); install it")
+        raise UsageError(f"`log_with={missing[:1]!r}` is no tracker of accelerate here ({have}); install it")
     return Accelerator(
         cpu=cpu,
         mixed_precision=half if recipe.amp else "no",

@@ -72,10 +72,8 @@ def source_network(network: Network, resumed: bool = False) -> nn.Module:
         raise RetrofitError("`teacher='source'` needs layers that have a strength; convert first, or drop `teacher`")
     trained = network.weights.get("steps") or any(layer.strength for layer in layers)
     if trained and not resumed:
-        raise RetrofitError(
-            "`teacher='source'` is the network at strength 0, but this one was trained since its conversion, or its "
-            "strength raised; convert the source anew, at strength 0, and train that, or drop `teacher`"
-        )
+        what = "`teacher='source'` is the network at strength 0, but this was trained, or raised, since its conversion"
+        raise RetrofitError(f"{what}; convert the source anew and train that, or drop `teacher`")
     source = copy.deepcopy(network.model)
     set_strength(source, 0.0)
     return source.eval().requires_grad_(False)
@@ -124,9 +122,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
             groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum, **given
         )
     except Exception as error:  # optimizers assert, or miss a package
-        raise UsageError(
-            f"timm cannot build the optimizer {recipe.opt} ({one_line(error)}); choose another `opt`"
-        ) from error
+        raise UsageError(f"cannot build the optimizer {recipe.opt} ({one_line(error)}); take another `opt`") from error
     if recipe.opt_eps is not None and "eps" not in optimizer.defaults:
         raise UsageError(f"the optimizer {recipe.opt} has no eps; leave `opt_eps` out")
     return optimizer

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError
-from retrofit.finetune.data import Images
+from retrofit.finetune.data import UNLABELLED, Images
 from retrofit.finetune.divergence import not_finite
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.statistics import estimated_layers
@@ -49,18 +49,19 @@ def fit_network(
     present = outputs_of(network.model)
     outputs = recipe.num_classes or len(images.names or ()) or present
     new_tensors: tuple[str, ...] = ()
-    otherwise = "give `class_map`, or train without labels: `task_loss_weight=0`"  # where the source teaches
     if outputs is not None and present is not None and outputs != present:
         if recipe.teacher == "source":
             teaches = f"the source network has {plural(present, 'output')} and cannot teach {plural(outputs, 'class')}"
-            raise RetrofitError(f"{teaches}; {otherwise}")
+            raise RetrofitError(f"{teaches}; give `class_map`, or {UNLABELLED}")
         network, new_tensors = with_classes(network, outputs)
         note(f"new classifier: {outputs} outputs in place of {present}, initialized to zero")
     if recipe.labelled and images.train.contradicts(network.labels):  # a new classifier has no labels
         classes, labels = shortlist(images.train.names or ()), shortlist(network.labels or ())
         what = f"the data's classes ({classes}) are not what the network calls its outputs ({labels})"
         if recipe.teacher == "source":
-            raise RetrofitError(f"{what}, so that its teacher may contradict the labels; {otherwise}")
+            raise RetrofitError(
+                f"{what}, so that its teacher may contradict the labels; give `class_map`, or {UNLABELLED}"
+            )
         note(f"{what}: they were taken for its outputs in their order; if that is wrong, give `class_map`")
     if images.names is not None:  # where outputs are left over, the network's own names are none of theirs
         set_record(network.model, labels=list(images.names) if len(images.names) == outputs else None)
@@ -110,10 +111,8 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     old, new = tensors_of(network.model), tensors_of(model)
     fresh = tuple(name for name in new if name not in old or old[name].shape != new[name].shape)
     if not old.keys() <= new.keys() or not 0 < len(fresh) <= 4:
-        raise RetrofitError(
-            f"cannot tell the classifier of {network.source} from the rest; build it with {classes} outputs before "
-            f"it is converted (`retrofit convert --num-classes {classes}`)"
-        )
+        what = f"cannot tell the classifier of {network.source} from the rest"
+        raise RetrofitError(f"{what}; convert it anew with as many outputs, `retrofit convert --num-classes {classes}`")
     identify(network.model, network.source)  # nothing was set by hand
     set_training_settings(model, training_settings(network.model))
     for name, tensor in new.items():

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
 
 from retrofit.conversion_options import OPTIONS
 from retrofit.errors import RetrofitError, UsageError
@@ -45,12 +44,6 @@ def _listed(value: Any) -> Any:
     return value.strip("[]").replace(",", " ").split() if isinstance(value, str) else value
 
 
-def _two(value: Any) -> Any:
-    if isinstance(value := _listed(value), list | tuple) and len(value) != 2:
-        raise PydanticCustomError("two", "Input should be two numbers")
-    return value
-
-
 def _parts(value: Any) -> Any:
     """Take a split's name, or a fraction of the training images."""
     try:
@@ -59,7 +52,7 @@ def _parts(value: Any) -> Any:
         return value
 
 
-Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_two)]
+Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_listed)]
 Milestones = Annotated[list[Count], BeforeValidator(_listed)]
 Split = Annotated[str | Fraction, BeforeValidator(_parts)]
 InLowerCase = Annotated[str, StringConstraints(to_lower=True)]
@@ -263,6 +256,8 @@ def _sentence(problem: dict[str, Any]) -> str:
     if not key:
         return str(problem["msg"]).removeprefix("Value error, ")
     said = str(problem["msg"]).removeprefix("Input should be ").replace(";", ",")
+    if problem["type"] in ("missing", "too_long"):
+        said = "two numbers"
     return f"{key} should be {printable(said, 100)}, not {shown(problem['input'])}"
 
 
@@ -277,9 +272,7 @@ def recipe_text(name: str) -> str:
     names = list(recipe_summaries())
     if name not in names:
         close = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names
-        raise UsageError(
-            f"no recipe {printable(repr(name), 100)}; did you mean {' or '.join(close)}? `retrofit recipes` lists them"
-        )
+        raise UsageError(f"no recipe {shown(name, 100)} (see `retrofit recipes`); did you mean {' or '.join(close)}?")
     return (_RECIPES / f"{name}.yaml").read_text()
 
 
@@ -304,9 +297,7 @@ def recipe_settings(name: str | Path) -> dict[str, Any]:
     try:
         values = yaml.load(text, _SettingsLoader)
     except Exception as error:  # numbers and dates raise ValueError, and more
-        raise UsageError(
-            f"{what} is not YAML that can be read ({one_line(error)}); write one `name: value` a line"
-        ) from error
+        raise UsageError(f"{what} is not YAML ({one_line(error)}); write one `name: value` a line") from error
     if values is not None and not isinstance(values, dict):
         raise UsageError(f"{what} holds no settings; write one `name: value` a line")
     return {key if isinstance(key, str) else f"<{type(key).__name__}>": value for key, value in (values or {}).items()}

@@ -38,9 +38,7 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
     except OSError as error:
         raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another `folder`") from error
     if not free:
-        raise RetrofitError(
-            f"another process trains in {folder}; give another `folder`, or resume that run once the process has ended"
-        )
+        raise RetrofitError(f"another process trains in {folder}; give another `folder`, or resume once it has ended")
     try:
         sweep(folder)
         sweep(folder / STATE)
@@ -76,9 +74,8 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
         try:
             torch.save({"schema": SCHEMA, **state}, temporary)
         except RuntimeError as error:  # torch's writer reports a full disk so
-            raise RetrofitError(
-                f"cannot write the state {last} ({one_line(error)}); free space, then go on with `resume`"
-            ) from error
+            what = f"cannot write the state {last} ({one_line(error)})"
+            raise RetrofitError(f"{what}; free space, then go on with `resume`") from error
         if last.exists():
             os.replace(last, folder / _PREVIOUS)
 

@@ -186,9 +186,7 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
         RetrofitError: If a layer whitens, which needs each set whole.
     """
     if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
-        raise RetrofitError(
-            "whitening matrices are not synchronized between processes; leave dbn and dbnn unsynchronized"
-        )
+        raise RetrofitError("whitening is not synchronized between processes; leave dbn and dbnn unsynchronized")
     place = device_of(model) if device is None else torch.device(device)
     forms = _CONVERTED if place.type == "cpu" else _CONVERTED | _PLAIN
     layers = [module for module in model.modules() if type(module) in forms]

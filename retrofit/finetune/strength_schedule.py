@@ -124,10 +124,8 @@ class StrengthSchedule:
         except (KeyError, TypeError, ValueError):
             starts = []
         if len(starts) != len(self._layers):
-            raise UsageError(
-                f"`state` is not that of a StrengthSchedule of {plural(len(self._layers), 'layer')}; pass what "
-                "`state_dict` of the schedule of the same network returned"
-            )
+            what = f"`state` is not that of a StrengthSchedule of {plural(len(self._layers), 'layer')}"
+            raise UsageError(f"{what}; pass what `state_dict` of the schedule of the same network returned")
         self._steps, self._starts = steps, starts
         self._set(again=True)
 
@@ -154,8 +152,7 @@ class StrengthSchedule:
         return [start + (goal - start) * risen for start in starts]
 
     def _noise_at(self, done: float, most: float) -> float:
-        if done < self._noise_start:
+        if (since := done - self._noise_start) < 0:
             return 0.0
-        since = done - self._noise_start
         grown = 1.0 if since >= self._noise_ramp else since / self._noise_ramp
         return most * math.ceil(grown * NOISE_STAGES) / NOISE_STAGES

@@ -33,9 +33,9 @@ from tests.pretend_device import pretended
 SMALL: dict[str, Any] = {"channels": 3, "plotted": 1}
 
 
-def batches(count: int = 2) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 3, 32, 32, generator=generator), torch.arange(4)) for _ in range(count)]
+def batches() -> list[Batch]:
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return [(pixels, torch.arange(4)) for pixels in images.split(4)]
 
 
 def network(to: str) -> nn.Module:
@@ -51,37 +51,32 @@ def test_a_network_is_left_as_it_was() -> None:
     model = network("gn-pn")
     before = copy.deepcopy(model.state_dict())
     model.layer1.eval()
-
-    def modes_and_hooks() -> list[tuple[bool, int]]:
-        return [(m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in model.modules()]
-
-    expected = modes_and_hooks()
     diagnose(model, batches(), **SMALL)
-    assert modes_and_hooks() == expected
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert {module.training for name, module in model.named_modules() if "layer1" not in name} == {True}
+    assert {module.training for module in model.layer1.modules()} == {False}
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
-STAGES: set[str] = set()
 
 
 @pytest.fixture(scope="module")
 def one() -> Diagnosis:
-    """What is found about a network; the stages are noted that were reported."""
-    return diagnose(network("bnn"), batches(), **SMALL, progress=lambda done, total, what: STAGES.add(what))
+    """What is found about a network."""
+    torch.manual_seed(0)
+    stages: set[str] = set()
+    found = diagnose(network("bnn"), batches(), **SMALL, progress=lambda done, total, what: stages.add(what))
+    assert sorted(stages) == ["input noise", "layers", "noise", "statistics"]
+    return found
 
 
 def test_what_is_found(one: Diagnosis) -> None:
     assert one.images == 8
     assert [layer.name for layer in one.layers] == [probe.name for probe in probes(network("bnn"))[0]]
-    for layer in one.layers:
-        assert 0 < layer.r2 <= 1
-        assert 0 < layer.r2_before <= 1
-        assert len(layer.lmbda) == 7
+    assert all(0 < r2 <= 1 for layer in one.layers for r2 in (layer.r2, layer.r2_before))
+    assert {len(layer.lmbda) for layer in one.layers} == {7}
     followed = [layer.name for layer in one.layers if layer.linearity is not None]
     assert "bn1" in followed  # by the stem's ReLU
     assert not any(name.endswith("downsample.2") for name in followed)  # which ends in an addition
     assert one.input_noise[0].agreement == 100
-    assert sorted(STAGES) == ["input noise", "layers", "noise", "statistics"]
     json.dumps(one.to_dict())
 
 
@@ -122,11 +117,10 @@ def test_answers_under_attack() -> None:
         clean = [model(pixels).argmax(1) for pixels, _ in batches()]
     right = [(pixels, answers) for (pixels, _), answers in zip(batches(), clean, strict=True)]
     weak, strong = (Attack("pgd", eps, (0.5,) * 3, (0.2,) * 3) for eps in (1e-6, 0.5))
-    harmless = under_attack(model, right, clean, weak)
-    assert harmless.top1 == 100
+    assert under_attack(model, right, clean, weak).top1 == 100
     found = diagnose(model, right, **SMALL, attack=strong)
-    assert found.under_attack.top1 < 100
-    said = f"top-1 {found.under_attack.top1:.1f}% under pgd within"
+    assert found.attack.top1 < 100
+    said = f"top-1 {found.attack.top1:.1f}% under pgd within"
     assert any(said in sentence for sentence in sentences({"net": found}))
     unlabelled = [(pixels, None) for pixels, _ in right]
     assert under_attack(model, unlabelled, clean, strong) is None
@@ -136,9 +130,8 @@ def test_answers_under_attack() -> None:
 def test_a_network_on_another_device_is_measured_there(one: Diagnosis) -> None:
     with pretended(network("bnn")) as model:
         found = diagnose(model, batches(), **SMALL)
-    for ours, theirs in zip(found.layers, one.layers, strict=True):
-        assert ours.r2 == pytest.approx(theirs.r2, abs=1e-4)
-        assert ours.linearity == pytest.approx(theirs.linearity, abs=1e-4)
+    figures = [[figure for layer in of.layers for figure in (layer.r2, layer.linearity)] for of in (found, one)]
+    assert figures[0] == pytest.approx(figures[1], abs=1e-4)
     assert [entry.top1 for entry in found.input_noise] == [entry.top1 for entry in one.input_noise]
 
 
@@ -247,33 +240,22 @@ def test_a_report_replaces_only_a_report(one: Diagnosis, tmp_path: Path, monkeyp
     check_folder(folder, force=True)
     write_report({"b": one}, {}, folder)
     assert "b" in json.loads((folder / "results.json").read_text())["networks"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").touch()
+    (folder / "results.json").rename(folder / "thesis.txt")
     with pytest.raises(RetrofitError, match="kept"):
-        check_folder(tmp_path / "mine", force=True)
+        check_folder(folder, force=True)
+    (folder / "thesis.txt").rename(folder / "results.json")
     monkeypatch.chdir(tmp_path)
-    for absent in ("absent", "~"):
-        with pytest.raises(RetrofitError, match=f"{absent} does not exist"):
-            check_folder(Path(absent, "report"), force=False)
+    with pytest.raises(RetrofitError, match="~ does not exist"):
+        check_folder(Path("~", "report"), force=False)
     monkeypatch.setattr("os.access", lambda path, _: Path(path) != tmp_path)
     with pytest.raises(RetrofitError, match="is read-only"):  # said before the measuring
         check_folder(folder, force=True)
 
 
 @pytest.mark.usefixtures("unpainted")
-@pytest.mark.parametrize(
-    ("problem", "raised", "said"),
-    [
-        (OSError("no luck"), OSError, "no luck"),
-        (OSError(errno.ENOSPC, "No space left on device"), RetrofitError, r"no space left for .*report; free some"),
-    ],
-    ids=["any", "full disk"],
-)
-def test_a_failed_report_leaves_nothing(
-    problem: OSError, raised: type[Exception], said: str, one: Diagnosis, tmp_path: Path
-) -> None:
-    fails = mock.patch("retrofit.diagnose.report_folder._table", side_effect=problem)
-    with fails, pytest.raises(raised, match=said):
+def test_a_failed_report_leaves_nothing(one: Diagnosis, tmp_path: Path) -> None:
+    full = mock.patch("retrofit.diagnose.report_folder._table", side_effect=OSError(errno.ENOSPC, "No space left"))
+    with full, pytest.raises(RetrofitError, match=r"no space left for .*report; free some"):
         write_report({"a": one}, {}, tmp_path / "report")
     assert not list(tmp_path.iterdir())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -65,10 +67,9 @@ def test_a_loss_that_is_not_finite_is_a_fault_of_its_own() -> None:
 
 def test_the_sum_of_losses_and_the_clipped_gradient() -> None:
     model, _, gate = gate_of("sgd", clip=0.5)
-    expected = [parameter.clone().requires_grad_() for parameter in model.parameters()]
     for number, parameter in enumerate(model.parameters()):
-        expected[number].grad = torch.full_like(parameter, number + 1.0)
         parameter.grad = torch.full_like(parameter, number + 1.0)
+    expected = [copy.deepcopy(parameter) for parameter in model.parameters()]
     norm = nn.utils.clip_grad_norm_(expected, 0.5)  # torch's
     gate.start(10.0)
     gate.add(torch.tensor(2.0), 3)
@@ -77,8 +78,7 @@ def test_the_sum_of_losses_and_the_clipped_gradient() -> None:
     (verdict,) = gate.verdicts()
     assert (verdict.loss_sum, verdict.fault) == (16.0, None)
     torch.testing.assert_close(verdict.norms.norm(), norm)
-    for parameter, one in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, one.grad)
+    torch.testing.assert_close([one.grad for one in model.parameters()], [one.grad for one in expected])
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_the_gradient_that_went_first(value: float, broken: tuple[str, ...], nam
     assert (verdict.fault, verdict.what) == ("gradient", f"the gradient of {named}")
 
 
-def test_an_accelerator_s_verdicts_come_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_s_verdicts_come_a_step_later() -> None:
     model, optimizer, gate = gate_of("sgd")
-    monkeypatch.setattr(gate, "_lag", 1)
+    gate._lag = 1
     heard: list[Any] = []
     for number, factor in enumerate((1.0, math.nan, 1.0), 1):
         step(model, optimizer, gate, number, factor)
@@ -117,39 +117,33 @@ class Reads(TorchDispatchMode):
     """Counts what makes the host wait for a value of the device."""
 
     WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
+    found: ClassVar[Counter[str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := func.__name__.partition(".")[0]) in self.WAITING:
-            self.found[name] += 1
+        name = func.__name__.partition(".")[0]
+        self.found.update({name} & set(self.WAITING))
         return func(*args, **(kwargs or {}))
+
+    def counted(self, name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+        return lambda *args: (self.found.update([name]), method(*args))[1]
 
 
 def test_the_host_reads_nothing_of_a_step(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the targets, which lie on the host, and the verdict, which is copied there and read a step later."""
     reads, per_step = Reads(), []
     for name in ("tolist", "cpu", "numpy", "item"):
-        method = getattr(Tensor, name)
-
-        def count(self: Tensor, *args: Any, name: str = name, method: Any = method) -> Any:
-            reads.found[name] += 1
-            return method(self, *args)
-
-        monkeypatch.setattr(Tensor, name, count)
+        monkeypatch.setattr(Tensor, name, reads.counted(name))
 
     class Watch(RunCallback):
         def step(self, step: Step) -> None:
-            per_step.append(reads.found.copy())
+            per_step.append(dict(reads.found))
             reads.found.clear()
 
     settings = {"clip_grad": 1.0, "model_ema": True, "grad_accum_steps": 2, "mixup": 0.5, "batch_size": 2}
     with reads:
         train("run", val_split=0.0, epochs=1, callback=Watch(), workers=1, **settings)
-    assert len(per_step) == 6
-    assert all(found == {"tolist": 2 + 1} for found in per_step[1:]), per_step  # a step has two batches
+    assert per_step[1:] == [{"tolist": 2 + 1}] * 5  # a step has two batches
 
 
 SLOWER = "lower `lr` or `noise`, or lengthen `strength_ramp`"
@@ -198,15 +192,10 @@ def test_at_chance(top1: float, loss: float, images: int, classes: int, expected
 def test_answers_that_are_alike() -> None:
     images = torch.randn(6, 3, 4, 4)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-    assert not all_alike(model, images)
-    with torch.no_grad():
-        model[1].weight.mul_(1e-3)
-        model[1].bias.zero_()
-    assert not all_alike(model, images)  # a classifier that has hardly begun to learn
-    nn.init.zeros_(model[1].weight)
-    assert not all_alike(model, images)
-    nn.init.normal_(model[1].bias)
-    assert all_alike(model, images)
+    for weight, bias, alike in ((1.0, 1.0, False), (1e-3, 0.0, False), (0.0, 0.0, False), (0.0, 1.0, True)):
+        nn.init.normal_(model[1].weight, std=weight)  # small, of a classifier that has hardly begun to learn
+        nn.init.normal_(model[1].bias, std=bias)
+        assert all_alike(model, images) is alike
 
 
 @pytest.mark.parametrize(

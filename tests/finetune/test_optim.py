@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -20,6 +22,8 @@ from retrofit.networks.models import Network
 @pytest.mark.parametrize("to", ["bnn", "ln-pn"])
 def test_the_teacher_is_the_source(to: str) -> None:
     source = timm.create_model("test_resnet").eval()
+    with pytest.raises(RetrofitError, match="needs layers that have a strength"):
+        source_network(Network(source))
     images = torch.randn(2, 3, 32, 32)
     scores = source(images)
     model, _ = retrofit.convert(source, to, check=False)
@@ -33,16 +37,10 @@ def test_the_teacher_is_the_source(to: str) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_an_unconverted_network_has_no_source() -> None:
-    with pytest.raises(RetrofitError, match="needs layers that have a strength"):
-        source_network(Network(timm.create_model("test_resnet")))
-
-
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_the_loss_is_the_divergence_of_the_softened_probabilities(temperature: float) -> None:
     taught, scores = torch.randn(2, 4, 5, dtype=torch.float64)
-    recipe = Recipe(teacher="source", task_loss_weight=0, kd_temperature=temperature)
-    objective = Objective(recipe, None, nn.Identity())
+    objective = Objective(Recipe(teacher="source", task_loss_weight=0, kd_temperature=temperature), None, nn.Identity())
     loss = objective.loss(scores, taught, torch.zeros(4))
     p, q = (torch.softmax(values.float().double() / temperature, 1) for values in (taught, scores))
     expected = (p * (p / q).log()).sum(1).mean() * temperature**2
@@ -54,44 +52,43 @@ def converted(to: str, **options: object) -> nn.Module:
     return retrofit.convert(timm.create_model("test_resnet"), to, check=False, **options)[0]
 
 
+def by_parameter(groups: list[dict[str, Any]], setting: str) -> dict[int, float]:
+    return {id(parameter): group[setting] for group in groups for parameter in group["params"]}
+
+
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
 def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | None) -> None:
     model = converted("ln-pn")
     groups = parameter_groups(model, 0.1, layer_decay)
-    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    decay = by_parameter(groups, "weight_decay")
     assert decay.keys() == {id(parameter) for parameter in model.parameters()}
     assert len(decay) == sum(len(group["params"]) for group in groups)
     proxies = [module for module in model.modules() if isinstance(module, ProxyNorm)]
-    assert proxies
     for proxy in proxies:
         assert decay[id(proxy.proxy_bias)] == decay[id(proxy.proxy_scale)] == 0.1
     assert decay[id(model.bn1.weight)] == decay[id(model.fc.bias)] == 0.0
     assert decay[id(model.fc.weight)] == 0.1
     if layer_decay is not None:
-        scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+        scale = by_parameter(groups, "lr_scale")
         assert scale[id(model.fc.weight)] == 1.0
         assert scale[id(proxies[0].proxy_bias)] < scale[id(proxies[-1].proxy_bias)]
-    everything = parameter_groups(model, 0.1, layer_decay, decay_norms=True)
-    assert {group["weight_decay"] for group in everything} == {0.1}
-    assert {id(parameter) for group in everything for parameter in group["params"]} == decay.keys()
+    everything = by_parameter(parameter_groups(model, 0.1, layer_decay, decay_norms=True), "weight_decay")
+    assert everything == dict.fromkeys(decay, 0.1)
 
 
 def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
     """It has three dimensions there, as the weights of convolutions have."""
-    norm = FrozenBatchNorm(8).plain_layer()[1]
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm)
-    decay = {id(p): group["weight_decay"] for group in parameter_groups(model, 0.1) for p in group["params"]}
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), FrozenBatchNorm(8).plain_layer()[1])
+    decay = by_parameter(parameter_groups(model, 0.1), "weight_decay")
     (affine,) = (module for module in model.modules() if isinstance(module, TrainedAffine))
-    assert decay[id(affine.weight)] == decay[id(affine.bias)] == 0.0
-    assert decay[id(model[0].weight)] == 0.1
+    assert (decay[id(affine.weight)], decay[id(affine.bias)], decay[id(model[0].weight)]) == (0.0, 0.0, 0.1)
 
 
 def test_only_converted_norms_are_left_to_train() -> None:
     model = converted("ln-pn", ws=True, skip=["layer4"])
     frozen = freeze_all_but_norm(model, ["fc.weight"], lambda note: None)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert "bn1.weight" in trained
-    assert "fc.weight" in trained
+    assert {"bn1.weight", "fc.weight"} <= trained
     assert any("proxy_bias" in name for name in trained)
     assert not any("conv" in name and model.get_parameter(name).ndim > 1 for name in trained)
     assert not any(name.startswith("layer4") for name in trained)

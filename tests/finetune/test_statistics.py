@@ -104,17 +104,13 @@ def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(to: str, wr
 
 
 def test_a_layer_that_no_batch_reaches_keeps_its_statistics() -> None:
-    class Heads(nn.Sequential):
-        """Has a head for training alone, as Inception does."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self[0](x)
-
-    model = Heads(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), nn.BatchNorm2d(4))
-    model[1].running_mean.fill_(5)
+    """As the head for training alone of Inception."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    model[1].head = nn.BatchNorm2d(4)
+    model[1].head.running_mean.fill_(5)
     assert retrofit.update_bn(LOADER, model) == 1
-    assert model[1].running_mean.tolist() == [5] * 4
-    assert model[0][1].running_mean.abs().sum() > 0
+    assert model[1].head.running_mean.tolist() == [5] * 4
+    assert model[1].running_mean.abs().sum() > 0
 
 
 def migrated(groups: int) -> nn.Module:
@@ -130,35 +126,27 @@ def migrated(groups: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 8, 3), norms[1]).double()
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [1 + 2 * torch.randn(4, 3, 12, 12, generator=generator).double() for _ in range(3)]
+BATCHES = list((1 + 2 * torch.randn(12, 3, 12, 12, generator=torch.Generator().manual_seed(1)).double()).split(4))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_recentred_is_the_same_at_strength_1_and_nearer_at_strength_0(groups: int) -> None:
-    model, x = migrated(groups), torch.cat(batches())
+    model, x = migrated(groups), torch.cat(BATCHES)
     before = model(x)
     retrofit.set_strength(model, 0.0)
     far = (model(x) - before).square().mean()
     retrofit.set_strength(model, 1.0)
-    assert retrofit.recentre(batches(), model) == 2
+    assert retrofit.recentre(BATCHES, model) == 2
     assert model.training
     after = model(x)
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5 if groups == 1 else 1e-3)
+    scale, shift = model[1].input_affine()
+    grouped = (model[0](x) * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)).reshape(12, groups, -1)
+    k = torch.rsqrt(grouped.var(2, correction=0) + model[1].group_eps)  # the moments are those of torch's group norm
+    torch.testing.assert_close(k.mean(0), torch.ones(groups).double(), rtol=0, atol=1e-4)
+    torch.testing.assert_close((grouped.mean(2) * k).mean(0), torch.zeros(groups).double(), rtol=0, atol=1e-6)
     retrofit.set_strength(model, 0.0)
     assert (model(x) - after).square().mean() < 0.2 * far
-
-
-def test_the_moments_are_those_of_torchs_own_group_norm() -> None:
-    model = migrated(2)
-    retrofit.recentre(batches(), model)
-    scale, shift = model[1].input_affine()
-    standardised = model[0](torch.cat(batches())) * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
-    grouped = standardised.reshape(12, 2, -1)
-    k = torch.rsqrt(grouped.var(2, correction=0) + model[1].group_eps)
-    torch.testing.assert_close(k.mean(0), torch.ones(2).double(), rtol=0, atol=1e-4)
-    torch.testing.assert_close((grouped.mean(2) * k).mean(0), torch.zeros(2).double(), rtol=0, atol=1e-6)
 
 
 def test_a_network_without_migrated_norms_needs_no_data() -> None:
@@ -172,7 +160,7 @@ def test_images_that_are_not_finite_change_nothing(value: float) -> None:
     model = migrated(2)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RetrofitError, match="the moments of 1 are not finite"):
-        retrofit.recentre([*batches(), torch.full((1, 3, 12, 12), value, dtype=torch.float64)], model)
+        retrofit.recentre([*BATCHES, torch.full((1, 3, 12, 12), value, dtype=torch.float64)], model)
     assert_same(model.state_dict(), before)
 
 
@@ -181,17 +169,11 @@ MODELS = {"BatchNorm2d": "test_resnet", "BatchNormAct2d": "test_byobnet"}
 
 def synchronizable(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model, _ = retrofit.convert(timm.create_model(name, num_classes=5), "bnn", check=False)
-    retrofit.set_strength(model, 0.7)
-    for module in model.modules():
-        if hasattr(module, "noise"):
-            module.noise = 0.0
+    model, _ = retrofit.convert(timm.create_model(name, num_classes=5), "bnn", check=False, strength=0.7)
     return model.double().train()
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 3, 24, 24, generator=generator).double(), torch.arange(8) % 5
+BATCH = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(1)).double(), torch.arange(8) % 5
 
 
 def work(rank: int, folder: str) -> None:
@@ -203,7 +185,7 @@ def work(rank: int, folder: str) -> None:
         model = synchronizable(name)
         assert sync_norms(model) > 0
         wrapped = DistributedDataParallel(model)
-        images, targets = (part.split(4)[rank] for part in batch())
+        images, targets = (part.split(4)[rank] for part in BATCH)
         nn.functional.cross_entropy(wrapped(images), targets).backward()
         grads = {key: parameter.grad for key, parameter in model.named_parameters()}
         torch.save({"grads": grads, "buffers": dict(model.named_buffers())}, f"{folder}/{name}-{rank}.pt")
@@ -225,14 +207,12 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", MODELS.values(), ids=MODELS.keys())
 def test_two_processes_are_one(name: str, shares: Path) -> None:
     whole = synchronizable(name)
-    images, targets = batch()
-    nn.functional.cross_entropy(whole(images), targets).backward()
+    nn.functional.cross_entropy(whole(BATCH[0]), BATCH[1]).backward()
     for rank in range(2):
         found = torch.load(shares / f"{name}-{rank}.pt", weights_only=True)
-        for key, parameter in whole.named_parameters():
-            torch.testing.assert_close(found["grads"][key], parameter.grad, rtol=1e-5, atol=1e-5, msg=key)
-        for key, buffer in whole.named_buffers():
-            torch.testing.assert_close(found["buffers"][key], buffer, rtol=1e-5, atol=1e-5, msg=key)
+        grads = {key: parameter.grad for key, parameter in whole.named_parameters()}
+        expected = {"grads": grads, "buffers": dict(whole.named_buffers())}
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_whitening_is_not_synchronized_in_silence() -> None:
@@ -247,8 +227,7 @@ def test_only_the_class_changes_and_comes_back() -> None:
     assert sync_norms(model, "cpu") == 2
     assert [type(layer) for layer in model] == [SyncBatchNormalNorm, SyncBatchNormalNormAct, nn.BatchNorm2d]
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    x = torch.randn(4, 3, 2, 2)
-    copy.deepcopy(model)(x)  # without a process group, and as a copy, they go on as they are
+    copy.deepcopy(model)(torch.randn(4, 3, 2, 2))  # without a process group, and as a copy, they go on as they are
     with local_norms(model):
         assert [type(layer) for layer in model] == [BatchNormalNorm2d, BatchNormalNormAct2d, nn.BatchNorm2d]
     assert type(model[0]) is SyncBatchNormalNorm

@@ -1,17 +1,17 @@
-"""The course of strength and noise, step by step."""
+"""The course of strength and noise, step by step; with a trainer around it: tests/integrations/test_callbacks.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import timm
 from torch import nn
 
 import retrofit
+from retrofit.callbacks import Walk
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune import StrengthSchedule
-from retrofit.layers import BatchNormalNorm1d, BatchNormalNorm2d, MigratedGroupNorm
+from retrofit.layers import BatchNormalNorm2d, MigratedGroupNorm
 from retrofit.surgery import strength_of
 
 
@@ -53,17 +53,12 @@ def test_there_and_back_turns_in_the_middle() -> None:
     schedule = StrengthSchedule(network(), 16, shape="there-and-back", end=0.0)
     course = []
     for _ in range(17):
-        course.append((schedule.strength, schedule.remaining, schedule.turning))
+        course.append((schedule.remaining, schedule.turning))
         schedule.step()
-    strengths, remaining, turning = zip(*course, strict=True)
-    assert strengths == (0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0)
+    remaining, turning = zip(*course, strict=True)
     assert remaining == (2, 1.75, 1.5, 1.25, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0)
-    assert turning.index(True) == 8
-    assert sum(turning) == 1
-
-
-def test_what_remains_is_the_way_of_the_layer_that_is_furthest_from_the_end() -> None:
-    assert StrengthSchedule(network(0.5, 0.0), 2, ramp=1.0, end=0.0).remaining == 0.5
+    assert [step for step, turns in enumerate(turning) if turns] == [8]
+    assert StrengthSchedule(network(0.5, 0.0), 2, ramp=1.0, end=0.0).remaining == 0.5  # of the one furthest from it
     assert StrengthSchedule(network(0.5, 0.0), 2, shape="off").remaining == 0
 
 
@@ -103,13 +98,6 @@ def test_the_state_of_something_else_changes_nothing(state: Any) -> None:
     assert (schedule.state_dict(), strength_of(model)) == before
 
 
-def test_several_networks_and_layers_of_every_kind() -> None:
-    models = nn.ModuleList([MigratedGroupNorm(2, 4), BatchNormalNorm1d(3)])
-    retrofit.set_strength(models, 0.0)
-    StrengthSchedule(models, 4, noise=0.1).step()
-    assert strength_of(models) == 0.5
-
-
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
@@ -130,7 +118,19 @@ def test_refusals(options: dict[str, object], pattern: str) -> None:
 def test_layers_without_strength_or_noise_are_refused() -> None:
     with pytest.raises(RetrofitError, match="no converted layer"):
         StrengthSchedule(nn.Linear(2, 2), 10)
-    model, _ = retrofit.convert(timm.create_model("test_resnet"), "ln", check=False)
     with pytest.raises(UsageError, match="`noise` means nothing to these layers"):
-        StrengthSchedule(model, 10, noise=0.1)
-    assert StrengthSchedule(model, 10, noise=0.0).noise == 0.0
+        StrengthSchedule(MigratedGroupNorm(2, 4), 10, noise=0.1)
+    assert StrengthSchedule(MigratedGroupNorm(2, 4), 10, noise=0.0).noise == 0.0
+
+
+def test_a_callback_stands_where_the_step_is_and_goes_on_from_its_state() -> None:
+    model, walk = network(), Walk(ramp=1.0)
+    walk.begin(model, 8, 0)
+    walk.go(2)
+    assert strength_of(model) == walk.strength == 0.25
+    resumed = Walk(ramp=1.0)
+    resumed.load_state_dict(walk.state_dict())
+    resumed.begin(model, 8, 4)  # the model is that of the checkpoint, on its way
+    assert strength_of(model) == resumed.strength == 0.5
+    with pytest.raises(UsageError, match=r"`retrofit finetune --strength-sched there-and-back`, or `StrengthSchedule`"):
+        Walk(shape="there-and-back", end=0.0)  # nothing would estimate the constants anew at the turn

@@ -39,7 +39,7 @@ from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
-from tests.integrations.trainers import Module, WithLoss, by_lightning, by_transformers
+from tests.integrations.test_callbacks import Module, WithLoss, by_lightning, by_transformers
 
 with warnings.catch_warnings(action="ignore"):  # of its docstrings
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -87,9 +87,7 @@ class Case:
     def __init__(self, to: str, strength: float, folder: Path) -> None:
         self.to, self.strength, self.folder = to, strength, folder
 
-    @property
-    def name(self) -> str:
-        return "test_vit" if self.to == "lnn" else "test_efficientnet"
+        self.name = "test_vit" if to == "lnn" else "test_efficientnet"
 
     def source(self) -> nn.Module:
         return copy.deepcopy(_trained(self.name))
@@ -129,13 +127,12 @@ class Case:
             return stands and bool(model.eval()(X).isfinite().all())
 
 
-def same(model: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], tolerance: float = 1e-4) -> None:
+def same(model: Any, other: nn.Module, tolerance: float = 1e-4) -> None:
     """Compare what two networks answer."""
-    for network in (model, other):
-        if isinstance(network, nn.Module):
-            network.eval()
+    if isinstance(model, nn.Module):
+        model.eval()
     with torch.no_grad():
-        torch.testing.assert_close(model(X), other(X), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(model(X), other.eval()(X), rtol=tolerance, atol=tolerance)
 
 
 CLIENTS: dict[str, Callable[[Case], None]] = {}
@@ -245,15 +242,12 @@ def _update_bn(case: Case) -> None:
     update_bn([X, X.flip(0)], one)
     retrofit.update_bn([X, X.flip(0)], other)
     assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
-    same(one, other)
 
 
-@client("torch convert_sync_batchnorm")
-def _sync(case: Case, convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm) -> None:
-    same(convert(case.model()), case.model())
-
-
-CLIENTS["timm convert_sync_batchnorm"] = functools.partial(_sync, convert=convert_sync_batchnorm)
+CLIENTS["torch convert_sync_batchnorm"] = lambda case: same(
+    nn.SyncBatchNorm.convert_sync_batchnorm(case.model()), case.model()
+)
+CLIENTS["timm convert_sync_batchnorm"] = lambda case: same(convert_sync_batchnorm(case.model()), case.model())
 
 
 def _stands_still(model: nn.Module) -> None:
@@ -346,23 +340,17 @@ def _func(case: Case) -> None:
     assert tangent.isfinite().all()
 
 
-@client("torch.jit.trace")
-def _jit_trace(case: Case) -> None:
+def _captured(case: Case, capture: Callable[[nn.Module], Any]) -> None:
     model = case.model().eval()
-    same(torch.jit.trace(model, X), model, 1e-3)
+    same(capture(model), model, 1e-3)
 
 
-@client("torch.jit.script")
-def _jit_script(case: Case) -> None:
-    model = case.model().eval()
-    same(torch.jit.script(model), model)
-
-
-@client("torch.export")
-def _export(case: Case) -> None:
-    model = case.model().eval()
-    exported = torch.export.export(model, (X,)).module()
-    same(exported.forward, model, 1e-3)
+for name, capture in {
+    "torch.jit.trace": lambda model: torch.jit.trace(model, X),
+    "torch.jit.script": torch.jit.script,
+    "torch.export": lambda model: torch.export.export(model, (X,)).module().forward,
+}.items():
+    CLIENTS[name] = functools.partial(_captured, capture=capture)
 
 
 @client("torch.compile, training steps")
@@ -490,24 +478,22 @@ def _save_for_hf(case: Case) -> None:
     same(timm.create_model(f"local-dir:{case.folder}", pretrained=True), model)
 
 
-@client("torch prune, then retrofit.fold")
-def _prune(case: Case) -> None:
-    model = case.model().eval()
+def _pruned(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             prune.l1_unstructured(module, "weight", 0.3)
-    _folds(model)
 
 
-@client("torchao quantize_, then retrofit.fold")
-def _quantize(case: Case) -> None:
+def _folded(case: Case, change: Callable[[nn.Module], None]) -> None:
     model = case.model().eval()
-    quantize_(model, Int8WeightOnlyConfig())
-    _folds(model)
-
-
-def _folds(model: nn.Module) -> None:
+    change(model)
     same(retrofit.fold(model, input_size=tuple(X.shape[1:])), model, 1e-3)
+
+
+CLIENTS["torch prune, then retrofit.fold"] = functools.partial(_folded, change=_pruned)
+CLIENTS["torchao quantize_, then retrofit.fold"] = functools.partial(
+    _folded, change=lambda model: quantize_(model, Int8WeightOnlyConfig())
+)
 
 
 def _table() -> tuple[dict[tuple[str, str], str], dict[str, list[str]]]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from timm.utils import distribute_bn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,17 +60,6 @@ def by_fsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def by_synchronized_steps(model: nn.Module) -> None:
-    retrofit.sync_norms(model)
-    model(batches()[dist.get_rank()][0])
-
-
-SHARES: dict[str, Callable[[nn.Module], object]] = {
-    "timm's distribute_bn": lambda model: distribute_bn(model, 2),
-    "timm's distribute_bn(reduce=True)": lambda model: distribute_bn(model, 2, reduce=True),
-    "every buffer": lambda model: [dist.broadcast(buffer, 0) for buffer in model.buffers()],
-    "sync_norms": by_synchronized_steps,
-}
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": DistributedDataParallel, "FSDP2": by_fsdp}
 TARGETS = ("bnn", "ln", "ln-pn", "gn-pn")
 
@@ -91,12 +79,6 @@ def work(rank: int, folder: str) -> None:
                 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
                 saved = (retrofit.strength_of(model), state, dict(model.named_buffers()))
                 torch.save(saved, f"{folder}/{to} {name} {rank}.pt")
-        for name, share in SHARES.items():
-            model = converted("bnn")
-            if name != "sync_norms":
-                model(batches()[rank][0])  # each has seen pictures of its own
-            share(model)
-            torch.save(dict(model.named_buffers()), f"{folder}/{name} {rank}.pt")
         model = converted("ln-pn")
         fully_shard(model.get_submodule("0.1"), mesh=init_device_mesh("cpu", (2,)))
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))  # else the norm is the root, which stays whole
@@ -127,11 +109,3 @@ def test_two_processes_are_one_with_the_whole_batch(to: str, wrapper: str, folde
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda t, name=name: f"{name}: {t}")
     torch.testing.assert_close(ranks[0][2], ranks[1][2], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_what_is_shared_of_running_statistics(share: str, folder: Path) -> None:
-    """Timm goes by the names of mean and variance; lambda stays behind."""
-    one, other = (torch.load(folder / f"{share} {rank}.pt", weights_only=True) for rank in range(2))
-    apart = {name for name in one if not torch.equal(one[name], other[name])}
-    assert apart == ({name for name in one if name.endswith("running_lambda")} if "timm" in share else set())
