@@ -55,8 +55,8 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     """Set up the run that `torchrun` or `accelerate launch` started; a UsageError names a missing device or tracker."""
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if recipe.device not in (None, "cpu") and (present is None or recipe.device != present.type):
-        have = f"there is {present.type}" if present else "there is no accelerator"
-        raise UsageError(f"cannot use `device={recipe.device!r}`: {have}; leave it out or use cpu")
+        have = present.type if present else "no accelerator"
+        raise UsageError(f"cannot use `device={recipe.device!r}`: there is {have}; leave it out or use cpu")
     cpu = recipe.device == "cpu" or present is None
     if cpu and recipe.amp_dtype == "float16":
         raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")

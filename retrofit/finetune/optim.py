@@ -32,13 +32,11 @@ class Objective:
     Mixup has to know how many outputs (`classes`) there are.
     """
 
-    def __init__(self, recipe: Recipe, classes: int | None, teacher: nn.Module | None) -> None:
+    def __init__(self, recipe: Recipe, classes: int, teacher: nn.Module | None) -> None:
         self._recipe, self._teacher = recipe, teacher
         self._mixup: Any = None
         self._task: nn.Module = LabelSmoothingCrossEntropy(recipe.smoothing)
         if recipe.mixup or recipe.cutmix:
-            if classes is None:
-                raise UsageError("`mixup` and `cutmix` need the number of the network's outputs; set `num_classes`")
             self._mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=classes)
             self._task = SoftTargetCrossEntropy()
 

@@ -45,11 +45,10 @@ def fit_network(
     channels, height, width = former.input_size
     size = (channels, recipe.img_size or height, recipe.img_size or width)
     set_record(network.model, preprocess=replace(former, input_size=size, crop_pct=recipe.crop_pct or former.crop_pct))
-    check_images(network, former.input_size)
-    present = outputs_of(network.model)
+    present = scores_of(network, former.input_size)
     outputs = recipe.num_classes or len(images.names or ()) or present
     new_tensors: tuple[str, ...] = ()
-    if outputs is not None and present is not None and outputs != present:
+    if outputs != present:
         if recipe.teacher == "source":
             teaches = f"the source network has {plural(present, 'output')} and cannot teach {plural(outputs, 'class')}"
             raise RetrofitError(f"{teaches}; give `class_map`, or {UNLABELLED}")
@@ -68,8 +67,11 @@ def fit_network(
     return network, new_tensors
 
 
-def check_images(network: Network, built_for: tuple[int, int, int]) -> None:
-    """Refuse a network, built for (C, H, W), that does not give class scores for an image of its record's size."""
+def scores_of(network: Network, built_for: tuple[int, int, int] | None = None) -> int:
+    """Return how many class scores a network gives for an image of its record's size.
+
+    A RetrofitError says that it gives none, or does not take the image: that it is `built_for` others, (C, H, W).
+    """
     size = network.preprocess.input_size
     with evaluating(network.model):
         network.model.training = True  # of this module alone: networks with several heads ask it which to use
@@ -78,7 +80,7 @@ def check_images(network: Network, built_for: tuple[int, int, int]) -> None:
         except Exception as error:
             what = f"{network.source} does not take images of {size[1]} x {size[2]} pixels ({one_line(error)})"
             advice = "give another `img_size`"
-            if size != built_for:
+            if built_for is not None and size != built_for:
                 build = f"build it for this size before it is converted (`retrofit convert --img-size {size[-1]}`)"
                 advice = f"give `img_size={built_for[-1]}`, or {build}"
             raise RetrofitError(f"{what}; {advice}") from error
@@ -86,16 +88,7 @@ def check_images(network: Network, built_for: tuple[int, int, int]) -> None:
         what = f"a tensor of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
         given = f"{network.source} gives {what} in training, not class scores"
         raise RetrofitError(f"{given}; use an image classifier with one output")
-
-
-def outputs_of(model: nn.Module) -> int | None:
-    """Return how many class scores a network gives, as its last linear layer or convolution has them."""
-    if isinstance(classes := getattr(model, "num_classes", None), int):
-        return classes
-    for module in reversed(list(model.modules())):
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            return module.out_features if isinstance(module, nn.Linear) else module.out_channels
-    return None
+    return answer.shape[1]
 
 
 def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ...]]:

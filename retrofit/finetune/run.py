@@ -21,7 +21,7 @@ from retrofit.finetune import run_report
 from retrofit.finetune.data import Batches, Part, open_data, summed, validate, validation_share
 from retrofit.finetune.divergence import ChanceWatch, Fault, StepGate, Verdict, divergence_of, not_finite
 from retrofit.finetune.optim import Objective, build_optimizer, build_scheduler, source_network
-from retrofit.finetune.prepare import adjust_layers, draws_noise, fit_network, freeze_all_but_norm, outputs_of
+from retrofit.finetune.prepare import adjust_layers, draws_noise, fit_network, freeze_all_but_norm, scores_of
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
 from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.finetune.run_state import RECIPE, START, STATE, load_state, random_state, save_state, set_random_state
@@ -61,11 +61,11 @@ class Run:
             network, self.new_tensors = fit_network(network, images, recipe, callback.note)
         else:
             self.new_tensors = tuple(state["new_tensors"])
-        self.network = network
+        self.network, outputs = network, scores_of(network)
         self.layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.model = network.model.to(self.device).to(memory_format=self.layout).train()
         teacher = source_network(network, state is not None) if recipe.teacher == "source" else None
-        self.objective = Objective(recipe, outputs_of(self.model), teacher)
+        self.objective = Objective(recipe, outputs, teacher)
         self.val = validation_share(images.val, network.preprocess, None if recipe.labelled else teacher, accelerator)
         as_validated = create_transform(**network.preprocess.to_dict())
         self.plain_images = Part(images.train.images, transform=as_validated)
@@ -82,7 +82,7 @@ class Run:
             what = f"an epoch has {len(self.batches)} batches, a step takes {recipe.grad_accum_steps}"
             raise RetrofitError(f"{what}; lower `grad_accum_steps` or `batch_size`")
         self.position = Position(self.epoch_steps * recipe.epochs)
-        classes = images.train.classes if recipe.labelled else outputs_of(self.model)
+        classes = images.train.classes if recipe.labelled else outputs
         self.chance = ChanceWatch(recipe, self.position.steps, classes, network.weights["kind"] == "random")
         self._prepare_training()
 

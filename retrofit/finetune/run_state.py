@@ -100,14 +100,9 @@ def load_state(folder: Path) -> dict[str, Any]:
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, numpy's and torch's generators, as values that `torch.load` reads safely."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (kind, np.asarray(keys).tolist(), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    numpy = (kind, np.asarray(keys).tolist(), *rest)
+    state = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
 
 
 def set_random_state(state: dict[str, Any]) -> None:

@@ -67,9 +67,10 @@ def test_a_loss_that_is_not_finite_is_a_fault_of_its_own() -> None:
 
 def test_the_sum_of_losses_and_the_clipped_gradient() -> None:
     model, _, gate = gate_of("sgd", clip=0.5)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, number + 1.0)
-    expected = [copy.deepcopy(parameter) for parameter in model.parameters()]
+    expected = list(copy.deepcopy(model).parameters())
+    for number, pair in enumerate(zip(model.parameters(), expected, strict=True), 1):
+        for parameter in pair:
+            parameter.grad = torch.full_like(parameter, number)
     norm = nn.utils.clip_grad_norm_(expected, 0.5)  # torch's
     gate.start(10.0)
     gate.add(torch.tensor(2.0), 3)

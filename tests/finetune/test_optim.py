@@ -40,7 +40,7 @@ def test_the_teacher_is_the_source(to: str) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_the_loss_is_the_divergence_of_the_softened_probabilities(temperature: float) -> None:
     taught, scores = torch.randn(2, 4, 5, dtype=torch.float64)
-    objective = Objective(Recipe(teacher="source", task_loss_weight=0, kd_temperature=temperature), None, nn.Identity())
+    objective = Objective(Recipe(teacher="source", task_loss_weight=0, kd_temperature=temperature), 5, nn.Identity())
     loss = objective.loss(scores, taught, torch.zeros(4))
     p, q = (torch.softmax(values.float().double() / temperature, 1) for values in (taught, scores))
     expected = (p * (p / q).log()).sum(1).mean() * temperature**2

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune.data import open_data
-from retrofit.finetune.prepare import adjust_layers, check_images, fit_network, outputs_of, with_classes
+from retrofit.finetune.prepare import adjust_layers, fit_network, scores_of, with_classes
 from retrofit.finetune.recipe import Recipe
 from retrofit.networks.library import build
 from retrofit.networks.models import Network, open_model
@@ -30,7 +30,7 @@ def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
     network = open_model(name) if "squeeze" in name else small_network()
     old = {key: tensor.clone() for key, tensor in network.model.state_dict().items()}
     changed, fresh = with_classes(network, 7)
-    assert outputs_of(changed.model) == 7
+    assert scores_of(changed) == 7
     new = changed.model.state_dict()
     assert new.keys() == old.keys()
     for key, tensor in new.items():
@@ -58,11 +58,6 @@ def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() 
         with_classes(network, 7)
 
 
-def test_outputs_without_a_word_from_the_model() -> None:
-    networks = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), nn.Sequential(nn.Conv2d(3, 6, 1)), nn.ReLU()
-    assert list(map(outputs_of, networks)) == [5, 6, None]
-
-
 def standing_for(network: Network, model: nn.Module) -> Network:
     """A network that claims to be another."""
     set_record(model, **vars(record_of(network.model)))
@@ -87,14 +82,14 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     network = standing_for(small_network(None), TwoHeads(body))
     before = copy.deepcopy(network.model.state_dict())
     with pytest.raises(RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"):
-        check_images(network, (3, 16, 16))
+        scores_of(network, (3, 16, 16))
     assert_same(network.model.state_dict(), before)
     assert all(module.training for module in network.model.modules())
     network = standing_for(network, body)
-    check_images(network, (3, 16, 16))
+    assert scores_of(network, (3, 16, 16)) == 4 * 12 * 12
     set_record(network.model, preprocess=replace(network.preprocess, input_size=(3, 4, 4)))
     with pytest.raises(RetrofitError, match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size"):
-        check_images(network, (3, 16, 16))
+        scores_of(network, (3, 16, 16))
 
 
 def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:

@@ -11,7 +11,7 @@ import functools
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -153,9 +153,6 @@ def _averaged(make: Callable[..., nn.Module], update: str, case: Case, **options
     average = make(model, **options)
     for step in range(1, 6):
         case.walk(model, case.strength * step / 5)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1e-4 * torch.randn_like(parameter))
         getattr(average, update)(model)
     assert case.holds(average)
 
@@ -250,25 +247,17 @@ CLIENTS["torch convert_sync_batchnorm"] = lambda case: same(
 CLIENTS["timm convert_sync_batchnorm"] = lambda case: same(convert_sync_batchnorm(case.model()), case.model())
 
 
-def _stands_still(model: nn.Module) -> None:
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def _stands_still(case: Case, freeze: Callable[[nn.Module], nn.Module | None]) -> None:
+    model = case.model()
+    model = freeze(model) or model
+    before = copy.deepcopy(dict(model.named_buffers()))
     model.train()(X)
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-
-
-@client("timm freeze_batch_norm_2d")
-def _freeze_norms(case: Case) -> None:
-    model = freeze_batch_norm_2d(case.model())
-    _stands_still(model)
     same(model, case.model())
 
 
-@client("timm freeze(include_bn_running_stats=True)")
-def _freeze(case: Case) -> None:
-    model = case.model()
-    freeze(model)
-    _stands_still(model)
-    assert not any(parameter.requires_grad for parameter in model.parameters())
+CLIENTS["timm freeze_batch_norm_2d"] = functools.partial(_stands_still, freeze=freeze_batch_norm_2d)
+CLIENTS["timm freeze(include_bn_running_stats=True)"] = functools.partial(_stands_still, freeze=freeze)
 
 
 @client("timm distribute_bn")
@@ -414,17 +403,23 @@ def _features(case: Case) -> None:
     torch.testing.assert_close(model.forward_intermediates(X)[0], model.forward_features(X))
 
 
+def _extracted_after(case: Case, model: nn.Module, extractor: nn.Module, names: Iterable[str]) -> None:
+    """Compare what is extracted from a converted network with what its layers give."""
+    assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength  # the layers are there, whole
+    expected: list[Tensor] = []
+    found = extractor.eval()(X)
+    for name in names:
+        model.get_submodule(name).register_forward_hook(lambda module, args, out: expected.append(out))
+    model(X)
+    found = list(found.values()) if isinstance(found, dict) else found
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @client("timm FeatureGraphNet, of a converted network")
 def _graph_after(case: Case) -> None:
     model = case.model().eval()
-    extractor = FeatureGraphNet(model, (0, 1)).eval()
-    assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength  # the layers are there, whole
-    expected: list[Tensor] = []
-    found = extractor(X)
-    for name in extractor.feature_info.module_name():
-        model.get_submodule(name).register_forward_hook(lambda module, args, out: expected.append(out))
-    model(X)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    extractor = FeatureGraphNet(model, (0, 1))
+    _extracted_after(case, model, extractor, extractor.feature_info.module_name())
 
 
 def _first_extracted(case: Case, extractor: nn.Module) -> None:
@@ -453,10 +448,7 @@ def _of_torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:
 def _extractor_after(case: Case) -> None:
     model, names = _of_torchvision(case)
     model = case.converted(model)
-    extractor = create_feature_extractor(model, names).eval()
-    assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength
-    expected = IntermediateLayerGetter(model, names)(X)
-    torch.testing.assert_close(dict(extractor(X)), dict(expected), rtol=1e-4, atol=1e-4)
+    _extracted_after(case, model, create_feature_extractor(model, names), names)
 
 
 def _taken_apart(case: Case, take: Callable[[nn.Module, dict[str, str]], nn.Module]) -> None:
