@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from retrofit.diagnose.diagnosis import FEWEST, INJECTED, Diagnosis, Layer
+from retrofit.diagnose.diagnosis import FEWEST, INJECTED, Diagnosis
 from retrofit.utils.text import printable
 
 Networks = Mapping[str, Diagnosis]
@@ -103,11 +103,10 @@ def _coloured(networks: Networks) -> Iterator[tuple[str, Diagnosis, str]]:
         yield name, diagnosis, colour
 
 
-def _lines(
-    axes: Axes, networks: Networks, value: Callable[[Layer], float | None], suffix: str = "", **style: Any
-) -> None:
+def _lines(axes: Axes, networks: Networks, attribute: str, suffix: str = "", **style: Any) -> None:
     for name, diagnosis, colour in _coloured(networks):
-        points = [(i, v) for i, layer in enumerate(diagnosis.layers) if (v := value(layer)) is not None]
+        values = enumerate(map(attrgetter(attribute), diagnosis.layers))
+        points = [(number, value) for number, value in values if value is not None]
         if points:
             drawn = style or {"marker": "o", "markersize": 3}
             axes.plot(*zip(*points, strict=True), color=colour, label=name + suffix, **drawn)
@@ -117,8 +116,8 @@ def _lines(
 
 def _gaussianity(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
-    _lines(axes, networks, lambda layer: layer.r2)
-    _lines(axes, networks, lambda layer: layer.r2_before, ", before the transform", linestyle=":")
+    _lines(axes, networks, "r2")
+    _lines(axes, networks, "r2_before", ", before the transform", linestyle=":")
     axes.set(ylabel="mean R² of the Q-Q plots", ylim=(None, 1))
 
 
@@ -151,7 +150,7 @@ def _panels(figure: Figure, networks: Networks, titles: Mapping[str, str], **set
     """Draw figures of the layers, by attribute and title, one below the other."""
     column = figure.subplots(len(titles), 1)
     for axes, (attribute, title) in zip(column, titles.items(), strict=True):
-        _lines(axes, networks, attrgetter(attribute))
+        _lines(axes, networks, attribute)
         axes.set(title=title, **settings)
 
 

@@ -13,25 +13,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import swa_utils
 
+from retrofit import layers as ours
 from retrofit.errors import RetrofitError
-from retrofit.layers import (
-    BatchNormalNorm1d,
-    BatchNormalNorm2d,
-    BatchNormalNorm3d,
-    BatchNormalNormAct2d,
-    MigratedGroupNorm,
-    StrengthMixin,
-    SyncBatchNormalNorm,
-    SyncBatchNormalNormAct,
-)
+from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
 from retrofit.utils.running import device_of, evaluating, hooked, input_of, modes_kept
 
 _CONVERTED: dict[type[nn.Module], type[nn.Module]] = {
-    **dict.fromkeys((BatchNormalNorm1d, BatchNormalNorm2d, BatchNormalNorm3d), SyncBatchNormalNorm),
-    BatchNormalNormAct2d: SyncBatchNormalNormAct,
+    ours.BatchNormalNorm1d: ours.SyncBatchNormalNorm,
+    ours.BatchNormalNorm2d: ours.SyncBatchNormalNorm,
+    ours.BatchNormalNorm3d: ours.SyncBatchNormalNorm,
+    ours.BatchNormalNormAct2d: ours.SyncBatchNormalNormAct,
 }
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {  # torch's own synchronization needs an accelerator
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), nn.SyncBatchNorm),
