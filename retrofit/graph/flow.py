@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -120,7 +120,7 @@ class Flow:
             node = users[0]
             kind = self.steps[node]
             if kind not in _TO_POOL:
-                behind_all_norms = all(self.steps[later] != "norm" for later in self._downstream(node))
+                behind_all_norms = all(self.steps[later] != "norm" for later in reached(node, self.consumers))
                 return kind == "pool" or (kind == "window" and behind_all_norms)
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
@@ -141,7 +141,7 @@ class Flow:
     def is_gate(self, node: fx.Node) -> bool:
         """Whether an activation is of the sigmoid kind, and its output multiplies other features."""
         act = self.activation(node)
-        if next(act.parameters(), None) is not None or not self._multiplies(node, {"same", "shape", "spread"}):
+        if [*act.parameters()] or not self._multiplies(node, {"same", "shape", "spread"}):
             return False
         values = act(torch.linspace(-20, 20, 101, device="cpu"))
         return bool(values.min() >= 0 and values.max() <= 1)
@@ -149,13 +149,10 @@ class Flow:
     def _multiplies(self, node: fx.Node, through: Collection[str]) -> bool:
         return any(self.steps[later] == "product" for later in self._downstream(node, through))
 
-    def _downstream(self, node: fx.Node, through: Collection[str] | None = None) -> set[fx.Node]:
+    def _downstream(self, node: fx.Node, through: Collection[str]) -> set[fx.Node]:
         """The nodes that follow `node`, not going on past steps other than `through`."""
-
-        def ahead(step: fx.Node) -> list[fx.Node]:
-            return self.consumers(step) if through is None or step is node or self.steps[step] in through else []
-
-        return reached(node, ahead) - {node}
+        seen = reached(node, lambda at: self.consumers(at) if at is node or self.steps[at] in through else [])
+        return seen - {node}
 
     def _step(self, node: fx.Node) -> str:
         if node.op in ("call_function", "call_method"):
@@ -216,12 +213,15 @@ class Flows:
         norms = set(filter(is_norm, self.names))
         self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
         self.traceable = {module for module in self.names if self.inside[module] & norms} - norms  # that hold norms
-        self._covered: set[nn.Module] = set()
-        self._traces: dict[bool, list[Tracer]] = {False: [], True: []}
+        self._traces: dict[tuple[bool, nn.Module], list[Tracer]] = {}  # by whether in training, and the module
         with untouched(model):
             self._cover(model)
-        self.flows = [Flow(trace, self) for traces in self._traces.values() for trace in traces]  # evaluation's first
-        self.counts = Counter(module for flow in self.flows for module in flow.modules.values())  # calls of each
+        ordered = sorted(self._traces, key=lambda key: key[0])  # evaluation's first
+        self.flows = [Flow(trace, self) for key in ordered for trace in self._traces[key]]
+        self.calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)  # of each module that is called
+        for flow in self.flows:
+            for node, module in flow.modules.items():
+                self.calls[module].append((flow, node))
         # The modules whose parameters or buffers another module's code reads. Nodes without users come from those who
         # look at a module while it is traced (`is_norm` does).
         self.read = {
@@ -233,19 +233,17 @@ class Flows:
 
     def _cover(self, module: nn.Module) -> None:
         """Trace a module in both modes, and what it calls; its children where it cannot be traced."""
-        if module not in self.traceable or module in self._covered:
+        if module not in self.traceable or (False, module) in self._traces:
             return
-        self._covered.add(module)
         called: list[Any] = []
         for training in (False, True):
+            self._traces[training, module] = []
             try:
                 module.train(training)
-                paths = traced(module, self._leaves.__contains__)
+                self._traces[training, module] = paths = traced(module, self._leaves.__contains__)
+                called += [place.target for path in paths for place in path.places.values()]
             except Exception as error:  # anything may come out of a model's own code
                 self.failures.setdefault(module, with_class(error).split(". ")[0])
                 called += module.children()
-            else:
-                self._traces[training] += paths
-                called += [place.target for path in paths for place in path.places.values()]
         for part in called:
             self._cover(part)

@@ -23,47 +23,43 @@ _FUNCTIONS: dict[str, Any] = {
         nn.Tanhshrink, nn.Threshold,
     )
 }  # fmt: skip
+_NORMS = (
+    *(f"torch.nn.modules.{file}." for file in ("batchnorm", "instancenorm", "normalization")),
+    *(f"timm.layers.{file}." for file in ("norm", "norm_act", "evo_norm", "filter_response_norm", "inplace_abn")),
+    "torchvision.ops.misc.FrozenBatchNorm2d",
+)
+_DROPS = (
+    "torch.nn.modules.dropout.",
+    "timm.layers.drop.",
+    "torchvision.ops.drop_block.",
+    "torchvision.ops.stochastic_",
+)
 _CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 
 
 @cache
-def norm_classes() -> tuple[type[nn.Module], ...]:
-    """Every normalization class of torch, timm and torchvision, norm+activation classes included."""
-    from timm.layers import evo_norm, filter_response_norm, inplace_abn, norm, norm_act
-    from torch.nn.modules import batchnorm, instancenorm, normalization
-    from torchvision.ops import FrozenBatchNorm2d
-
-    homes = (batchnorm, instancenorm, normalization, norm, norm_act, evo_norm, filter_response_norm, inplace_abn)
-    classes = [(home, one) for home in homes for one in vars(home).values() if inspect.isclass(one)]
-    own = {one for home, one in classes if issubclass(one, nn.Module) and one.__module__ == home.__name__}
-    return (*own, FrozenBatchNorm2d)
-
-
-@cache
-def _timm_functions() -> dict[Any, Any]:
-    """Timm's functional activations, which fx would otherwise enter, and the modules that are named as they are."""
-    from timm.layers import activations, activations_me
-
-    own: dict[str, Any] = {**vars(activations), **vars(activations_me)}
-    classes = {name.lower(): value for name, value in own.items() if inspect.isclass(value)}
-    named = ((function, classes.get(name.replace("_", ""))) for name, function in own.items())
-    return {function: cls for function, cls in named if inspect.isfunction(function) and cls is not None}
-
-
-@cache
 def wrapped_functions() -> tuple[Callable[..., Any], ...]:
-    """Functions that stay one call in a graph: timm's register and functional activations, torchvision's operators."""
+    """Functions that stay one call in a graph: those of timm's register, and torchvision's operators."""
     import timm.models  # noqa: F401  importing the models fills the register
     import torchvision.ops
     from timm.layers import get_notrace_functions
 
     operators = (found for name, found in inspect.getmembers(torchvision.ops, inspect.isfunction))
-    return (*(f for f in get_notrace_functions() if callable(f)), *_timm_functions(), *operators)
+    return (*(f for f in get_notrace_functions() if callable(f)), *operators)
+
+
+def _comes_from(module: nn.Module, homes: tuple[str, ...]) -> bool:
+    return any(f"{base.__module__}.{base.__name__}".startswith(homes) for base in type(module).__mro__)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether `module` is a normalization layer, or a subclass of one."""
-    return isinstance(module, norm_classes())
+    """Whether `module` is a normalization layer of torch, timm or torchvision, or of a subclass of one."""
+    return _comes_from(module, _NORMS)
+
+
+def is_drop(module: nn.Module) -> bool:
+    """Whether `module` only drops values in training: dropout, drop path, drop block."""
+    return _comes_from(module, _DROPS)
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -105,15 +101,6 @@ def is_activation(module: nn.Module) -> bool:
     except Exception:  # anything may come out of a module that takes something else
         return False
     return True
-
-
-def is_drop(module: nn.Module) -> bool:
-    """Whether `module` only drops values in training: dropout, drop path, drop block."""
-    import torchvision.ops
-    from timm.layers import DropBlock2d, DropPath
-
-    kinds = (nn.modules.dropout._DropoutNd, DropPath, DropBlock2d)
-    return isinstance(module, (*kinds, torchvision.ops.DropBlock2d, torchvision.ops.StochasticDepth))
 
 
 def is_altered(module: nn.Module) -> bool:
@@ -158,8 +145,7 @@ def _module_class(target: Any) -> Any:
     """The class of the activation that a function, or a tensor's method of that name, computes; None if it is none."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     home = getattr(target, "__module__", None) or "torch"  # builtins and strings have none
-    torchs = f"{home}.".startswith("torch.")
-    return _FUNCTIONS.get(name.replace("_", "")) if torchs else _timm_functions().get(target)
+    return _FUNCTIONS.get(name.replace("_", "")) if f"{home}.".startswith("torch.") else None
 
 
 def takes_constants(target: Any) -> bool:

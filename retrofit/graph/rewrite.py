@@ -10,7 +10,7 @@ import zlib
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, cast
 
-from torch import fx, nn
+from torch import nn
 
 from retrofit.graph import kinds
 from retrofit.graph.sites import Activation, Site
@@ -47,7 +47,7 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
     A block whose code has to change keeps its identity, attributes, children and state-dict names, and gets `module` as
     a new child, whose name is the norm's and `suffix`. Its class becomes a subclass of the same name, in whose method
     this one expression is replaced: all else in the method stays the code that it was. deepcopy, pickle and
-    torch.compile work as before. In an nn.Sequential the entry is replaced, in an fx.GraphModule the node.
+    torch.compile work as before. In an nn.Sequential the entry is replaced.
     """
     act = site.activation
     assert act is not None
@@ -64,10 +64,10 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
             setattr(block, name, value)
 
 
-def rewrite_problem(model: nn.Module, act: Activation) -> str:
-    """Why `replace_activation` cannot replace an activation; empty if it can. Changes nothing."""
+def rewrite_problem(model: nn.Module, act: Activation | None) -> str:
+    """Why `replace_activation` cannot replace an activation; empty if it can, or there is none. Changes nothing."""
     try:
-        if act.kind == "call":
+        if act is not None and act.kind == "call":
             _changes(model.get_submodule(act.owner), act, "_retrofit_probe", nn.Identity())
     except RewriteError as error:
         return str(error)
@@ -75,51 +75,33 @@ def rewrite_problem(model: nn.Module, act: Activation) -> str:
 
 
 def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -> dict[str, Any]:
-    """The attributes to set in a block: an entry of a sequence, or a child and the graphs or the class that call it."""
+    """The attributes to set in a block: an entry of a sequence, or a child and the class that calls it."""
     assert act.place is not None
     _, target, code, at = act.place
-    if isinstance(at, str) and code is not None:
+    if isinstance(at, str):
         return {at: module}
-    if hasattr(block, child):
-        raise RewriteError(f"{type(block).__name__} {act.owner} already has an attribute {child}".replace("  ", " "))
-    if code is None or isinstance(at, str):
-        return {child: module, **_rewired(block, str(at), child)}
-    method = code.co_name
-    if method in block.__dict__:
-        raise RewriteError(f"{act.owner or 'the model'} has a {method} of its own, set on the instance")
-    base: Any
+    method, label = code.co_name, code.co_qualname
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
     functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
+    edit = _Edit(
+        method,
+        None if isinstance(target, nn.Module) else target,
+        (at[0] - code.co_firstlineno, at[1]),
+        child,
+        zlib.crc32(getattr(functions[0], "__code__", code).co_code),
+        act.selector,
+    )
+    if hasattr(block, child):
+        raise RewriteError(f"{type(block).__name__} {act.owner} already has an attribute {child}".replace("  ", " "))
+    if method in vars(block):
+        raise RewriteError(f"{act.owner or 'the model'} has a {method} of its own, set on the instance")
     if code not in [getattr(function, "__code__", None) for function in functions]:
-        raise RewriteError(
-            f"the call stands in {code.co_qualname}, which is no method of {base.__name__}, or decorated"
-        )
+        raise RewriteError(f"the call stands in {label}, which is no method of {base.__name__}, or decorated")
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewriteError(f"{base.__name__} defines its own pickling")
-    end = (at[0] - code.co_firstlineno, at[1])
-    if any((edit.method, edit.end, edit.selector) == (method, end, act.selector) for edit in edits):
-        raise RewriteError(f"the call in {code.co_qualname} is replaced already")
-    function = None if isinstance(target, nn.Module) else target
-    edit = _Edit(method, function, end, child, zlib.crc32(functions[0].__code__.co_code), act.selector)
+    if any((one.method, one.end, one.selector) == (method, edit.end, edit.selector) for one in edits):
+        raise RewriteError(f"the call in {label} is replaced already")
     return {child: module, "__class__": _rewritten_class(base, (*edits, edit))}
-
-
-def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
-    """Copies of a block's graphs in which a node calls a child instead, by the attribute that holds them."""
-    modes = ("train_graph", "eval_graph")  # of torchvision's feature extractors
-    own = [attribute for attribute in modes if isinstance(getattr(block, attribute, None), fx.Graph)]
-    graphs = {attribute: copy.deepcopy(getattr(block, attribute)) for attribute in own or ["graph"]}
-    nodes = [node for graph in graphs.values() for node in graph.nodes if node.name == name]
-    if not nodes:
-        raise RewriteError(f"the graph of {type(block).__name__} has no call {name}, or it is replaced already")
-    for node in nodes:
-        value = node.args[0] if node.args else node.kwargs["input"]
-        with node.graph.inserting_before(node):
-            node.replace_all_uses_with(node.graph.call_module(child, (value,)))
-        node.graph.erase_node(node)
-    if own:
-        graphs["graph"] = graphs.get("train_graph" if block.training else "eval_graph", block.graph)
-    return graphs
 
 
 @functools.lru_cache(maxsize=512)
@@ -149,14 +131,12 @@ def _calls(self: Any, child: str, function: Any) -> bool:
 def _rewritten_method(base: type[nn.Module], method: str, edits: list[_Edit]) -> FunctionType:
     function: FunctionType = inspect.getattr_static(base, method)
     code = function.__code__
-    tree = file_tree(code)
-    for edit in edits:
-        if edit.checksum != zlib.crc32(code.co_code):
-            raise RewriteError(f"{code.co_qualname} is not what it was when its network was converted")
-        replacement = _Replacement(edit, code, function.__globals__)
-        tree = ast.fix_missing_locations(replacement.visit(tree))
-        if not replacement.done:
-            raise RewriteError(f"the call in {code.co_qualname} is no expression of its own")
+    if any(edit.checksum != zlib.crc32(code.co_code) for edit in edits):
+        raise RewriteError(f"{code.co_qualname} is not what it was when its network was converted")
+    replacement = _Replacement(edits, code, function.__globals__)
+    tree = ast.fix_missing_locations(replacement.visit(file_tree(code)))
+    if replacement.left:
+        raise RewriteError(f"{replacement.label} is no expression of its own")
     new = code_in(compile(tree, code.co_filename, "exec", dont_inherit=True), code)
     assert new is not None
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
@@ -166,46 +146,39 @@ def _rewritten_method(base: type[nn.Module], method: str, edits: list[_Edit]) ->
     return cast(FunctionType, functools.update_wrapper(rewritten, function))
 
 
-class _Call(ast.Call):
-    """A call that is put into the code, which no later edit takes for one of the code's own."""
-
-
 class _Replacement(ast.NodeTransformer):
-    """Makes a call in the code a call of a child with the same input. The call's other arguments must be constants.
+    """Makes calls in the code calls of children with the same input. The calls' other arguments must be constants.
     Where only a run of the code tells whether it is this call, the child is called on a condition, else the call stays.
     """
 
-    def __init__(self, edit: _Edit, code: CodeType, names: dict[str, Any]) -> None:
-        self.edit = edit
-        self.names = names
+    def __init__(self, edits: list[_Edit], code: CodeType, names: dict[str, Any]) -> None:
+        self.left, self.names = edits, names
         self.label = f"the call in {code.co_qualname}"
-        self.own = code.co_varnames[0]
-        self.end = (edit.end[0] + code.co_firstlineno, edit.end[1])
-        self.done = False
+        self.own, self.first = code.co_varnames[0], code.co_firstlineno
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Replace a call if it is the one."""
+        """Replace a call if it is one of those to replace, on each edit's condition."""
         self.generic_visit(node)
-        if (node.end_lineno, node.end_col_offset) != self.end:
-            return node
-        self.done = True
-        child = self._call(self.edit.child, self._input(node))
-        condition = self._condition(node.func)
-        return ast.copy_location(child if condition is None else ast.IfExp(condition, child, node), node)
+        end = (node.end_lineno or 0) - self.first, node.end_col_offset
+        new: ast.expr = node
+        for edit in [edit for edit in self.left if edit.end == end]:
+            child, condition = self._call(edit.child, self._input(edit, node)), self._condition(edit, node.func)
+            new = ast.copy_location(child if condition is None else ast.IfExp(condition, child, new), node)
+        self.left = [edit for edit in self.left if edit.end != end]
+        return new
 
-    def _call(self, attribute: str, *arguments: ast.expr) -> _Call:
-        return _Call(ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()), [*arguments], [])
+    def _call(self, attribute: str, *arguments: ast.expr) -> ast.Call:
+        return ast.Call(ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()), [*arguments], [])
 
-    def _input(self, node: ast.Call) -> ast.expr:
-        target = self.edit.target
+    def _input(self, edit: _Edit, node: ast.Call) -> ast.expr:
         named = {keyword.arg: keyword.value for keyword in node.keywords}
         values = [*node.args]
-        if isinstance(target, str) and isinstance(node.func, ast.Attribute):
+        if isinstance(edit.target, str) and isinstance(node.func, ast.Attribute):
             values.insert(0, node.func.value)
         value = values.pop(0) if values else named.pop("input", None)
         if value is None or isinstance(value, ast.Starred):
             raise RewriteError(f"{self.label} hides its input")
-        others = [*values, *named.values()] if kinds.takes_constants(target) else []
+        others = [*values, *named.values()] if kinds.takes_constants(edit.target) else []
         try:
             for other in others:
                 ast.literal_eval(other)
@@ -213,23 +186,22 @@ class _Replacement(ast.NodeTransformer):
             raise RewriteError(f"{self.label} takes constants that may change") from None
         return copy.deepcopy(value)
 
-    def _condition(self, function: ast.expr) -> ast.expr | None:
+    def _condition(self, edit: _Edit, function: ast.expr) -> ast.expr | None:
         """What must hold for the child to be called: that the input is of its norm, or the function the one it was."""
-        target = self.edit.target
-        if self.edit.selector:
-            expression, norm = self.edit.selector
+        if edit.selector:
+            expression, norm = edit.selector
             there = ast.parse(expression, mode="eval").body
             for part in ast.walk(there):
                 ast.copy_location(part, function)
             return ast.Compare(self._call("get_submodule", ast.Constant(norm)), [ast.Is()], [there])
-        if isinstance(target, str):
+        if isinstance(edit.target, str):
             return None
         root, *path = ast.unparse(function).split(".")
         if all(name.isidentifier() for name in path):
             if root == self.own:
-                held = self._call("_retrofit_calls", ast.Constant(self.edit.child), function)
-                return None if target is None else held
+                held = self._call("_retrofit_calls", ast.Constant(edit.child), function)
+                return None if edit.target is None else held
             named = functools.reduce(lambda holder, name: getattr(holder, name, None), path, self.names.get(root))
-            if target is not None and named is target:
+            if edit.target is not None and named is edit.target:
                 return None
         raise RewriteError(f"{self.label} does not name what it calls")

@@ -153,7 +153,7 @@ class _Search(Flows):
         the norm's place, and the norm's name. None if the expression is not the norm before on every call.
         """
         name = {module: name for name, module in activation.owner.named_modules()}.get(norm.target)
-        if name is None or norm.code != activation.code or norm.code is None or isinstance(norm.at, str):
+        if name is None or norm.code != activation.code or isinstance(norm.at, str):
             return None
         expression = callee(norm.code, norm.at)
         for flow, node in self.acts[activation]:
@@ -194,7 +194,7 @@ class _Search(Flows):
             if fused is not None:
                 reason = f"its norm, {type(module).__name__}, is not one of those asked for"
                 yield UnmatchedActivation(f"{name}.act", type(fused).__name__, reason)
-            if module in self.activations and module not in self.counts and module not in parts:
+            if module in self.activations and module not in self.calls and module not in parts:
                 yield UnmatchedActivation(name, type(module).__name__, self.why_unseen(module))
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:

@@ -8,10 +8,11 @@ import dis
 import functools
 import inspect
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -33,8 +34,8 @@ class Place(NamedTuple):
 
     owner: nn.Module  # whose method makes the call
     target: Any  # the called module, function, or name of a tensor's method
-    code: CodeType | None  # the function that makes the call; None in an fx.GraphModule, whose code follows its graph
-    at: tuple[int, int] | str  # where in it the call ends; the name of a Sequential's entry, or of a graph's node
+    code: CodeType  # the function that makes the call
+    at: tuple[int, int] | str  # where in it the call ends; the name of a Sequential's entry
 
 
 @contextlib.contextmanager
@@ -103,15 +104,12 @@ class Tracer(fx.Tracer):
             target = self.root.get_submodule(target)
         elif kinds.function_module(node) is None:
             return node
-        callers = list(_callers())
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]  # the innermost first
+        callers = [f for f in frames if not f.f_globals.get("__name__", "").startswith(_MACHINERY)]
         caller, code = callers[0], callers[0].f_code
         firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in callers if frame.f_code.co_argcount)
         owner = next(first for first in firsts if isinstance(first, nn.Module))
-        if isinstance(owner, fx.GraphModule):
-            after = (step for step in dis.get_instructions(code) if step.offset > caller.f_lasti)
-            name = next(step.argval for step in after if step.opname == "STORE_FAST")
-            self.places[node] = Place(owner, target, None, name)
-        elif code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
+        if code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
             entries = [name for name, entry in owner._modules.items() if entry is target]
             before = sum((place.owner, place.target) == (owner, target) for place in self.places.values())
             self.places[node] = Place(owner, target, code, entries[before % len(entries)])
@@ -132,15 +130,6 @@ class Tracer(fx.Tracer):
             if parameter.default is parameter.empty and parameter.kind not in VARIADIC:
                 bound.arguments[parameter.name] = self.create_proxy("placeholder", parameter.name, (), {})
         return functools.partial(root_fn, **bound.kwargs), list(bound.args)
-
-
-def _callers() -> Iterator[FrameType]:
-    """Yield the frames of the code under trace, the innermost first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_MACHINERY):
-            yield frame
-        frame = frame.f_back
 
 
 def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Tracer]:
@@ -212,6 +201,24 @@ def code_in(outer: CodeType, code: CodeType) -> CodeType | None:
             if (inner := code_in(const, code)) is not None:
                 return inner
     return None
+
+
+def instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    """What a function does, step by step, with the functions and comprehensions inside it."""
+    for step in dis.get_instructions(code):
+        yield step
+        if isinstance(step.argval, CodeType):
+            yield from instructions(step.argval)
+
+
+def methods_of(cls: type) -> Iterator[FunctionType]:
+    """The methods and properties of a class and its parents, but for torch's and ours."""
+    for base in cls.__mro__:
+        if not base.__module__.startswith(("torch.", "retrofit.")):
+            for value in vars(base).values():
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, FunctionType):
+                    yield function
 
 
 def callee(code: CodeType, end: tuple[int, int]) -> str:

@@ -14,7 +14,6 @@ from retrofit.compare import Reference
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.layers import StrengthMixin
 from retrofit.layers.base import check_strength
 from retrofit.surgery.execute import apply, strength_layers, unchanged_on_failure
 from retrofit.surgery.families import NormLayer, find_norms, functional_norms
@@ -90,7 +89,11 @@ def convert(
     decisions, sites = plan_and_sites(network, to, only, skip, source, {**options, "calibrate": images})
     norms = {norm.name: norm for norm in find_norms(network)}
     earlier = strength_layers(network)
-    notes = [*functional_norms(network), *_kept_strength(earlier)]
+    notes = functional_norms(network)
+    if values := [layer.stored_strength for layer in earlier if not layer._code.is_meta]:
+        span = " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
+        before = f"{plural(len(values), 'layer')} converted before"
+        notes.append(f"{before} keep their strength, {span}; `strength` sets the new ones alone")
     with unchanged_on_failure(network):
         reference, reason = reference_of(network, inputs, input_size, whole=check)
         shapes = None if reference is None else reference.shapes
@@ -144,8 +147,7 @@ def reference_of(
 
 def _checked(report: Report, model: nn.Module, reference: Reference | None, reason: str, identity: bool) -> Report:
     """Compare the converted network with its source; add the result, or why there is none."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.dtype in _HALF for tensor in tensors):
+    if any(tensor.dtype in _HALF for tensor in (*model.parameters(), *model.buffers())):
         reason = "in half precision rounding hides what the check looks for; convert in float32 to be sure"
     elif reference is not None:
         result = reference.compare(model, layers=identity)
@@ -155,19 +157,7 @@ def _checked(report: Report, model: nn.Module, reference: Reference | None, reas
         if not math.isfinite(result.max_abs_diff):
             raise CheckError("the converted network's outputs are not finite, or of another shape", report)
         reason = result.not_checked
-    if not reason:
-        return report
-    return replace(report, check=None, notes=(*report.notes, f"not checked: {reason}"))
-
-
-def _kept_strength(earlier: Sequence[StrengthMixin]) -> list[str]:
-    values = [layer.stored_strength for layer in earlier if not layer._code.is_meta]
-    if not values:
-        return []
-    span = " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
-    keep = "keeps its" if len(values) == 1 else "keep their"
-    before = f"{plural(len(values), 'layer')} converted before"
-    return [f"{before} {keep} strength, {span}; `strength` sets the new ones alone"]
+    return replace(report, check=None, notes=(*report.notes, f"not checked: {reason}")) if reason else report
 
 
 def _refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes | None) -> None:
@@ -178,13 +168,12 @@ def _refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], 
     """
     constant = []
     for row in rows:
-        mean = getattr(norms[row.name].layer, "running_mean", None)
-        if mean is None:  # a GroupNorm, which stays
+        norm = norms[row.name]
+        if (mean := getattr(norm.layer, "running_mean", None)) is None:  # a GroupNorm, which stays
             continue
-        channels = len(mean)
-        groups = row.options.get("num_groups", row.options.get("groups", channels))
-        unknown = [(1, channels)] if norms[row.name].known_class == "BatchNorm1d" else []
-        if any(channels * math.prod(shape[2:]) == groups for shape in (shapes or {}).get(row.name) or unknown):
+        groups = row.options.get("num_groups", row.options.get("groups", len(mean)))
+        unknown = [(1, len(mean))] if norm.known_class == "BatchNorm1d" else []
+        if any(len(mean) * math.prod(shape[2:]) == groups for shape in (shapes or {}).get(row.name) or unknown):
             constant.append(row.name)
     if constant:
         unless = ", or show by example `inputs` that its maps have more positions" if shapes is None else ""
@@ -196,10 +185,9 @@ def _refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], 
 
 def _refuse_other_formulas(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes) -> None:
     """Refuse layers that are proved to compute what a known class does, but not on the shapes that a run gave them."""
-    for row in rows:
-        norm = norms[row.name]
-        if norm.formula is not None and not agrees(norm.module, norm.formula, list(dict.fromkeys(shapes[row.name]))):
+    for norm in (norms[row.name] for row in rows):
+        if norm.formula is not None and not agrees(norm.module, norm.formula, list(dict.fromkeys(shapes[norm.name]))):
             raise RetrofitError(
-                f"{row.name} is {norm.known_class} on random inputs, but not on those of the shape that the network "
+                f"{norm.name} is {norm.known_class} on random inputs, but not on those of the shape that the network "
                 "gives it; keep it with `skip`"
             )

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
-from torch import fx, nn
+from torch import nn
 
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Sites
@@ -40,17 +40,17 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
     converter = converter_for(plan.to)
     norms = {norm.name: norm for norm in find_norms(model)}
     _check_structure(plan, norms)
-    params_before, record, device = _count_parameters(model), record_of(model), device_of(model)
+    record, device = record_of(model), device_of(model)
+    params_before = sum(parameter.numel() for parameter in model.parameters())
     with unchanged_on_failure(model):
         if sites is None and plan.proxied:
             sites = converter.sites_of(model)
-        places = {(site.norm, site.place): site for site in sites.sites} if sites is not None else {}
-        if lost := plan.proxied - {place for place, site in places.items() if site.activation is not None}:
+        places = {(site.norm, site.place): site for site in sites.sites} if sites else {}
+        if lost := plan.proxied - {place for place, site in places.items() if site.activation}:
             raise RetrofitError(
                 f"the plan was made for another model: here no activation follows {min(lost)[0]}; make a new plan"
             )
         built: dict[nn.Module, nn.Module] = {}
-        names: dict[nn.Module, str] = {}
         for row in plan.converted:
             if row.target == row.source:  # a GroupNorm that stays, whose activation is converted
                 continue
@@ -59,7 +59,6 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
                 tensors = chain(norm.layer.parameters(), norm.layer.buffers())
                 own = next((tensor.device for tensor in tensors), device)
                 built[norm.module] = converter.build(norm.layer, row, own)
-            names[norm.module] = row.name
             if row.name:
                 model.set_submodule(row.name, built[norm.module])
             else:
@@ -74,34 +73,29 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
                 "train: build the optimizer after the conversion"
             )
         notes += converter.finish(model, plan, places)
-        notes += _refuse_fusing(model, set(built.values()))
         notes += _call_the_norms(model, set(built.values()))
-        for source, name in names.items():  # other references to it may call it
-            vars(source)["forward"] = partial(
-                _refuse,
-                f"the network calls the source of {name or 'the layer'}, which is converted, by a reference of its own "
-                "(from a list, or elsewhere besides its name); keep that layer with `skip`",
-            )
+        for norm in norms.values():
+            if norm.module in built:  # other references to it may call it
+                vars(norm.module)["forward"] = partial(
+                    _refuse,
+                    f"the network calls the source of {norm.name or 'the layer'}, which is converted, by a reference "
+                    "of its own (from a list, or elsewhere besides its name); keep that layer with `skip`",
+                )
         set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
-    return model, Report(plan, params_before, _count_parameters(model), strength, tuple(notes))
+    params_after = sum(parameter.numel() for parameter in model.parameters())
+    return model, Report(plan, params_before, params_after, strength, tuple(notes))
 
 
 def _check_structure(plan: Plan, norms: Mapping[str, NormLayer]) -> None:
     planned = {row.name: row.source for row in plan.layers}
     actual = {name: norm.label for name, norm in norms.items()}
-    differing = [name for name in {**planned, **actual} if planned.get(name) != actual.get(name)]
-    if differing:
-        first = differing[0]
-        raise RetrofitError(
-            f"the plan was made for another model: {plural(len(differing), 'normalization layer')} differ, first "
-            f"{first!r} ({planned.get(first, 'absent')} in the plan, {actual.get(first, 'absent')} here); make a new "
-            "plan"
-        )
-
-
-def _count_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    for name in {**planned, **actual}:
+        if planned.get(name) != (here := actual.get(name)):
+            raise RetrofitError(
+                f"the plan was made for another model: {name!r} is {planned.get(name, 'absent')} in the plan and "
+                f"{here or 'absent'} here; make a new plan"
+            )
 
 
 def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
@@ -109,23 +103,42 @@ def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
     raise RetrofitError(message)
 
 
-def _refuse_fusing(model: nn.Module, converted: set[nn.Module]) -> list[str]:
-    """Let blocks refuse to fuse converted layers that are no affine maps; return a note for the report."""
-    blocks = 0
-    for module in _holders(model, {layer for layer in converted if not isinstance(layer, FrozenBatchNorm)}):
+def _call_the_norms(model: nn.Module, converted: set[nn.Module]) -> list[str]:
+    """Let no block take the tensors of a converted layer in place of calling it; return notes for the report.
+
+    Blocks refuse to fuse what is no affine map. torch's transformer in evaluation takes gamma and beta on a fast path,
+    which has no switch: a layer takes it for the activations of this number alone, and an encoder that packs its tokens
+    by their mask counts on its layers to take it.
+    """
+    fusing = packing = 0
+    for module in model.modules():
+        inside = converted.intersection(module.modules())
         methods = [name for name in _FUSING_METHODS if callable(getattr(type(module), name, None))]
-        blocks += bool(methods)
-        for name in methods:
-            vars(module)[name] = partial(
-                _refuse,
-                f"{type(module).__name__}.{name}() would fuse a converted layer as if it were its source; "
-                "re-parameterise before converting",
-            )
-    note = (
-        f"{plural(blocks, 'block')} can re-parameterise (fuse BatchNorm into convolutions); they now refuse to: "
-        "the converted layers are no longer affine"
-    )
-    return [note] if blocks else []
+        if methods and not all(isinstance(layer, FrozenBatchNorm) for layer in inside):
+            fusing += 1
+            for name in methods:
+                vars(module)[name] = partial(
+                    _refuse,
+                    f"{type(module).__name__}.{name}() would fuse a converted layer as if it were its source; "
+                    "re-parameterise before converting",
+                )
+        if inside and isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif inside and isinstance(module, nn.TransformerEncoder):
+            packing += module.use_nested_tensor
+            module.use_nested_tensor = False
+    notes = []
+    if fusing:
+        notes.append(
+            f"{plural(fusing, 'block')} can re-parameterise (fuse BatchNorm into convolutions); they now refuse to: "
+            "the converted layers are no longer affine"
+        )
+    if packing:
+        notes.append(
+            f"{plural(packing, 'transformer encoder')} no longer packs tokens by their mask, with which torch calls no "
+            "norm: in evaluation what it puts out for masked tokens is no longer 0"
+        )
+    return notes
 
 
 def allow_fusing(model: nn.Module) -> None:
@@ -135,30 +148,6 @@ def allow_fusing(model: nn.Module) -> None:
             for name in _FUSING_METHODS:
                 if getattr(vars(module).get(name), "func", None) is _refuse:
                     del vars(module)[name]
-
-
-def _call_the_norms(model: nn.Module, converted: set[nn.Module]) -> list[str]:
-    """Turn off the fast path of torch's transformer, which in evaluation takes gamma and beta and calls no layer.
-
-    There is no switch for it: a layer takes that path for the activations of this number alone, and an encoder that
-    packs its tokens by their mask counts on its layers to take it.
-    """
-    packing = 0
-    for module in _holders(model, converted):
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
-            packing += module.use_nested_tensor
-            module.use_nested_tensor = False
-    note = (
-        f"{plural(packing, 'transformer encoder')} no longer packs tokens by their mask, with which torch calls no "
-        "norm: in evaluation what it puts out for masked tokens is no longer 0"
-    )
-    return [note] if packing else []
-
-
-def _holders(model: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if not layers.isdisjoint(module.modules()))
 
 
 @contextmanager
@@ -187,8 +176,6 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
             for table, entries in tables:
                 table.clear()
                 table.update(entries)
-            if isinstance(module, fx.GraphModule):
-                module.recompile()  # its graph is an attribute, the code made of it is not
         put_back(values)
         raise
 

@@ -7,7 +7,6 @@ not in the table may compute something else: it is taken for a known class where
 
 from __future__ import annotations
 
-import dis
 import re
 import types
 from collections import defaultdict
@@ -22,6 +21,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.conversion_options import FAMILIES
+from retrofit.graph.trace import instructions, methods_of
 from retrofit.layers import StrengthMixin
 from retrofit.surgery.plan_and_report import LayerRow, Status
 from retrofit.surgery.same_formula import Formula, full_name, proved_formula
@@ -63,13 +63,10 @@ KNOWN: dict[str, str] = {
 }
 """Family of every class that a converter may take."""
 
-_LAZY = "not initialised yet; run one forward pass and convert again"
-_RMS = "RMS normalization subtracts no mean, and the paper defines no counterpart for it"
 _FUSED = "a normalization fused with its activation, which leaves nothing between the two"
-
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    (r"^Lazy(Batch|Instance)Norm", _LAZY),
-    (r"(Rms|RMS|Simple)Norm", _RMS),
+    (r"^Lazy(Batch|Instance)Norm", "not initialised yet; run one forward pass and convert again"),
+    (r"(Rms|RMS|Simple)Norm", "RMS normalization subtracts no mean, and the paper defines no counterpart for it"),
     (r"^(InplaceAbn|FilterResponseNorm)", _FUSED),
     (r"ResponseNorm$|^CrossMapLRN", "a response normalization, which standardises nothing"),
 )
@@ -197,27 +194,18 @@ def functional_norms(model: nn.Module) -> list[str]:
 
 @cache
 def _called_norms(cls: Any) -> list[str]:
-    """Return the names of the normalizations of torch that a class's own methods call, but for those of weights."""
-    own = [base for base in cls.__mro__ if not f"{base.__module__}.".startswith(("builtins.", "torch.", "retrofit."))]
-    methods = [value for base in own for value in vars(base).values() if isinstance(value, types.FunctionType)]
-    return list(dict.fromkeys(name for method in methods for name in _calls(method.__code__, method.__globals__)))
-
-
-def _calls(code: types.CodeType, names: dict[str, Any]) -> Iterator[str]:
-    """Yield the normalizations that a function calls by a global name, as `F.layer_norm` and `layer_norm` are."""
-    value: Any = None
-    steps = list(dis.get_instructions(code))
-    for number, step in enumerate(steps):
-        if step.opname == "LOAD_GLOBAL":
-            value = names.get(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            value = getattr(value, step.argval, None)
-        else:
-            value = None
-        if isinstance(value, types.FunctionType | types.BuiltinFunctionType) and value in _FUNCTIONS:
-            attributes = [later.argval for later in steps[number + 1 : number + 4] if later.opname == "LOAD_ATTR"]
-            if "weight" not in attributes:  # weight standardization
-                yield _FUNCTIONS[value]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _calls(constant, names)
+    """Return the names of the normalizations of torch that a class's methods call by a global name, as `F.layer_norm`
+    and `layer_norm` are, but for those of weights.
+    """
+    called, value = [], None
+    for method in methods_of(cls):
+        steps = list(instructions(method.__code__))
+        for number, step in enumerate(steps):
+            if step.opname == "LOAD_GLOBAL":
+                value = method.__globals__.get(step.argval)
+            else:
+                value = getattr(value, step.argval, None) if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+            if isinstance(value, types.FunctionType | types.BuiltinFunctionType) and value in _FUNCTIONS:
+                attributes = [later.argval for later in steps[number + 1 : number + 4] if later.opname == "LOAD_ATTR"]
+                called += [] if "weight" in attributes else [_FUNCTIONS[value]]  # weight standardization
+    return list(dict.fromkeys(called))

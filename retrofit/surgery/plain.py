@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import warnings
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FunctionType
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
 from retrofit.graph.flow import Flow, Flows
 from retrofit.graph.rewrite import replace_module
-from retrofit.graph.trace import VARIADIC, Place
+from retrofit.graph.trace import VARIADIC, instructions, methods_of
 from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
 from retrofit.layers.constant_maps import LinearMap
@@ -145,29 +144,23 @@ def sole_feeders(
     shares its parameters; no norm of the same block goes uncalled; and no other method of what holds them mentions it.
     """
     flows = Flows(model, is_norm)
-    feeders: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
-    places: dict[nn.Module, set[Place]] = defaultdict(set)
-    for flow in flows.flows:
-        for node, module in flow.modules.items():
-            places[module].add(flow.places[node])
-            if is_norm(module):
-                feeders[module].add(_feeder(flow, node))
+    norms = list(filter(is_norm, flows.names))
+    uncalled = {norm for norm in norms if norm not in flows.calls}
     holders_of = Counter(parameter for module in model.modules() for parameter in set(module._parameters.values()))
-    uncalled = {module for module in flows.names if is_norm(module) and module not in flows.counts}
     found = {}
-    for norm, (conv, *others) in feeders.items():
-        if conv is None or others or flows.counts[conv] != flows.counts[norm] or conv in flows.read:
+    for norm in flows.calls.keys() & norms:
+        conv, *others = {_feeder(*call) for call in flows.calls[norm]}
+        if conv is None or others or len(flows.calls[conv]) != len(flows.calls[norm]) or conv in flows.read:
             continue
-        calls = places[norm] | places[conv]
-        methods = {(place.owner, place.code) for place in calls}
-        owner, code = methods.pop()
+        places = {flow.places[node] for flow, node in (*flows.calls[norm], *flows.calls[conv])}
+        (owner, code), *methods = {(place.owner, place.code) for place in places}
         above = {module for module, inside in flows.inside.items() if inside & {norm, conv}} - {norm, conv}
         shared = any(holders_of[parameter] > 1 for parameter in conv.parameters())
-        if len(calls) > 2 or methods or shared or above & flows.failures.keys() or uncalled & set(owner.modules()):
+        if len(places) > 2 or methods or shared or above & flows.failures.keys() or uncalled & set(owner.modules()):
             continue
-        if code is not None and not _mentioned(conv, code, above):
+        if not _mentioned(conv, code, above):
             found[norm] = conv
-    return found, {norm for norm in flows.read if is_norm(norm)}
+    return found, flows.read.intersection(norms)
 
 
 def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
@@ -187,7 +180,7 @@ def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
     arguments or one that is no value under trace, or a value was turned into a number.
     """
     place, (_, constants) = flow.places[node], flow.variables[node]
-    name, arguments = place.code.co_name if place.code else "", list[inspect.Parameter]()
+    name, arguments = place.code.co_name, list[inspect.Parameter]()
     for method in [vars(cls)[name] for cls in type(place.owner).__mro__ if name in vars(cls)]:
         if not inspect.isfunction(function := inspect.unwrap(method)):
             break
@@ -204,45 +197,37 @@ def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool
     mentions = [conv]
     for module in mentions:
         mentions += [holder for holder in above if type(holder) in _CONTAINERS and module in holder.children()]
-    return any(
-        code != method and _uses(code, name, other, module, calls=module is not conv)
+    named = [
+        (name, module)
         for holder in above
         if type(holder) not in _CONTAINERS
         for name, module in holder._modules.items()
         if module in mentions
-        for other in above
-        for code in _methods(type(other))
+    ]
+    return any(
+        _uses(function.__code__, name, owner, module, calls=module is not conv)
+        for owner in above
+        for function in methods_of(type(owner))
+        if function.__code__ != method and not any(word in function.__name__ for word in _SETTING_UP)
+        for name, module in named
     )
-
-
-def _methods(cls: type) -> Iterator[CodeType]:
-    """The code of a class's own methods, and its parents', but torch's and those that only set it up."""
-    for parent in cls.__mro__:
-        if not parent.__module__.startswith("torch."):
-            for name, value in vars(parent).items():
-                function = getattr(value, "__func__", getattr(value, "fget", value))
-                if isinstance(function, FunctionType) and not any(word in name for word in _SETTING_UP):
-                    yield function.__code__
 
 
 def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls: bool) -> bool:
     """Whether the code of a method of `owner` mentions a module by its name in what holds it, or all children. Not
     where `self.name` is another module, or the code only asks for it or its shape (or calls it, with `calls`).
     """
-    steps = list(dis.get_instructions(code))
-    for before, step, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):
-        if isinstance(step.argval, CodeType) and _uses(step.argval, name, owner, module, calls):
-            return True
+    steps = list(instructions(code))
+    for before, step, after in zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False):
         if step.opname == "LOAD_CONST" and step.argval == name:
             return True
         if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval not in (name, *_ALL_CHILDREN):
             continue
-        loaded = before.argval if before is not None and before.opname.startswith("LOAD_FAST") else ""
+        loaded = before.argval if before.opname.startswith("LOAD_FAST") else ""
         of_self = (loaded[-1] if isinstance(loaded, tuple) else loaded) == "self"  # Python 3.13 loads two at once
         other = of_self and step.argval == name and getattr(owner, name, None) is not module
         called = calls and step.argval == name and (step.opname == "LOAD_METHOD" or "NULL" in step.argrepr)
-        asked = after is not None and ("JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None")
-        shape = after is not None and after.argval in nn.Conv1d.__constants__
-        if not (other or called or asked or shape):
+        asked = "JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None"
+        if not (other or called or asked or after.argval in nn.Conv1d.__constants__):
             return True
     return False

@@ -24,23 +24,14 @@ _FATES = {
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The fate of one normalization layer, under one of the names it goes by.
+    """The fate of one normalization layer, under one of the names it goes by."""
 
-    Attributes:
-        name: Dotted module name; empty for the root module.
-        source: Class name of the layer as found.
-        target: Class name of the layer that replaces it, None unless `status` is "converted".
-        status: "converted", "kept" (by a rule) or "unsupported".
-        reason: Why, in words for the user; empty for a plain conversion.
-        options: Constructor options of the target that the plan has settled for this layer (JSON values).
-    """
-
-    name: str
-    source: str
-    target: str | None
-    status: Status
-    reason: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    name: str  # dotted; empty for the root module
+    source: str  # class name of the layer as found
+    target: str | None  # class name of the layer that replaces it, None unless `status` is "converted"
+    status: Status  # "converted", "kept" (by a rule) or "unsupported"
+    reason: str = ""  # in words for the user; empty for a plain conversion
+    options: dict[str, Any] = field(default_factory=dict)  # of the target's constructor, as settled here (JSON values)
 
     @property
     def fate(self) -> str:
@@ -68,19 +59,12 @@ class EditRow(LayerRow):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing.
+    """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing."""
 
-    Attributes:
-        to: The target, e.g. "bnn".
-        layers: One row for each name of each normalization layer, in the model's order.
-        options: The arguments that made the plan, for the record.
-        edits: What becomes of the activations and convolutions around the layers, for the targets that touch them.
-    """
-
-    to: str
-    layers: tuple[LayerRow, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    edits: tuple[EditRow, ...] = ()
+    to: str  # the target, e.g. "bnn"
+    layers: tuple[LayerRow, ...]  # in the model's order
+    options: dict[str, Any] = field(default_factory=dict)  # the arguments that made the plan, for the record
+    edits: tuple[EditRow, ...] = ()  # of activations and convolutions around the layers, for targets that touch them
 
     @property
     def converted(self) -> list[LayerRow]:
@@ -137,31 +121,19 @@ class Plan:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a conversion did.
-
-    Attributes:
-        plan: The plan that was executed.
-        params_before: Number of parameters of the source network.
-        params_after: Number of parameters now.
-        strength: Strength that the converted layers were seeded at; None on the meta device, and where they have none.
-        notes: Further sentences for the user.
-        check: How the network compares with its source; None where nothing was compared.
-        identity: Whether it is meant to be its source's function.
-        classifies: Whether the network answers with scores of classes alone; None where it was not run.
-        change: How the network at its strength compares with its source, where that was checked.
-        agreement: {"images", "same"}: on how many of the given images the class with the highest score stays the same,
-            at strength 1 where there is a strength; None without images, or for a network that gives no scores.
-    """
+    """What a conversion did."""
 
     plan: Plan
     params_before: int
     params_after: int
-    strength: float | None
-    notes: tuple[str, ...] = ()
-    check: Comparison | None = None
-    identity: bool = True
-    classifies: bool | None = None
-    change: Comparison | None = None
+    strength: float | None  # that the converted layers now have; None on the meta device, and where they have none
+    notes: tuple[str, ...] = ()  # further sentences for the user
+    check: Comparison | None = None  # of the network at strength 0 with its source; None where nothing was compared
+    identity: bool = True  # whether it is meant to be its source's function
+    classifies: bool | None = None  # whether it answers with scores of classes alone; None where it was not run
+    change: Comparison | None = None  # of the network at its strength with its source, where that was checked
+    # {"images", "same"}: on how many of the given images the class with the highest score stays the same, at strength 1
+    # where there is a strength; None without images, or for a network that gives no scores
     agreement: dict[str, int] | None = None
 
     def __repr__(self) -> str:
@@ -179,13 +151,8 @@ class Report:
         rows: dict[str, list[dict[str, Any]]] = {"layers": []}
         for row in (*self.plan.layers, *self.plan.edits):
             kind, beside = (f"{row.kind}s", "norm") if isinstance(row, EditRow) else ("layers", "target")
-            shown = ("name", "source", beside, "status", "reason")
-            rows.setdefault(kind, []).append({name: getattr(row, name) for name in shown})
-        check = None
-        if self.check is not None:
-            figures = self.check.to_dict()
-            check = {name: figures[name] for name in ("max_abs_diff", "scale", "tolerance", "passed")}
-            check["identity"] = self.identity
+            names = ("name", "source", beside, "status", "reason")
+            rows.setdefault(kind, []).append({name: getattr(row, name) for name in names})
         values: dict[str, Any] = {
             "to": self.plan.to,
             **rows,
@@ -193,8 +160,12 @@ class Report:
             "params": {"before": self.params_before, "after": self.params_after},
             "strength": self.strength,
             "notes": list(self.notes),
-            "check": check,
+            "check": None,
         }
+        if self.check is not None:
+            figures = self.check.to_dict()
+            shown = ("max_abs_diff", "scale", "tolerance", "passed")
+            values["check"] = {**{name: figures[name] for name in shown}, "identity": self.identity}
         if self.agreement is not None:
             values["agreement"] = self.agreement
         if self.change is not None:

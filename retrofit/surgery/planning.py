@@ -80,11 +80,10 @@ class Converter(ABC):
         """Decide every activation: behind `converted` layers it becomes part of `target`, with options of `settle`."""
         rows = []
         for site in sites.sites:
-            if (act := site.activation) is None:
-                continue
-            reason = activation_problem(model, site) if site.norm in converted else "its norm is not converted"
-            row = EditRow(act.name, act.type, "", "left", reason, norm=site.norm, place=site.place)
-            rows.append(row if reason else replace(row, status="converted", options=settle(site), target=target))
+            if (act := site.activation) is not None:
+                reason = activation_problem(model, site) if site.norm in converted else "its norm is not converted"
+                row = EditRow(act.name, act.type, "", "left", reason, norm=site.norm, place=site.place)
+                rows.append(row if reason else replace(row, status="converted", options=settle(site), target=target))
         rows += [EditRow(act.name, act.type, "", "left", act.reason) for act in sites.unmatched]
         counted = {act.reason for act in sites.unmatched}  # of a part that no trace shows: its activations
         rows += [
@@ -128,10 +127,8 @@ def adopt(new: nn.Module, old: Any) -> Any:
 
 
 def activation_problem(model: nn.Module, site: Site) -> str:
-    """Why the activation of a site stays as it is; empty if it can be replaced."""
-    if site.in_squeeze_excite:
-        return "inside a squeeze-excite"
-    return "" if site.activation is None else rewrite_problem(model, site.activation)
+    """Why the activation of a site stays as it is; empty if it can be replaced, or there is none."""
+    return "inside a squeeze-excite" if site.in_squeeze_excite else rewrite_problem(model, site.activation)
 
 
 def group_count(name: str, channels: int, options: ConversionOptions, default: int) -> tuple[int, str]:
@@ -225,16 +222,13 @@ def network_in(model: nn.Module) -> nn.Module:
         raise UsageError(
             f"a torch.nn.Module is converted, not {shown(model)}; build the network first, as timm.create_model does"
         )
-    for module in model.modules():
-        name = type(module).__name__
-        if name.startswith(("DistributedDataParallel", "FullyShardedDataParallel")):
+    keepers = ("DistributedDataParallel", "FullyShardedDataParallel", "DTensor")
+    for part in (*model.modules(), *model.parameters()):
+        if type(part).__name__.startswith(keepers) or isinstance(part, ScriptModule):
             raise RetrofitError(
-                f"{name} holds on to the parameters that it was built with; convert the network first, then wrap it"
+                f"{type(part).__name__} holds on to the parameters or the code that it was built with; convert the "
+                "network first, then wrap, shard or script it"
             )
-        if isinstance(module, ScriptModule):
-            raise RetrofitError("a TorchScript module cannot be changed; convert the network before it is scripted")
-    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise RetrofitError("the network's parameters are sharded; convert it first, then shard it")
     return unwrapped(model)
 
 
@@ -249,9 +243,8 @@ def _patterns(name: str, patterns: Patterns, norms: Sequence[NormLayer]) -> list
         try:
             compiled.append(re.compile(pattern))
         except re.error as error:
-            raise UsageError(
-                f"`{name}={pattern!r}` is not a regular expression ({one_line(error)}); escape or mend it"
-            ) from None
+            said = f"`{name}={pattern!r}` is not a regular expression ({one_line(error)}); escape or mend it"
+            raise UsageError(said) from None
         if not any(compiled[-1].search(norm.name) for norm in norms):
             raise RetrofitError(
                 f"`{name}={pattern!r}` matches none of the {plural(len(norms), 'layer')}; "
@@ -277,20 +270,14 @@ def _rule_against(
 
 
 def _nothing_to_convert(model: nn.Module, families: frozenset[str], norms: Sequence[NormLayer], result: Plan) -> str:
-    sources = " or ".join(FAMILIES[family] for family in sorted(families))
+    sources = f"{result.to} converts {' or '.join(FAMILIES[family] for family in sorted(families))} layers"
     if not norms:
         called = "".join(f"; {note}" for note in functional_norms(model))
-        return (
-            f"{result.to} converts {sources} layers, and this model has no normalization layer at all{called}; choose "
-            "another model"
-        )
+        return f"{sources}, and this model has no normalization layer at all{called}; choose another model"
     held = ", ".join(f"{n} {label}" for label, n in Counter(norm.label for norm in norms).most_common())
     others = [_USUAL[str(norm.family)] for norm in norms if norm.status == "known"]
     others = [target for target in others if target != result.to]
     if others and not any(norm.family in families for norm in norms):
-        return (
-            f"{result.to} converts {sources} layers, of which this model has none (it holds {held}); try "
-            f"`to={others[0]!r}`"
-        )
+        return f"{sources}, of which this model has none (it holds {held}); try `to={others[0]!r}`"
     reasons = "; ".join(dict.fromkeys(row.reason for row in result.layers if row.reason))
     return f"nothing to convert to {result.to} (the model holds {held}): {reasons}; `retrofit inspect MODEL` lists them"

@@ -10,7 +10,6 @@ statistics have to agree.
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -20,8 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from retrofit.graph.trace import methods_of
+
 _EPSILONS = (1e-5, 1e-6, 1e-3, 1e-12)
-_PROCESSES = re.compile(r"^(dist|distributed)$|world_size|process_group|all_(reduce|gather)|sync")
+_PROCESSES = re.compile(r"^dist(ributed)?$|world_size|process_group|all_(reduce|gather)|sync")
 _MODULE = ("train", "eval", "__call__", "parameters", "named_parameters")
 _MAPS = "torchvision.models.convnext.LayerNorm2d"
 _ROWS = "torch.nn.modules.normalization.LayerNorm"
@@ -90,7 +91,8 @@ def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] 
 
     Parameters and statistics are random, or the layer's own, which a meta layer lacks. The layer is not changed.
     """
-    if _PROCESSES.search(" ".join(_names(type(module), formula.kind))):
+    names = {name for method in methods_of(type(module)) for name in method.__code__.co_names}
+    if any(map(_PROCESSES.search, names)):
         return False  # alone, it may be something else than among processes
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _MODULE):
         return False  # one that stays in evaluation, for example
@@ -135,16 +137,6 @@ def _candidates(module: Any, known: set[str]) -> Iterator[Formula]:
     if len(children) == 1 and not children[0].state_dict():
         act = {"act": children[0], "drop": nn.Identity(), "_fast_norm": False}
         yield from (Formula(_FUSED[one.kind], {**one.attributes, **act}) for one in plain if one.kind in _FUSED)
-
-
-def _names(cls: type, parent: str) -> Iterator[str]:
-    """Yield the global names and attributes that the code of a class uses, down to a class that it is derived from."""
-    for one in cls.__mro__:
-        if full_name(one) == parent or one is nn.Module:
-            return
-        for value in vars(one).values():
-            if isinstance(value, types.FunctionType):
-                yield from value.__code__.co_names
 
 
 def _shapes(layer: Any) -> list[tuple[int, ...]]:

@@ -79,9 +79,8 @@ class BaselineConverter(Converter):
         return new
 
     def finish(self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]) -> Sequence[str]:
-        for row in plan.edits:
-            site = sites[row.norm, row.place] if row.status == "converted" else None
-            if site is not None and site.activation is not None and site.activation.kind != "fused":
+        for site in (sites[place] for place in sorted(plan.proxied)):
+            if site.activation is not None and site.activation.kind != "fused":
                 replace_activation(model, site, nn.Identity(), "act")  # a fused one went with its layer
         return (
             f"{self.layer} has no strength, and the network is not its source's function any more: gamma, beta and the "

@@ -12,11 +12,12 @@ norm, as in ResNets v2, gets a scale of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -102,11 +103,16 @@ class BatchIndependentConverter(Converter):
             if row.status == "converted" and row.kind == "convolution":
                 replace_module(model, row.name, _standardized(model.get_submodule(row.name), **row.options))
             elif row.status == "converted":
-                site, norm = sites[row.norm, row.place], model.get_submodule(row.norm)
-                proxied = _proxied(site, norm, row, device_of(model))
+                site, norm = sites[row.norm, row.place], cast(Any, model.get_submodule(row.norm))
+                assert site.activation is not None
+                like = next(chain(norm.parameters(), norm.buffers()), None)
+                placed = {"device": device_of(model)} if like is None else {"device": like.device, "dtype": like.dtype}
+                own = {**row.options, "norm": norm, "strength": 0.0, **placed}
+                proxied = ProxyNorm(site.activation.module, norm.num_channels, **own).train(norm.training)
                 replace_activation(model, site, proxied, "proxy")
                 added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
-        notes = _said_of_convolutions([row for row in plan.edits if row.kind == "convolution"])
+        convolutions = [row for row in plan.edits if row.kind == "convolution"]
+        notes = _said_of_convolutions(convolutions) if convolutions else []
         if added:
             notes.append(
                 f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays them): an optimizer "
@@ -209,15 +215,6 @@ def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Te
         changes[groups] = changes.get(groups, 0) + total
 
 
-def _proxied(site: Site, norm: Any, row: EditRow, device: torch.device) -> ProxyNorm:
-    """Return the ProxyNorm for the activation that follows a converted norm at a site."""
-    assert site.activation is not None
-    like = next((tensor for tensor in (*norm.parameters(), *norm.buffers())), None)
-    placed = {"device": device} if like is None else {"device": like.device, "dtype": like.dtype}
-    new = ProxyNorm(site.activation.module, norm.num_channels, norm=norm, **row.options, strength=0.0, **placed)
-    return new.train(norm.training)
-
-
 def _plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: bool) -> list[EditRow]:
     """Decide every convolution of a network: left if none of the norms of its block is `converted`.
 
@@ -226,17 +223,13 @@ def _plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: b
     """
     norms = [name for name, module in model.named_modules() if classify(name, module) is not None]
     traced = Flows(model, lambda module: classify("", module) is not None)
-    calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
-    for flow in traced.flows:
-        for node, module in flow.modules.items():
-            calls[module].append((flow, node))
     rows = []
     passed = 0  # of the norms
     for name, module in model.named_modules():
         passed += name in norms
         if not isinstance(module, nn.modules.conv._ConvNd):
             continue
-        own = calls[module]
+        own = traced.calls[module]
         reason = _hindrance(module, own, module in traced.read)
         # where only the whole network holds any norm, the next one stands for the block's
         if converted.isdisjoint(_norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]):
@@ -285,13 +278,12 @@ def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
         return False
     branches = [reached(operand, lambda node: node.all_input_nodes) for operand in users[0].all_input_nodes]
     own, *others = sorted(branches, key=lambda branch: conv not in branch)
-    longest = max((_convolutions(flow, other - own) for other in others), default=0)
-    length = _convolutions(flow, own.difference(*others))
+    length, *lengths = (
+        sum(flow.steps[node] == "convolution" for node in nodes)
+        for nodes in (own.difference(*others), *(other - own for other in others))
+    )
+    longest = max(lengths, default=0)
     return None if length == longest else length > longest
-
-
-def _convolutions(flow: Flow, nodes: Collection[fx.Node]) -> int:
-    return sum(flow.steps[node] == "convolution" for node in nodes)
 
 
 def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
@@ -311,14 +303,12 @@ def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
 
 def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
     """Say how many convolutions are standardised and have a scale, which are left and why, and what is unknown."""
-    if not rows:
-        return []
     done = [row for row in rows if row.status == "converted"]
     scaled = sum(row.options["scale"] for row in done)
     by_reason: dict[str, list[str]] = defaultdict(list)
     for row in rows:
-        if row.reason:
-            by_reason[row.reason].append(row.name)
+        by_reason[row.reason].append(row.name)
+    by_reason.pop("", None)
     return [
         f"{len(done)} of {len(rows)} convolutions are standardised, {scaled} of them with a scale that is learned",
         *(f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})" for why, names in by_reason.items()),
