@@ -14,26 +14,16 @@ from torch import fx, nn
 
 _OURS = "retrofit.layers"
 
-# Of torch's activations that may be called as functions or methods, by their names without underscores.
-_FUNCTIONS: dict[str, Any] = {
-    cls.__name__.lower(): cls
-    for cls in (
-        nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
-        nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
-        nn.Tanhshrink, nn.Threshold,
-    )
-}  # fmt: skip
+# Of torch's activations, those that may be called as functions or methods.
+_ACTIVATIONS = """CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish ReLU ReLU6 SELU SiLU
+Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold"""
+_FUNCTIONS: dict[str, Any] = {name.lower(): getattr(nn, name) for name in _ACTIVATIONS.split()}
 _NORMS = (
     *(f"torch.nn.modules.{file}." for file in ("batchnorm", "instancenorm", "normalization")),
     *(f"timm.layers.{file}." for file in ("norm", "norm_act", "evo_norm", "filter_response_norm", "inplace_abn")),
     "torchvision.ops.misc.FrozenBatchNorm2d",
 )
-_DROPS = (
-    "torch.nn.modules.dropout.",
-    "timm.layers.drop.",
-    "torchvision.ops.drop_block.",
-    "torchvision.ops.stochastic_",
-)
+_DROPS = ("torch.nn.modules.dropout.", "timm.layers.drop.", "torchvision.ops.drop_block.", "torchvision.ops.stochastic")
 _CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 
 
@@ -73,11 +63,9 @@ def is_activation(module: nn.Module) -> bool:
     if type(module) in (nn.PReLU, PReLU):
         return True
     tensors = [*module.parameters(), *module.buffers()]
-    if any(tensor.numel() != 1 for tensor in tensors) or is_altered(module):
+    if isinstance(module, nn.Sequential) or is_norm(module) or type(module).__module__.startswith(_OURS):
         return False
-    if isinstance(module, nn.Sequential) or is_norm(module):
-        return False
-    if type(module).__module__.startswith(_OURS) or not all(is_activation(child) for child in module.children()):
+    if is_altered(module) or any(t.numel() != 1 for t in tensors) or not all(map(is_activation, module.children())):
         return False
     random = torch.Generator("cpu").manual_seed(0)
     x = 3 * torch.randn(2, 3, 4, 5, generator=random, dtype=torch.float64, device="cpu")

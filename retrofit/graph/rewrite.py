@@ -110,7 +110,8 @@ def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
     namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {
         "_retrofit_edits": (base, edits),
-        "_retrofit_calls": _calls,
+        # whether a function that the block holds in an attribute is still the one that a child was put in place of
+        "_retrofit_calls": lambda _, child, function: any((e.child, e.target) == (child, function) for e in edits),
         "__reduce_ex__": lambda self, _: (_rebuild, self._retrofit_edits, self.__getstate__()),
     }
     for method in {edit.method for edit in edits}:
@@ -121,11 +122,6 @@ def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
 def _rebuild(base: Any, edits: tuple[_Edit, ...]) -> nn.Module:
     cls = _rewritten_class(base, edits)
     return cls.__new__(cls)
-
-
-def _calls(self: Any, child: str, function: Any) -> bool:
-    """Whether a function that the block holds in an attribute is still the one that a child was put in place of."""
-    return any(edit.child == child and edit.target is function for edit in self._retrofit_edits[1])
 
 
 def _rewritten_method(base: type[nn.Module], method: str, edits: list[_Edit]) -> FunctionType:

@@ -133,8 +133,9 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     base, family = next(((b.__name__.lstrip("_"), f) for b, f in _BASES if isinstance(module, b)), (None, None))
     reason = next((why for pattern, why in UNSUPPORTED if re.search(pattern, cls)), "")
     if kind not in KNOWN and base is None and not (reason and kind.startswith((_TORCH, _TIMM))):
-        if not _NAMED_NORM.search(cls) or not _holds_own_tensors(module):
-            return None
+        own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+        if not _NAMED_NORM.search(cls) or not own or any(classify("", child) for child in list(module.modules())[1:]):
+            return None  # another layer, or a container that is named after the norm that it holds
         if "running_var" in module._buffers:
             family = "bn" if any(True for _ in module.parameters(recurse=False)) else "frozen-bn"
     family = KNOWN.get(kind, family)
@@ -164,28 +165,16 @@ def _why_not_as_its_class(module: nn.Module) -> str:
     )
 
 
-def _holds_own_tensors(module: nn.Module) -> bool:
-    """Whether the module itself holds parameters or buffers, and is not just a container named after its norm."""
-    own = next(iter((*module._parameters.values(), *module._buffers.values())), None) is not None
-    return own and not any(classify("", child) for child in module.modules() if child is not module)
-
-
-_FUNCTIONS = {
-    getattr(home, name): name
-    for home in (functional, torch)
-    for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm", "local_response_norm")
-    if hasattr(home, name)
-}
+_NAMES = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm", "local_response_norm")
+_FUNCTIONS = {getattr(home, name): name for home in (functional, torch) for name in _NAMES if hasattr(home, name)}
 
 
 def functional_norms(model: nn.Module) -> list[str]:
     """Return a sentence for each normalization that the network's code calls as a function: no conversion sees it."""
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, module in model.named_modules():
-        if classify(name, module) is None:
-            cls: Any = type(module)
-            for function in _called_norms(cls):
-                places[function, cls.__name__].append(name or ROOT)
+        for function in [] if classify(name, module) else _called_norms(type(module)):
+            places[function, type(module).__name__].append(name or ROOT)
     return [
         f"{function} is called as a function in {label} ({shortlist(names)}): it is no layer, and stays as it is"
         for (function, label), names in places.items()
@@ -193,7 +182,7 @@ def functional_norms(model: nn.Module) -> list[str]:
 
 
 @cache
-def _called_norms(cls: Any) -> list[str]:
+def _called_norms(cls: type) -> list[str]:
     """Return the names of the normalizations of torch that a class's methods call by a global name, as `F.layer_norm`
     and `layer_norm` are, but for those of weights.
     """

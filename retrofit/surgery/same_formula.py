@@ -65,7 +65,7 @@ def full_name(cls: type) -> str:
 
 
 _PROVED: WeakKeyDictionary[nn.Module, Formula | None] = WeakKeyDictionary()
-_AGREEING: dict[tuple[type, str], int | None] = {}
+_AGREEING: dict[tuple[type, str], int] = {}
 """Which candidate agrees, by class and by all that modules of the class may differ in but their tensors' values."""
 
 
@@ -78,10 +78,8 @@ def proved_formula(module: nn.Module, known: Iterable[str]) -> Formula | None:
         settings = [item for item in vars(module).items() if not isinstance(item[1], dict) and item[0] != "training"]
         kind = type(module), f"{shapes} {settings} {list(module.children())}"
         if kind not in _AGREEING:
-            agreeing = (number for number, one in enumerate(candidates) if agrees(module, one))
-            _AGREEING[kind] = next(agreeing, None)
-        number = _AGREEING[kind]
-        formula = None if number is None else candidates[number]
+            _AGREEING[kind] = next((n for n, one in enumerate(candidates) if agrees(module, one)), len(candidates))
+        formula = [*candidates, None][_AGREEING[kind]]
         _PROVED[module] = formula if formula is not None and agrees(module, formula, random=False) else None
     return _PROVED[module]
 

@@ -33,7 +33,7 @@ from retrofit.layers.migrated_group_norm import group_gain, migrated_group_norm,
 from retrofit.surgery.families import NormLayer, classify
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.surgery.planning import TARGETS, Converter, Decisions, activation_problem, adopt, group_count
-from retrofit.utils.running import device_of, evaluating, hooked, images_of
+from retrofit.utils.running import evaluating, hooked, images_of
 from retrofit.utils.text import plural, shortlist
 
 _GROUP_TOLERANCE = 0.08  # largest relative change of a layer's output that `most_groups` accepts
@@ -60,10 +60,10 @@ class BatchIndependentConverter(Converter):
         restore = options.pn_restore is not False
         if options.pn_restore is not None and not (self.takes_activations or options.ws):
             raise UsageError("`pn_restore` means nothing without ProxyNorm or `ws`; leave it out")
-        given = [name for name in ("groups", "group_channels") if getattr(options, name) is not None]
-        if given and layers and all(layer.family == "gn" for layer in layers):
-            raise UsageError(f"`{given[0]}` means nothing to GroupNorm that is there, whose groups stay; leave it out")
-        measured: dict[str, tuple[int, float]] = {}
+        given = next((name for name in ("groups", "group_channels") if getattr(options, name) is not None), None)
+        if given and {layer.family for layer in layers} == {"gn"}:
+            raise UsageError(f"`{given}` means nothing to GroupNorm that is there, whose groups stay; leave it out")
+        measured: dict[str, tuple[int, str]] = {}
         if options.groups == "auto":
             if options.calibrate is None:
                 raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
@@ -74,7 +74,7 @@ class BatchIndependentConverter(Converter):
             if layer.family == "gn" and self.takes_activations:
                 rows.append(self._proxied_group_norm(model, layer, sites))
             else:
-                rows.append(self._migrated(layer, options, measured.get(layer.name), sites))
+                rows.append(self._migrated(layer, options, measured, sites))
         converted = {row.name for row in rows if row.status == "converted"}
         edits: list[EditRow] = []
         if self.takes_activations:
@@ -105,9 +105,8 @@ class BatchIndependentConverter(Converter):
             elif row.status == "converted":
                 site, norm = sites[row.norm, row.place], cast(Any, model.get_submodule(row.norm))
                 assert site.activation is not None
-                like = next(chain(norm.parameters(), norm.buffers()), None)
-                placed = {"device": device_of(model)} if like is None else {"device": like.device, "dtype": like.dtype}
-                own = {**row.options, "norm": norm, "strength": 0.0, **placed}
+                like = next(chain(norm.parameters(), norm.buffers(), model.parameters()), torch.empty(0))
+                own = {**row.options, "norm": norm, "strength": 0.0, "device": like.device, "dtype": like.dtype}
                 proxied = ProxyNorm(site.activation.module, norm.num_channels, **own).train(norm.training)
                 replace_activation(model, site, proxied, "proxy")
                 added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
@@ -133,7 +132,7 @@ class BatchIndependentConverter(Converter):
         return layer.row("converted", reason, layer.label)
 
     def _migrated(
-        self, layer: NormLayer, options: ConversionOptions, measured: tuple[int, float] | None, sites: Sites
+        self, layer: NormLayer, options: ConversionOptions, measured: Mapping[str, tuple[int, str]], sites: Sites
     ) -> LayerRow:
         """Decide a layer of any other family."""
         if layer.family not in ("bn", "frozen-bn"):
@@ -142,13 +141,11 @@ class BatchIndependentConverter(Converter):
         if not _migratable(layer):
             return layer.row("unsupported", "it tracks no running statistics, so there is nothing to migrate")
         module = layer.layer
-        if measured is not None:
-            groups, change = measured
-            reason = f"with {plural(groups, 'group')} its output changes by {change:.0%}"
-        else:
-            groups, reason = group_count(layer.name, module.running_mean.numel(), options, self.groups)
-        settled: dict[str, Any] = {"num_groups": groups}
-        settled["eps"] = settled_eps(module.weight, module.running_var, module.eps, groups)
+        groups, reason = measured.get(layer.name) or group_count(
+            layer.name, module.running_mean.numel(), options, self.groups
+        )
+        eps = settled_eps(module.weight, module.running_var, module.eps, groups)
+        settled: dict[str, Any] = {"num_groups": groups, "eps": eps}
         if self._drops_shift(layer, options, sites):
             settled["bias"] = False
         cls = MigratedGroupNormAct if hasattr(module, "act") else MigratedGroupNorm
@@ -171,34 +168,30 @@ def _migratable(layer: NormLayer) -> bool:
     return layer.family in ("bn", "frozen-bn") and getattr(layer.layer, "running_mean", None) is not None
 
 
-def most_groups(model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[Any]) -> dict[str, tuple[int, float]]:
+def most_groups(model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[Any]) -> dict[str, tuple[int, str]]:
     """Pick, for each BatchNorm, the most groups whose normalization keeps its output within `_GROUP_TOLERANCE`.
 
     The change is that from the layer in evaluation to the migrated one at strength 1: root mean square over images,
     positions and channels, relative to the output's own about beta. Returned are, by name, the number of groups (1 if
-    none keeps within the tolerance) and the change. A RetrofitError says that there are no images, or that a layer is
-    never called.
+    none keeps within the tolerance) and the change, in words. A RetrofitError says that a layer is never called.
     """
-    if not norms:
-        return {}
     changes: dict[str, dict[int, Tensor]] = {norm.name: {} for norm in norms}
     watched = hooked(
         norm.module.register_forward_pre_hook(partial(_measure, norm.layer, changes[norm.name])) for norm in norms
     )
-    images = 0
     with evaluating(model), watched:
-        for batch in images_of(batches):
+        for batch in images_of(batches if norms else ()):
             model(batch)
-            images += len(batch)
-    if not images:
-        raise RetrofitError("there are no images to pick groups by; give `calibrate` some")
     picked = {}
     for name, by_groups in changes.items():
         if not by_groups:
-            raise RetrofitError(f"the model never calls {name}, so its groups cannot be picked; give `groups` a number")
+            raise RetrofitError(
+                f"on the images of `calibrate` the model never calls {name}, so its groups cannot be picked; give more "
+                "images, or `groups` a number"
+            )
         relative = {n: float((change / power.clamp_min(1e-30)).sqrt()) for n, (change, power) in by_groups.items()}
         groups = max((n for n, error in relative.items() if error <= _GROUP_TOLERANCE), default=1)
-        picked[name] = groups, relative[groups]
+        picked[name] = groups, f"with {plural(groups, 'group')} its output changes by {relative[groups]:.0%}"
     return picked
 
 
