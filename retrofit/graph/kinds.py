@@ -24,7 +24,6 @@ _NORMS = (
     "torchvision.ops.misc.FrozenBatchNorm2d",
 )
 _DROPS = ("torch.nn.modules.dropout.", "timm.layers.drop.", "torchvision.ops.drop_block.", "torchvision.ops.stochastic")
-_CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 
 
 @cache
@@ -139,7 +138,7 @@ def _module_class(target: Any) -> Any:
 def takes_constants(target: Any) -> bool:
     """Whether a function or method that `function_module` knows takes constants that shape the activation."""
     cls = _module_class(target)
-    return target in _CLAMPS or (cls is not None and not set(inspect.signature(cls).parameters) <= {"inplace"})
+    return cls is not None and not set(inspect.signature(cls).parameters) <= {"inplace"}
 
 
 def function_module(node: fx.Node) -> nn.Module | None:
@@ -148,15 +147,7 @@ def function_module(node: fx.Node) -> nn.Module | None:
     """
     if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
         return None
-    if node.target in _CLAMPS:
-        low, high = (*node.args[1:], None, None)[:2]
-        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
-        if low == 0 and high is None:
-            return nn.ReLU()
-        numbers = isinstance(low, int | float) and isinstance(high, int | float) and low < high
-        return nn.Hardtanh(float(low), float(high)) if numbers else None  # type: ignore[arg-type]
-    cls = _module_class(node.target)
-    if cls is None:
+    if (cls := _module_class(node.target)) is None:
         return None
     options = dict(zip(inspect.signature(cls).parameters, node.args[1:], strict=False)) | node.kwargs
     options = {name: value for name, value in options.items() if name not in ("input", "inplace")}

@@ -81,6 +81,7 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     if isinstance(at, str):
         return {at: module}
     method, label = code.co_name, code.co_qualname
+    base: Any
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
     functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
     edit = _Edit(

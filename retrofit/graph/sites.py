@@ -92,7 +92,7 @@ class _Search(Flows):
             for node, place in flow.places.items():
                 if (kind := flow.steps[node]) in ("norm", "activation"):
                     (self.norms if kind == "norm" else self.acts)[place].append((flow, node))
-        self.calls = Counter(place.target for place in (*self.norms, *self.acts))  # from how many places
+        self.places = Counter(place.target for place in (*self.norms, *self.acts))  # how many call each
 
     def site(self, place: Place) -> Site:
         """Describe a norm's call, and the activation that follows it."""
@@ -110,7 +110,7 @@ class _Search(Flows):
             norm=name,
             owner_type=type(place.owner).__name__,
             place=[other for other in self.norms if other.target is norm].index(place),
-            places=self.calls[norm],
+            places=self.places[norm],
             activation=act,
             reason=reason,
             last_before_pool=any(flow.reaches_final_pool(node) for flow, node in ends),
@@ -175,7 +175,7 @@ class _Search(Flows):
 
     def _is_own(self, target: Any) -> bool:
         """Whether a target is a module, and called at one place only."""
-        if not isinstance(target, nn.Module) or self.calls[target] > 1:
+        if not isinstance(target, nn.Module) or self.places[target] > 1:
             return False
         return not any(target in failed._modules.values() for failed in self.failures)
 

@@ -99,9 +99,15 @@ def convert(
         shapes = None if reference is None else reference.shapes
         if converter.changes_sets:
             _refuse_constants(decisions.converted, norms, shapes)
-        if reference is not None:
-            _refuse_other_formulas(decisions.converted, norms, reference.shapes)
-            if uncalled := sorted(row.name for row in decisions.converted if not reference.shapes[row.name]):
+        if shapes is not None:
+            for norm in (norms[row.name] for row in decisions.converted):
+                given = list(dict.fromkeys(shapes[norm.name]))
+                if norm.formula is not None and not agrees(norm.module, norm.formula, given):
+                    raise RetrofitError(
+                        f"{norm.name} is {norm.known_class} on random inputs, but not on those of the shape that the "
+                        "network gives it; keep it with `skip`"
+                    )
+            if uncalled := sorted(row.name for row in decisions.converted if not shapes[row.name]):
                 notes.append(
                     f"not called when the network was run: {plural(len(uncalled), 'converted layer')} "
                     f"({shortlist(uncalled)}); only training calls such layers, or code that reads their tensors, for "
@@ -181,13 +187,3 @@ def _refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], 
             f"every group of {shortlist(constant)} would hold a single value, of which a normalization makes a "
             f"constant; the model is left as it was: take fewer groups with `groups`, keep them with `skip`{unless}"
         )
-
-
-def _refuse_other_formulas(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes) -> None:
-    """Refuse layers that are proved to compute what a known class does, but not on the shapes that a run gave them."""
-    for norm in (norms[row.name] for row in rows):
-        if norm.formula is not None and not agrees(norm.module, norm.formula, list(dict.fromkeys(shapes[norm.name]))):
-            raise RetrofitError(
-                f"{norm.name} is {norm.known_class} on random inputs, but not on those of the shape that the network "
-                "gives it; keep it with `skip`"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Sites
 from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record
-from retrofit.surgery.families import NormLayer, find_norms
+from retrofit.surgery.families import find_norms
 from retrofit.surgery.plan_and_report import Plan, Report
 from retrofit.surgery.planning import converter_for, network_in
 from retrofit.utils.running import device_of, kept_values, put_back
@@ -39,7 +39,14 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
         return model if converted is inner else converted, report
     converter = converter_for(plan.to)
     norms = {norm.name: norm for norm in find_norms(model)}
-    _check_structure(plan, norms)
+    planned = {row.name: row.source for row in plan.layers}
+    actual = {name: norm.label for name, norm in norms.items()}
+    for name in {**planned, **actual}:
+        if planned.get(name) != actual.get(name):
+            raise RetrofitError(
+                f"the plan was made for another model: {name!r} is {planned.get(name, 'absent')} in the plan and "
+                f"{actual.get(name, 'absent')} here; make a new plan"
+            )
     record, device = record_of(model), device_of(model)
     params_before = sum(parameter.numel() for parameter in model.parameters())
     with unchanged_on_failure(model):
@@ -85,17 +92,6 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     params_after = sum(parameter.numel() for parameter in model.parameters())
     return model, Report(plan, params_before, params_after, strength, tuple(notes))
-
-
-def _check_structure(plan: Plan, norms: Mapping[str, NormLayer]) -> None:
-    planned = {row.name: row.source for row in plan.layers}
-    actual = {name: norm.label for name, norm in norms.items()}
-    for name in {**planned, **actual}:
-        if planned.get(name) != (here := actual.get(name)):
-            raise RetrofitError(
-                f"the plan was made for another model: {name!r} is {planned.get(name, 'absent')} in the plan and "
-                f"{here or 'absent'} here; make a new plan"
-            )
 
 
 def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:

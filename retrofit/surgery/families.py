@@ -173,8 +173,9 @@ def functional_norms(model: nn.Module) -> list[str]:
     """Return a sentence for each normalization that the network's code calls as a function: no conversion sees it."""
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, module in model.named_modules():
-        for function in [] if classify(name, module) else _called_norms(type(module)):
-            places[function, type(module).__name__].append(name or ROOT)
+        cls: Any = type(module)
+        for function in [] if classify(name, module) else _called_norms(cls):
+            places[function, cls.__name__].append(name or ROOT)
     return [
         f"{function} is called as a function in {label} ({shortlist(names)}): it is no layer, and stays as it is"
         for (function, label), names in places.items()
@@ -182,7 +183,7 @@ def functional_norms(model: nn.Module) -> list[str]:
 
 
 @cache
-def _called_norms(cls: type) -> list[str]:
+def _called_norms(cls: Any) -> list[str]:
     """Return the names of the normalizations of torch that a class's methods call by a global name, as `F.layer_norm`
     and `layer_norm` are, but for those of weights.
     """

@@ -14,43 +14,28 @@ Built = tuple[nn.Module, Any]  # a network in evaluation mode, and its `inputs`
 NETWORKS: dict[str, Callable[[], Built]] = {}
 
 
-def image(channels: int = 3, side: int = 64) -> Tensor:
-    """Seeded images, a batch of two."""
-    return torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0))
-
-
-def volume() -> Tensor:
-    """Seeded volumes of one channel, a batch of two."""
-    return torch.randn(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+def image(*shape: int) -> Tensor:
+    """Seeded images or volumes, a batch of two."""
+    return torch.randn(2, *(shape or (3, 64, 64)), generator=torch.Generator().manual_seed(0))
 
 
 def _smp(decoder: str, encoder: str) -> Built:
     import segmentation_models_pytorch as smp
 
     model = getattr(smp, decoder)(encoder, encoder_weights=None, classes=2)
-    return model, image(side=256 if decoder == "PAN" else 64)
+    return model, image(3, 256, 256) if decoder == "PAN" else image()
 
 
-for _pair in (
-    ("Unet", "resnet18"),
-    ("Unet", "efficientnet-b0"),
-    ("UnetPlusPlus", "mobilenet_v2"),
-    ("FPN", "resnet18"),
-    ("PSPNet", "resnet18"),
-    ("DeepLabV3Plus", "resnet18"),
-    ("Linknet", "resnet18"),
-    ("MAnet", "resnet18"),
-    ("PAN", "resnet18"),
-    ("Segformer", "mit_b0"),
-    ("UPerNet", "resnet18"),
-):
-    NETWORKS[f"smp {' '.join(_pair)}"] = partial(_smp, *_pair)
+_SMP = """Unet resnet18, Unet efficientnet-b0, UnetPlusPlus mobilenet_v2, FPN resnet18, PSPNet resnet18,
+DeepLabV3Plus resnet18, Linknet resnet18, MAnet resnet18, PAN resnet18, Segformer mit_b0, UPerNet resnet18"""
+for _pair in _SMP.replace("\n", " ").split(", "):
+    NETWORKS[f"smp {_pair}"] = partial(_smp, *_pair.split())
 
 
 def _monai(name: str, **options: Any) -> Built:
     from monai.networks import nets
 
-    return getattr(nets, name)(**options), volume() if options.get("spatial_dims") == 3 else image()
+    return getattr(nets, name)(**options), image(1, 16, 16, 16) if options.get("spatial_dims") == 3 else image()
 
 
 _FLAT = {"spatial_dims": 2, "in_channels": 3, "out_channels": 2}
@@ -83,7 +68,7 @@ for _name in ("yolov8n", "yolov8n-seg", "yolov8n-cls", "yolo11n", "yolov5n"):
 def _kornia(name: str) -> Built:
     from kornia import feature
 
-    return getattr(feature, name)(pretrained=False), image(1, 32)
+    return getattr(feature, name)(pretrained=False), image(1, 32, 32)
 
 
 for _name in ("HardNet", "SOSNet", "HyNet"):
@@ -100,7 +85,7 @@ def _transformers(name: str, **options: Any) -> Built:
         return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if name == "Wav2Vec2":
         return model, torch.randn(2, 4000, generator=generator)
-    return model, image(side=224 if name == "Levit" else 64)
+    return model, image(3, 224, 224) if name == "Levit" else image()
 
 
 _SMALL = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}

@@ -26,15 +26,11 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "threshold": lambda x: F.threshold(x, 0.1, -1.0),
     "logsigmoid": F.logsigmoid,
     "sigmoid": torch.sigmoid,
-    "clamp": lambda x: x.clamp(0, 6),
-    "clamp keywords": lambda x: torch.clamp(x, min=-1.0, max=1.0),
-    "clamp below": lambda x: x.clamp(min=0),
 }
 NOT_ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
     lambda x: F.softmax(x, -1),
     F.glu,
     lambda x: x.clamp(min=1e-6),
-    lambda x: torch.clamp(x, x.mean(), x.amax()),
     lambda x: F.prelu(x, x.mean()),
     lambda x: x + 1,
 ]

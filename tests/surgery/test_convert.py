@@ -30,23 +30,11 @@ class Net(nn.Sequential):  # it counts its calls in a buffer, in evaluation too,
         return x + torch.rand(1).to(x)
 
 
-def state(model: nn.Module) -> dict[str, Any]:
-    """All that can be seen of a network: tensors by identity, version and value, classes, attributes, flags."""
-    return {
-        "tensors": {name: (id(t), t.clone()) for name, t in (*model.named_parameters(), *model.named_buffers())},
-        "modules": [
-            (name, id(m), type(m), m.training, sorted(vars(m)), len(m._forward_hooks))
-            for name, m in model.named_modules()
-        ],
-    }
-
-
-def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
-    assert one["modules"] == two["modules"]
-    assert one["tensors"].keys() == two["tensors"].keys()
-    for name, (place, value) in one["tensors"].items():
-        assert place == two["tensors"][name][0]
-        assert torch.equal(value, two["tensors"][name][1]), name
+def state(model: nn.Module) -> list[Any]:
+    """All that can be seen of a network: tensors by identity and value, classes, attributes, flags, hooks."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    modules = [(m, type(m), m.training, sorted(vars(m)), len(m._forward_hooks)) for m in model.modules()]
+    return [*((name, id(tensor), tensor.tolist()) for name, tensor in tensors), *modules]
 
 
 def test_the_check_is_in_the_report_and_disturbs_nothing() -> None:
@@ -57,7 +45,6 @@ def test_the_check_is_in_the_report_and_disturbs_nothing() -> None:
     model, report = retrofit.convert(model, "ln")
     assert report.check.passed
     assert report.to_dict()["check"]["passed"]
-    assert "check: largest difference" in str(report)
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model.modules()] == flags
     for name, (value, version) in buffers.items():
@@ -88,23 +75,21 @@ def test_an_input_size_that_is_given_counts() -> None:
     before = state(model)
     with pytest.raises(RetrofitError, match="did not take a random input of size 7"):
         retrofit.convert(model, input_size=(7,))
-    assert_same(state(model), before)
+    assert state(model) == before
 
 
 def test_a_conversion_that_changes_the_function_is_refused_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = timm.create_model("test_resnet").eval()
-    before = state(model)
-    build = BatchIndependentConverter.build
-
     def shifted(*args: Any) -> nn.Module:
         new: Any = build(*args)
-        new.bias.data.add_(0.5)
+        new.bias = nn.Parameter(new.bias + 0.5)
         return new
 
+    model = timm.create_model("test_resnet").eval()
+    before, build = state(model), BatchIndependentConverter.build
     monkeypatch.setattr(BatchIndependentConverter, "build", shifted)
     with pytest.raises(RetrofitError, match=r"not the function of its source.*largest difference"):
         retrofit.convert(model, "gn")
-    assert_same({**state(model), "tensors": {}}, {**before, "tensors": {}})
+    assert state(model) == before
 
 
 @pytest.mark.parametrize(("to", "error"), [("gn-pn", KeyboardInterrupt), ("evonorm-s0", RuntimeError)])
@@ -122,9 +107,8 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
         return fail() if row.name == "bn2" else built(self, module, row, device)  # type: ignore[func-returns-value]
 
     for holder, name, function in (
-        (converter, "build", second),
-        (converter, "finish", fail),
-        (execute, "_refuse_fusing", fail),
+        *((converter, "build", second), (converter, "finish", fail)),
+        (execute, "_call_the_norms", fail),
     ):
         model = trained(Shared())
         before = state(model)
@@ -132,7 +116,7 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
             patch.setattr(holder, name, function)
             with pytest.raises(error, match="stop"):
                 apply(made, model)
-        assert_same(state(model), before)
+        assert state(model) == before
         retrofit.convert(model, to)  # and it still converts
 
 
@@ -173,18 +157,11 @@ def test_an_attribute_of_the_source_becomes_no_option() -> None:
 def test_a_report_prints_as_a_small_table() -> None:
     _, report = retrofit.convert(timm.create_model("resnet18"), "gn-pn", skip="layer4", check=False)
     lines = str(report).splitlines()
-    assert lines[0] == "to gn-pn: 15 converted, 5 kept, 0 unsupported"
+    assert lines[0] == str(report.plan).splitlines()[0] == "to gn-pn: 15 converted, 5 kept, 0 unsupported"
     assert lines[1].split() == ["count", "found", "becomes", "first", "why"]
     assert len(lines) < 16
     assert max(map(len, lines[:-3])) < 170
     assert any(line.split()[:4] == ["15", "BatchNorm2d", "MigratedGroupNorm", "bn1"] for line in lines)
     assert "strength: 0" in lines
     assert any(line.startswith("note: 7 of 17 activations are converted") for line in lines)
-    assert repr(report) == str(report)
-    assert str(report.plan).splitlines()[0] == lines[0]
-
-
-def test_names_from_a_network_are_escaped() -> None:
-    text = str(plan(nn.ModuleDict({"<b>\x1b[31m": nn.BatchNorm2d(3)})))
-    assert "\x1b" not in text
-    assert "<b>\\x1b" in text
+    assert "<b>\\x1b" in str(plan(nn.ModuleDict({"<b>\x1b[31m": nn.BatchNorm2d(3)})))

@@ -100,8 +100,6 @@ class BaselineConverter(Converter):
             return "it holds a dropout between normalization and activation"
         if not own:
             return f"what follows it is unknown: {sites.uncovered.get(layer.name, 'no trace shows its call')}"
-        if any(site.in_squeeze_excite for site in own):
-            return "inside a squeeze-excite, where a map is a single position"
         followed = [site.activation is not None for site in own]
         if any(followed) and not all(followed):
             return "called at several places, and an activation follows at some of them only"

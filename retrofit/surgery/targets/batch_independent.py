@@ -3,10 +3,6 @@
 The running statistics are migrated and the strength starts at 0, where the network is the source in evaluation. With
 ProxyNorm, every activation that directly follows a converted layer is replaced at that call alone. A GroupNorm that the
 network has already stays as it is, and its activation becomes a proxy-normalized one.
-
-With `ws`, all convolutions get standardised weights as Labatie et al. do (2021, appendix A.1), but for those that work
-on pooled values: in squeeze-excites, and classifiers. The last of each residual branch that goes into the sum without a
-norm, as in ResNets v2, gets a scale of its own.
 """
 
 from __future__ import annotations
@@ -136,8 +132,7 @@ class BatchIndependentConverter(Converter):
     ) -> LayerRow:
         """Decide a layer of any other family."""
         if layer.family not in ("bn", "frozen-bn"):
-            reason = f"{layer.family_name} is batch-independent already: it has nothing to migrate"
-            return layer.row("unsupported", reason)
+            return layer.row("unsupported", f"{layer.family_name} has no statistics of the batch to migrate")
         if not _migratable(layer):
             return layer.row("unsupported", "it tracks no running statistics, so there is nothing to migrate")
         module = layer.layer
@@ -211,8 +206,9 @@ def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Te
 def _plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: bool) -> list[EditRow]:
     """Decide every convolution of a network: left if none of the norms of its block is `converted`.
 
-    The reason of a converted one says why it is unknown whether a scale belongs behind it. With `restore` the
-    standardised weights keep the mean and scale that the weights have.
+    All but those that work on pooled values, in squeeze-excites and classifiers, are standardised (Labatie et al. 2021,
+    appendix A.1). The last of a residual branch that goes into the sum without a norm, as in ResNets v2, gets a scale;
+    the reason of a converted one says why that is unknown. With `restore` the weights keep their mean and scale.
     """
     norms = [name for name, module in model.named_modules() if classify(name, module) is not None]
     traced = Flows(model, lambda module: classify("", module) is not None)

@@ -27,8 +27,7 @@ class FrozenConverter(Converter):
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
         if layer.family not in self.sources:
-            reason = f"{layer.family_name} is batch-independent already: it has nothing to freeze"
-            return layer.row("unsupported", reason)
+            return layer.row("unsupported", f"{layer.family_name} has no statistics of the batch to freeze")
         if isinstance(layer.layer, FrozenBatchNorm):
             return layer.row("kept", "already converted")
         if getattr(layer.layer, "running_mean", None) is None:

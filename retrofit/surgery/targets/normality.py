@@ -55,16 +55,15 @@ class DecorrelatedConverter(NormalityConverter):
         self.normality = normality  # whether the whitened values are gaussianized
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
+        norm = "BatchNormalNorm" if self.normality else "BatchNorm"
+        target, reason = layer.known_class.replace("BatchNorm", f"Decorrelated{norm}"), ""
         if layer.family != "bn":
             reason = f"{layer.family_name} has no function-preserving path to whitening over the batch"
-            return layer.row("unsupported", reason)
-        norm = "BatchNormalNorm" if self.normality else "BatchNorm"
-        target = layer.known_class.replace("BatchNorm", f"Decorrelated{norm}")
-        if not hasattr(layers, target):
+        elif not hasattr(layers, target):
             reason = "whitening matrices are not synchronized between processes; convert it to BatchNorm first"
-            return layer.row("unsupported", reason)
-        if layer.layer.running_mean is None:
+        elif layer.layer.running_mean is None:
             reason = "it tracks no running statistics, so there would be no whitening matrix at test time"
+        if reason:
             return layer.row("unsupported", reason)
         most, channels = options.group_size or GROUP_SIZE, layer.layer.num_features
         size = largest_divisor(channels, most)
