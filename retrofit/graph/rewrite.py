@@ -84,14 +84,8 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     base: Any
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
     functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
-    edit = _Edit(
-        method,
-        None if isinstance(target, nn.Module) else target,
-        (at[0] - code.co_firstlineno, at[1]),
-        child,
-        zlib.crc32(getattr(functions[0], "__code__", code).co_code),
-        act.selector,
-    )
+    function = None if isinstance(target, nn.Module) else target
+    end, checksum = (at[0] - code.co_firstlineno, at[1]), zlib.crc32(getattr(functions[0], "__code__", code).co_code)
     if hasattr(block, child):
         raise RewriteError(f"{type(block).__name__} {act.owner} already has an attribute {child}".replace("  ", " "))
     if method in vars(block):
@@ -100,16 +94,17 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
         raise RewriteError(f"the call stands in {label}, which is no method of {base.__name__}, or decorated")
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewriteError(f"{base.__name__} defines its own pickling")
-    if any((one.method, one.end, one.selector) == (method, edit.end, edit.selector) for one in edits):
+    if any((edit.method, edit.end, edit.selector) == (method, end, act.selector) for edit in edits):
         raise RewriteError(f"the call in {label} is replaced already")
+    edit = _Edit(method, function, end, child, checksum, act.selector)
     return {child: module, "__class__": _rewritten_class(base, (*edits, edit))}
 
 
 @functools.lru_cache(maxsize=512)
 def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
     """The subclass of `base` with some calls replaced: one for equal blocks, which torch.compile then compiles once."""
-    namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {
+    namespace: dict[str, Any] = {
+        **{name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")},
         "_retrofit_edits": (base, edits),
         # whether a function that the block holds in an attribute is still the one that a child was put in place of
         "_retrofit_calls": lambda _, child, function: any((e.child, e.target) == (child, function) for e in edits),

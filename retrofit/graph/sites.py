@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -136,11 +137,8 @@ class _Search(Flows):
 
     def _follower(self, flow: Flow, node: fx.Node) -> tuple[Place | None, str]:
         users = flow.after(node)
-        if not users:
-            return None, "output unused"
-        if len(users) > 1:
-            times = "twice" if len(users) == 2 else f"{len(users)} times"
-            return None, f"output used {times}: {', '.join(flow.describe(user) for user in users)}"
+        if len(users) != 1:
+            return None, f"output used {len(users)} times: {', '.join(map(flow.describe, users))}".rstrip(": ")
         kind, said = flow.steps[users[0]], flow.describe(users[0])
         if kind == "output":
             return None, f"output of {flow.name}, which is traced on its own" if flow.name else "model output"
@@ -156,14 +154,12 @@ class _Search(Flows):
         if name is None or norm.code != activation.code or isinstance(norm.at, str):
             return None
         expression = callee(norm.code, norm.at)
-        for flow, node in self.acts[activation]:
-            before = _norm_before(flow, node)
-            try:
-                if before is None or eval(expression, *flow.variables[node]) is not before.target:
-                    return None
-            except Exception:  # such as a name that is not bound there
-                return None
-        return expression, name
+        before: list[Any] = [_norm_before(*step) for step in self.acts[activation]]
+        with suppress(Exception):  # such as no norm before, or a name that is not bound there
+            called = [eval(expression, *flow.variables[node]) for flow, node in self.acts[activation]]
+            if all(one is place.target for one, place in zip(called, before, strict=True)):
+                return expression, name
+        return None
 
     def _name(self, place: Place) -> str:
         target, owner = place.target, place.owner

@@ -23,8 +23,7 @@ from retrofit.utils.running import modes_kept
 
 _ANNOTATIONS = annotations.compiler_flag  # `from __future__ import annotations` in an earlier cell of a notebook
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_CONDITIONS = 6  # on one path
-_PATHS = 16
+_CONDITIONS = 5  # on one path
 _SIZES = (64, 63)  # stand for a value that the code under trace turns into a number
 _MACHINERY = ("torch.fx.", "torch.overrides", "torch.nn.functional", "torch.nn.modules.module", "torch._", __name__)
 
@@ -137,9 +136,9 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Trac
     is raised, unless the code itself raises it (`raise`, `assert`) on some paths alone.
     """
     paths: list[Tracer] = []
-    refusal: Exception | None = None
+    refusals: list[Exception] = []
     pending: list[tuple[bool, ...]] = [()]
-    for _ in range(_PATHS):
+    while pending:
         tracer = Tracer(is_leaf, pending.pop())
         try:
             with warnings.catch_warnings(action="ignore"):  # code under trace warns about proxies, not about the model
@@ -147,16 +146,12 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Trac
         except Exception as error:
             if not tracer.conditions or not _is_refusal(error):
                 raise
-            refusal = error
+            refusals.append(error)
         else:
             paths.append(tracer)
         pending += tracer.others
-        if not pending:
-            break
-    else:
-        raise fx.proxy.TraceError(f"it branches on values into more than {_PATHS} paths")
-    if refusal is not None and not paths:
-        raise refusal
+    if not paths:
+        raise refusals[0]
     return paths
 
 

@@ -16,7 +16,7 @@ from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record
 from retrofit.surgery.families import find_norms
 from retrofit.surgery.plan_and_report import Plan, Report
-from retrofit.surgery.planning import converter_for, network_in
+from retrofit.surgery.planning import converter_for
 from retrofit.utils.running import device_of, kept_values, put_back
 from retrofit.utils.text import plural
 
@@ -26,17 +26,13 @@ _FUSING_METHODS = ("fuse", "reparameterize", "switch_to_deploy", "fuse_model")
 def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.Module, Report]:
     """Execute a plan, made for this model or one of the same structure, in place; new layers start at strength 0.
 
-    Layers that were converted before keep their strength: the network is then its source as that stood. Parameters are
-    moved, not copied: the network takes no second copy of its weights, and an optimizer that holds them keeps working.
-    `sites` are where the activations of the plan are, if they were found in this very model; else they are searched.
+    Layers that were converted before keep their strength. Parameters are moved, not copied, so that an optimizer that
+    holds them keeps working. `sites` are where the activations of the plan are, if they were found in this very model.
 
     Returned are the network to use (another object only if `model` itself is a normalization layer), and the report. A
     RetrofitError says that the model's layers are not those of the plan. Whatever is raised, or interrupts, leaves the
     model as it was.
     """
-    if (inner := network_in(model)) is not model:
-        converted, report = apply(plan, inner, sites)
-        return model if converted is inner else converted, report
     converter = converter_for(plan.to)
     norms = {norm.name: norm for norm in find_norms(model)}
     planned = {row.name: row.source for row in plan.layers}
@@ -66,10 +62,10 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
                 tensors = chain(norm.layer.parameters(), norm.layer.buffers())
                 own = next((tensor.device for tensor in tensors), device)
                 built[norm.module] = converter.build(norm.layer, row, own)
-            if row.name:
-                model.set_submodule(row.name, built[norm.module])
-            else:
+            if not row.name:
                 model = built[norm.module]
+            else:
+                model.set_submodule(row.name, built[norm.module])
         for module in model.modules():
             if isinstance(module, ProxyNorm) and module.norm in built:
                 module.follow(built[module.norm])

@@ -104,7 +104,7 @@ def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] 
                 torch.manual_seed(0)
                 values = _values(module, random, dtype)
                 compared = {
-                    _same([_twin(layer, values) for layer in (module, other)], x, training)
+                    _same((module, other), values, x, training)
                     for shape in shapes
                     for x in _inputs(shape, dtype)
                     for training in (False, True)
@@ -176,29 +176,24 @@ def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Te
     return values
 
 
-def _twin(layer: nn.Module, values: dict[str, Tensor]) -> Any:
-    """Return a copy of a layer with other values."""
-    new = type(layer).__new__(type(layer))
-    buffers = {name: values[name].clone() if name in values else None for name in layer._buffers}
-    parameters = {name: nn.Parameter(values[name].clone()) if name in values else None for name in layer._parameters}
-    vars(new).update(vars(layer), _buffers=buffers, _parameters=parameters)
-    return new
-
-
-def _same(layers: Sequence[Any], x: Tensor, training: bool) -> bool | None:
-    """Whether a layer and its candidate answer an input alike; None if the layer refuses it. No hook is called."""
+def _same(layers: Sequence[Any], values: dict[str, Tensor], x: Tensor, training: bool) -> bool | None:
+    """Whether copies of a layer and its candidate, with other values, answer an input alike; None if the layer refuses
+    it. No hook is called.
+    """
     answers: list[list[Tensor | None]] = []
     for layer in layers:
-        vars(layer)["training"] = training
-        inputs = x.detach().requires_grad_()
+        new, inputs = type(layer).__new__(type(layer)), x.detach().requires_grad_()
+        buffers = {name: values[name].clone() if name in values else None for name in layer._buffers}
+        given = {name: nn.Parameter(values[name].clone()) if name in values else None for name in layer._parameters}
+        vars(new).update(vars(layer), _buffers=buffers, _parameters=given, training=training)
         try:
-            out = layer.forward(inputs)
+            out = new.forward(inputs)
         except Exception:  # anything may come out of a layer's own code; a known class may take more
             return False if answers else None
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
-        trained = [inputs, *(p for p in layer._parameters.values() if p is not None)]
+        trained = [inputs, *(parameter for parameter in given.values() if parameter is not None)]
         grads = torch.autograd.grad((out * weights).sum(), trained, allow_unused=True)
-        answers.append([out, *grads, *layer._buffers.values()])
+        answers.append([out, *grads, *buffers.values()])
     return all(map(_close, *answers))
 
 

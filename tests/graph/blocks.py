@@ -73,14 +73,6 @@ class Optional(Block):  # an optional argument that callers pass, and others tha
         return F.relu(self.bn2(self.conv2(x))) + shortcut
 
 
-class HelperTwice(Block):  # a method that runs twice in one forward, each time after another norm
-    def step(self, conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
-        return F.relu(norm(conv(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.step(self.conv2, self.bn2, self.step(self.conv1, self.bn1, x))
-
-
 class Remembers(Block):
     """Sets an attribute while it runs, and makes a tensor that a graph could only hold as a constant."""
 

@@ -19,7 +19,6 @@ from timm.layers.activations_me import SwishMe
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from retrofit.compare import tensors_of
 from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
 from retrofit.graph.sites import find_sites
 from retrofit.graph.trace import RewriteError
@@ -45,14 +44,13 @@ def wrap(model: nn.Module) -> int:
 
 
 def run(model: nn.Module, x: Tensor, training: bool) -> list[Tensor]:
-    """Outputs, input gradient and parameter gradients, with the same random numbers on every call."""
+    """Output, input gradient and parameter gradients, with the same random numbers on every call."""
     torch.manual_seed(1)
     model.train(training)
     x = x.clone().requires_grad_()
-    outputs = list(tensors_of(model(x)))
-    loss = torch.stack([output.square().sum() for output in outputs]).sum()
-    gradients = torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)
-    return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
+    output = model(x)
+    gradients = torch.autograd.grad(output.square().sum(), [x, *model.parameters()], allow_unused=True)
+    return [output, *(gradient for gradient in gradients if gradient is not None)]
 
 
 def assert_same(source: nn.Module, model: nn.Module, x: Tensor = X) -> None:
@@ -73,20 +71,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "mobilenetv3_small": (lambda: timm.create_model("mobilenetv3_small_100", in_chans=4), 23),
     "res2net50": (lambda: timm.create_model("res2net50_48w_2s", in_chans=4), 33),
     "train only": (blocks.TrainOnly, 2),
-    "helper twice": (blocks.HelperTwice, 2),
     "branching": (blocks.Branching, 3),
     "custom": (lambda: blocks.Custom(SwishMe()), 2),
     "indexed": (blocks.Indexed, 2),
 }
 
 
-def pair(name: str) -> list[nn.Module]:
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
     """The same network twice."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(MODELS[name][0]())
-    return models
+    model = MODELS[name][0]()
+    return model, copy.deepcopy(model)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,21 +104,12 @@ def test_copies_and_pickles(name: str, tmp_path: Path) -> None:
     assert_same(copy.deepcopy(source), copy.deepcopy(model))
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [(name, "eager") for name in SMALL] + [pytest.param("shared", "aot_eager", marks=pytest.mark.slow)],
-)
-def test_compiles_whole(name: str, backend: str) -> None:
-    model = MODELS[name][0]()
+@pytest.mark.parametrize("name", SMALL)
+def test_compiles_whole(name: str) -> None:
+    source, model = pair(name)
     wrap(model)
-    for training in (False, True):
-        model.train(training)
-        torch._dynamo.reset()
-        torch.manual_seed(1)
-        expected = copy.deepcopy(model)(X)
-        torch.manual_seed(1)
-        got = torch.compile(model, fullgraph=True, backend=backend)(X)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+    assert_same(source, torch.compile(model, fullgraph=True, backend="eager"))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["from one search", "searching again"])
@@ -172,7 +157,7 @@ def test_optional_arguments_may_be_given_or_not() -> None:
     source = blocks.Optional().eval()
     model = copy.deepcopy(source)
     wrap(model)
-    assert list(inspect.signature(model.forward).parameters) == ["x", "shortcut", "rest", "scale"]
+    assert inspect.signature(model.forward) == inspect.signature(source.forward)
     for call in (lambda m: m(X), lambda m: m(X, X * 2), lambda m: m(X, None, X), lambda m: m(X, scale=2.0)):
         assert torch.equal(call(model), call(source))
 

@@ -1,6 +1,7 @@
-"""Norm and activation sites: against what a real forward does, and case by case."""
+"""Tracing: what it covers, and that it leaves the model as it was; and the sites of norms and activations."""
 
-from collections import Counter, defaultdict
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,9 @@ import torchvision
 from timm.layers import BatchNormAct2d, GroupNormAct
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 import retrofit
+from retrofit.graph.flow import Flows
 from retrofit.graph.sites import Activation, find_sites
 from retrofit.surgery import planning
 from tests.graph import blocks
@@ -25,61 +26,111 @@ def is_bn(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
-ACTIVATIONS = {"relu", "relu_", "relu6", "silu", "hardswish", "hardtanh", "leaky_relu", "gelu"}
-IGNORED = {"__get__", "dropout", "size", "dim", "_has_torch_function_unary", "feature_dropout"}
+def names(flows: Flows) -> list[str]:
+    """The traced modules, each of which is traced in both modes."""
+    traced = [flow.name for flow in flows.flows]
+    assert traced == 2 * traced[: len(traced) // 2]
+    return traced[: len(traced) // 2]
 
 
-class Consumers(TorchFunctionMode):
-    """Notes which functions take each norm's output, in a real run; nothing works in place."""
+@pytest.mark.parametrize("make", [torchvision.models.resnet18, blocks.Remembers])
+def test_a_model_is_one_graph_and_stays_as_it_was(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    next(model.children()).eval()
+    before = [dict(vars(module)) for module in model.modules()]
+    flows = Flows(model)
+    assert names(flows) == [""]
+    assert not flows.failures
+    assert [dict(vars(module)) for module in model.modules()] == before
 
-    def __init__(self, model: nn.Module) -> None:
+
+class ChangesInTrain(blocks.Block):  # its `train` changes more than the mode
+    skip = False
+
+    def train(self, mode: bool = True) -> Any:
+        self.skip = mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        return out if self.skip else out + x
+
+
+@pytest.mark.parametrize("make", [blocks.TrainOnly, ChangesInTrain])
+def test_both_modes_are_traced_where_they_differ(make: Callable[[], nn.Module]) -> None:
+    first, second = (sorted(str(node) for node in flow.graph.nodes) for flow in Flows(make()).flows)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"), [(blocks.Branching, 2), (blocks.SamePad, 6), (blocks.Refuses, 1), (blocks.Shared, 1)]
+)
+def test_every_path_is_followed_but_those_that_end_in_an_error(make: Callable[[], nn.Module], paths: int) -> None:
+    flows = Flows(make())
+    assert not flows.failures
+    assert len(flows.flows) == 2 * paths  # in both modes
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.outputs: dict[int, tuple[str, Tensor]] = {}
-        self.found: dict[str, list[str]] = defaultdict(list)
-        for name, module in model.named_modules():
-            if is_bn(module):
-                module.register_forward_hook(lambda _m, _i, out, name=name: self.outputs.update({id(out): (name, out)}))
+        self.bn = nn.BatchNorm1d(4)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "inplace" in kwargs:
-            kwargs["inplace"] = False
-        flat = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        for arg in flat:
-            name, _ = self.outputs.get(id(arg), ("", None))
-            if name and func.__name__ not in IGNORED:
-                self.found[name].append(func.__name__)
-        return func(*args, **kwargs)
+    def forward(self, x: Tensor) -> Tensor:
+        while x.abs().max() > 1:
+            x = x / 2
+        return self.bn(x)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": lambda: timm.create_model("resnet18"),
-    "tv:mobilenet_v3_small": tv.mobilenet_v3_small,
-    "functional": blocks.Functional,
-    "two consumers": blocks.TwoConsumers,
-    "loop": blocks.Loop,
-}
+@pytest.mark.parametrize(
+    ("make", "parts", "reason"),
+    [
+        (blocks.Iterating, ["block"], "TraceError: Proxy object cannot be iterated"),
+        (Halves, [], "TraceError: it branches on values more than 5 times"),
+    ],
+)
+def test_parts_are_traced_where_the_whole_cannot_be(
+    make: Callable[[], nn.Module], parts: list[str], reason: str
+) -> None:
+    model = make()
+    flows = Flows(model)
+    assert names(flows) == parts
+    assert flows.failures[model].startswith(reason)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_direct_sites_are_those_of_a_real_run(name: str) -> None:
-    model = MODELS[name]().eval()
-    for module in model.modules():
-        if hasattr(module, "inplace"):
-            module.inplace = False
-    channels = next(m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
-    with torch.no_grad(), Consumers(model) as run:
-        model(torch.randn(1, channels, 64, 64))
-    found = find_sites(model, is_bn)
-    expected = {norm for norm, used in run.found.items() if len(used) == 1 and used[0] in ACTIVATIONS}
-    assert {site.norm for site in found.sites if site.activation} == expected
-    assert not found.uncovered
+def test_a_detector_is_covered_by_its_backbone() -> None:
+    model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+    flows = Flows(model)
+    assert names(flows) == ["backbone.body"]
+    assert all(len(flows.calls[module]) == 2 for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+
+
+def test_a_class_that_fx_cannot_enter_is_one_step_and_has_a_graph_of_its_own() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("mobilevit_xxs")
+    flows = Flows(model, lambda module: isinstance(module, nn.BatchNorm2d))
+    assert set(names(flows)) == {"", "stages.2.1", "stages.3.1", "stages.4.1"}
+    assert not flows.failures
+
+
+def test_hooks_do_not_run_and_make_a_block_one_step_to_what_is_around_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    assert find_sites(model).sites[0].activation is not None
+    model[0].register_forward_hook(lambda *_: 1 / 0)
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    (site,) = find_sites(model).sites
+    assert (site.activation, site.reason) == (None, "output of 0, which is traced on its own")
+
+
+def test_parts_without_a_norm_are_not_traced() -> None:
+    assert not Flows(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())).flows
 
 
 @pytest.mark.parametrize(
     ("make", "counts", "left"),
     [
         (lambda: timm.create_model("resnet18"), {"module": 9, "none": 11}, 8),
+        (tv.mobilenet_v3_small, {"module": 23, "none": 11}, 19),
         (lambda: timm.create_model("efficientnet_b0"), {"fused": 33, "none": 16}, 32),
         (lambda: timm.create_model("res2net50d"), {"module": 3, "call": 64, "none": 20}, 16),
         (lambda: tv.inception_v3(init_weights=False), {"call": 96}, 0),
@@ -113,10 +164,9 @@ def test_fused_and_absent_activations() -> None:
     )  # fmt: skip
     found = find_sites(model, lambda module: isinstance(module, BatchNormAct2d))
     sites: list[Any] = found.sites
-    first, second, third = sites
-    assert first.activation == Activation("fused", "1.act", nn.SiLU())
-    assert (second.activation.kind, second.activation.name) == ("module", "3")
-    assert third.reason == "its own activation, Softmax2d, is not known to be elementwise"
+    assert sites[0].activation == Activation("fused", "1.act", nn.SiLU())
+    assert (sites[1].activation.kind, sites[1].activation.name) == ("module", "3")
+    assert sites[2].reason == "its own activation, Softmax2d, is not known to be elementwise"
     assert {left.name: left.reason for left in found.unmatched} == {
         "4.act": "its norm, GroupNormAct, is not one of those asked for",
         "7": "its norm, LayerNorm 6, is not one of those asked for",
@@ -124,17 +174,10 @@ def test_fused_and_absent_activations() -> None:
 
 
 def test_one_block_called_after_different_norms() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act, self.bns = nn.Sequential(nn.ReLU()), nn.ModuleList(nn.BatchNorm2d(4) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(self.bns[1](self.act(self.bns[0](x))))
-
-    found = find_sites(Model(), is_bn)
+    act = nn.Sequential(nn.ReLU())
+    found = find_sites(nn.Sequential(nn.BatchNorm2d(4), act, nn.BatchNorm2d(4), act), is_bn)
     assert {site.reason for site in found.sites} == {"the call of its activation follows other layers too"}
-    assert [left.name for left in found.unmatched] == ["act.0"]
+    assert [left.name for left in found.unmatched] == ["1.0"]
 
 
 def test_a_block_called_twice_is_one_site() -> None:
@@ -151,26 +194,19 @@ def test_what_no_trace_can_follow() -> None:
     assert [(act.name, act.reason) for act in found.unmatched if act.name == "act"] == [("act", found.uncovered["bn"])]
 
 
-def test_a_conversion_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_searches_once_and_counts_once_what_cannot_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     monkeypatch.setattr(planning, "find_sites", lambda *args: runs.append(args) or find_sites(*args))
-    retrofit.convert(tv.resnet18(), "ln-pn", check=False)
-    assert len(runs) == 1
-
-
-def test_what_cannot_be_traced_counts_once() -> None:
-    model = nn.Sequential(blocks.Iterating(), blocks.Shared())
-    said = retrofit.plan(model, "ln-pn").activations
-    assert said.startswith("4 of 7 activations are converted")  # 2 of each `Shared`, whose third follows an addition
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), blocks.Iterating(), blocks.Shared())
+    _, report = retrofit.convert(model, "ln-pn", check=False)
+    assert len(runs) == 1  # below: 2 of each `Shared`, whose third follows an addition
+    assert report.notes[0].startswith("4 of 7 activations are converted")
 
 
 def test_uncalled_and_root_norms() -> None:
-    class Model(blocks.Shared):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare, self.spare_act = nn.BatchNorm2d(4), nn.ReLU()
-
-    found = find_sites(Model(), is_bn)
+    model = blocks.Shared()
+    model.spare, model.spare_act = nn.BatchNorm2d(4), nn.ReLU()
+    found = find_sites(model, is_bn)
     assert found.uncovered == {"spare": "never called by the model's forward"}
     assert "never called by the model's forward" in {act.reason for act in found.unmatched if act.name == "spare_act"}
     assert find_sites(nn.BatchNorm2d(4), is_bn).uncovered == {"": "it is the whole model"}
@@ -192,13 +228,10 @@ def test_squeeze_excite_and_gates() -> None:
         (lambda: timm.create_model("ese_vovnet19b_slim"), ["stages.3.blocks.0.conv_concat.bn"]),
         (tv.densenet121, ["features.norm5"]),
         (tv.vgg11_bn, []),
-        (
-            lambda: tv.googlenet(init_weights=False),
-            [f"inception5b.branch{branch}.bn" for branch in ("1", "2.1", "3.1", "4.1")],
-        ),
+        (tv.googlenet, [f"inception5b.branch{branch}.bn" for branch in ("1", "2.1", "3.1", "4.1")]),
     ],
 )
 def test_the_last_activation_before_the_pooling(make: Callable[[], nn.Module], last: list[str]) -> None:
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
         model = make()
     assert [site.norm for site in find_sites(model, is_bn).sites if site.last_before_pool] == last

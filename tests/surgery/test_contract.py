@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
 from timm.layers import norm as plain
 from timm.layers import norm_act as fused
@@ -118,7 +119,8 @@ def reference(module: nn.Module) -> nn.Module:
     return nn.Sequential(twin, *([clone.drop, clone.act] if hasattr(clone, "act") else []))
 
 
-def test_every_known_class_is_tried() -> None:
+def test_every_known_class_and_target_is_tried() -> None:
+    assert set(OPTIONS) == set(TARGETS)
     tried = {f"{type(b()).__module__}.{type(b()).__qualname__}" for b, _, _ in SOURCES.values()}
     assert tried == {kind for kind, family in KNOWN.items() if family != "frozen-bn"} | {
         "timm.layers.norm_act.SyncBatchNormAct"
@@ -211,6 +213,20 @@ def test_aliases_root_deepcopy_and_meta(name: str) -> None:
         assert all(t.is_meta for t in (*meta.parameters(), *meta.buffers()))
 
 
+def test_the_whitening_starts_as_the_scaling_of_batch_norm() -> None:
+    source, x = trained(timm.create_model("test_resnet")), torch.randn(2, 3, 64, 64)
+    expected = source(x)
+    model, report = retrofit.convert(source, "dbnn")
+    assert report.params_after == report.params_before
+    retrofit.set_strength(model, 1.0)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        model.train()(torch.randn(16, 3, 64, 64))
+        whitened = model.eval()(x)
+        retrofit.set_strength(model, 0.0)
+        assert (model(x) - whitened).abs().max() > 0.01 * whitened.abs().max()
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     **{to: {"alpha": 0.3} for to in ("bnn", "lnn", "gnn", "inn", "normal", "dbnn")},
     **{to: {"groups": 2, "ws": True} for to in ("gn", "gn-pn")},
@@ -243,10 +259,6 @@ def dying() -> nn.Module:
     for norm in (net.bn1, net.bn2, net.bn3):
         norm.running_var[:5] *= 1e-4
     return net
-
-
-def test_every_target_is_tried() -> None:
-    assert set(OPTIONS) == set(TARGETS)
 
 
 @pytest.mark.parametrize("to", OPTIONS)

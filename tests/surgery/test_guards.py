@@ -40,9 +40,7 @@ class Transformer(nn.Module):  # patches through torch's own encoder
 @pytest.mark.parametrize(
     ("norm_first", "activation", "masked"), [(False, "relu", True), (False, "gelu", False), (True, "gelu", True)]
 )
-def test_transformers_of_torch_call_their_converted_norms_in_evaluation(
-    norm_first: bool, activation: str, masked: bool, tmp_path: Path
-) -> None:
+def test_transformers_call_their_converted_norms_in_evaluation(norm_first: bool, activation: str, masked: bool) -> None:
     source, x = Transformer(norm_first, activation).eval(), torch.randn(3, *SIZE)
     mask = torch.zeros(3, 16, dtype=torch.bool)
     mask[0, 12:] = True
@@ -57,10 +55,6 @@ def test_transformers_of_torch_call_their_converted_norms_in_evaluation(
     with torch.inference_mode():
         torch.testing.assert_close(model(x, given), followed)
     assert (expected - followed).abs().max() > 1e-3
-    retrofit.save(model, tmp_path / "a.safetensors")
-    loaded = retrofit.load(tmp_path / "a.safetensors", into=Transformer(norm_first, activation)).eval()
-    with torch.inference_mode():
-        torch.testing.assert_close(loaded(x, given), followed)
 
 
 class Hidden(nn.Module):  # calls its norm by another reference

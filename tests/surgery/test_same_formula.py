@@ -67,22 +67,19 @@ class Activated(nn.GroupNorm):  # as in BiT
         return self.activation(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
 
 
-class Renamed(nn.BatchNorm2d):
-    pass
+def derived(base: type[nn.Module], forward: Callable[[Any, Tensor], Tensor], *args: Any, **own: Any) -> nn.Module:
+    module = type("Derived", (base,), {"forward": forward})(*args)
+    for name, value in own.items():
+        setattr(module, name, value)
+    return module
 
 
 def in_float32(self: Any, x: Tensor) -> Tensor:
     return nn.LayerNorm.forward(self, x.float()).type(x.dtype)
 
 
-def activated_batch_norm() -> nn.Module:
-    module = derived(nn.BatchNorm2d, lambda self, x: self.gate(nn.BatchNorm2d.forward(self, x)), 8)
-    module.gate = nn.SiLU()
-    return module
-
-
-def derived(base: type[nn.Module], forward: Callable[[Any, Tensor], Tensor], *args: Any) -> nn.Module:
-    return type("Derived", (base,), {"forward": forward})(*args)
+def gated(self: Any, x: Tensor) -> Tensor:
+    return self.gate(nn.BatchNorm2d.forward(self, x))
 
 
 SAME: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -96,7 +93,7 @@ SAME: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "untracked": (lambda: Renamed(8, affine=False, track_running_stats=False), "BatchNorm2d"),
     "on meta": (lambda: Renamed(8).to("meta"), "BatchNorm2d"),
     "half": (lambda: ChannelsFirst(8).half(), "LayerNorm2d"),
-    "activated BatchNorm": (activated_batch_norm, "BatchNormAct2d"),
+    "activated BatchNorm": (lambda: derived(nn.BatchNorm2d, gated, 8, gate=nn.SiLU()), "BatchNormAct2d"),
 }
 
 
@@ -111,15 +108,17 @@ def test_the_same_formula_by_another_name(build: Callable[[], nn.Module], known:
         assert value.is_meta or torch.equal(value, before[name][1])
 
 
+class Renamed(nn.BatchNorm2d):
+    pass
+
+
 class AlwaysEvaluating(nn.BatchNorm2d):  # a frozen BatchNorm as detection libraries write it
     def train(self, mode: bool = True) -> AlwaysEvaluating:
         return super().train(False)
 
 
-def scaled() -> nn.Module:
-    module = derived(nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x) * self.scale, 8)
-    module.scale = nn.Parameter(torch.ones(()))
-    return module
+def scaled(self: Any, x: Tensor) -> Tensor:
+    return nn.LayerNorm.forward(self, x) * self.scale
 
 
 def distributed(self: Any, x: Tensor) -> Tensor:
@@ -136,7 +135,7 @@ def momentum(self: Any, x: Tensor) -> Tensor:
 DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "twice": lambda: derived(nn.BatchNorm2d, lambda self, x: 2 * nn.BatchNorm2d.forward(self, x), 8),
     "other statistics in training": lambda: derived(nn.BatchNorm2d, momentum, 8),
-    "a parameter that starts as nothing": scaled,
+    "a parameter that starts as nothing": lambda: derived(nn.LayerNorm, scaled, 8, scale=nn.Parameter(torch.ones(()))),
     "other gradient": lambda: derived(nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x.detach()), 8),
     "other eps": lambda: derived(nn.LayerNorm, lambda self, x: F.layer_norm(x, (8,), self.weight, self.bias, 1e-2), 8),
     "maps alone": lambda: derived(nn.LayerNorm, lambda self, x: x + 1 if x.ndim == 4 else F.layer_norm(x, (8,)), 8),

@@ -36,9 +36,8 @@ _GROUP_TOLERANCE = 0.08  # largest relative change of a layer's output that `mos
 _MOST_GROUPS = 32
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
 _STANDARDIZED: dict[type, Any] = {
-    nn.Conv1d: weight_standardization.WeightStandardizedConv1d,
-    nn.Conv2d: weight_standardization.WeightStandardizedConv2d,
-    nn.Conv3d: weight_standardization.WeightStandardizedConv3d,
+    getattr(nn, name): getattr(weight_standardization, f"WeightStandardized{name}")
+    for name in ("Conv1d", "Conv2d", "Conv3d")
 }
 
 
