@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -182,7 +182,8 @@ def _same(layers: Sequence[Any], values: dict[str, Tensor], x: Tensor, training:
     """
     answers: list[list[Tensor | None]] = []
     for layer in layers:
-        new, inputs = type(layer).__new__(type(layer)), x.detach().requires_grad_()
+        cls, inputs = cast(Any, type(layer)), x.detach().requires_grad_()
+        new = cls.__new__(cls)
         buffers = {name: values[name].clone() if name in values else None for name in layer._buffers}
         given = {name: nn.Parameter(values[name].clone()) if name in values else None for name in layer._parameters}
         vars(new).update(vars(layer), _buffers=buffers, _parameters=given, training=training)

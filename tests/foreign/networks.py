@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 Built = tuple[nn.Module, Any]  # a network in evaluation mode, and its `inputs`
-NETWORKS: dict[str, Callable[[], Built]] = {}
 
 
 def image(*shape: int) -> Tensor:
@@ -26,33 +25,10 @@ def _smp(decoder: str, encoder: str) -> Built:
     return model, image(3, 256, 256) if decoder == "PAN" else image()
 
 
-_SMP = """Unet resnet18, Unet efficientnet-b0, UnetPlusPlus mobilenet_v2, FPN resnet18, PSPNet resnet18,
-DeepLabV3Plus resnet18, Linknet resnet18, MAnet resnet18, PAN resnet18, Segformer mit_b0, UPerNet resnet18"""
-for _pair in _SMP.replace("\n", " ").split(", "):
-    NETWORKS[f"smp {_pair}"] = partial(_smp, *_pair.split())
-
-
 def _monai(name: str, **options: Any) -> Built:
     from monai.networks import nets
 
     return getattr(nets, name)(**options), image(1, 16, 16, 16) if options.get("spatial_dims") == 3 else image()
-
-
-_FLAT = {"spatial_dims": 2, "in_channels": 3, "out_channels": 2}
-_DEEP = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
-_STRIDED = {"channels": (8, 16, 32), "strides": (2, 2)}
-for _name, _options in (
-    ("BasicUNet", {**_FLAT, "features": (8, 8, 16, 16, 32, 8), "norm": "batch"}),
-    ("UNet", {**_FLAT, **_STRIDED, "norm": "BATCH"}),
-    ("AttentionUnet", {**_FLAT, **_STRIDED}),
-    ("DenseNet121", {**_FLAT, "block_config": (1, 2, 1, 1)}),
-    ("SegResNet", {**_FLAT, "init_filters": 8, "blocks_down": (1, 1, 1), "blocks_up": (1, 1)}),
-    ("EfficientNetBN", {"model_name": "efficientnet-b0", "pretrained": False, "num_classes": 4}),
-    ("VNet", _DEEP),
-    ("UNet", {**_DEEP, **_STRIDED, "norm": "INSTANCE"}),
-    ("HighResNet", _DEEP),
-):
-    NETWORKS[f"monai {_name} {_options.get('spatial_dims', 2)}d"] = partial(_monai, _name, **_options)
 
 
 def _ultralytics(config: str) -> Built:
@@ -61,18 +37,10 @@ def _ultralytics(config: str) -> Built:
     return YOLO(f"{config}.yaml", verbose=False).model, image()
 
 
-for _name in ("yolov8n", "yolov8n-seg", "yolov8n-cls", "yolo11n", "yolov5n"):
-    NETWORKS[f"ultralytics {_name}"] = partial(_ultralytics, _name)
-
-
 def _kornia(name: str) -> Built:
     from kornia import feature
 
     return getattr(feature, name)(pretrained=False), image(1, 32, 32)
-
-
-for _name in ("HardNet", "SOSNet", "HyNet"):
-    NETWORKS[f"kornia {_name}"] = partial(_kornia, _name)
 
 
 def _transformers(name: str, **options: Any) -> Built:
@@ -88,9 +56,25 @@ def _transformers(name: str, **options: Any) -> Built:
     return model, image(3, 224, 224) if name == "Levit" else image()
 
 
+_SMP = """Unet resnet18, Unet efficientnet-b0, UnetPlusPlus mobilenet_v2, FPN resnet18, PSPNet resnet18,
+DeepLabV3Plus resnet18, Linknet resnet18, MAnet resnet18, PAN resnet18, Segformer mit_b0, UPerNet resnet18"""
+_FLAT = {"spatial_dims": 2, "in_channels": 3, "out_channels": 2}
+_DEEP = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+_STRIDED = {"channels": (8, 16, 32), "strides": (2, 2)}
+_MONAI: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("BasicUNet", {**_FLAT, "features": (8, 8, 16, 16, 32, 8), "norm": "batch"}),
+    ("UNet", {**_FLAT, **_STRIDED, "norm": "BATCH"}),
+    ("AttentionUnet", {**_FLAT, **_STRIDED}),
+    ("DenseNet121", {**_FLAT, "block_config": (1, 2, 1, 1)}),
+    ("SegResNet", {**_FLAT, "init_filters": 8, "blocks_down": (1, 1, 1), "blocks_up": (1, 1)}),
+    ("EfficientNetBN", {"model_name": "efficientnet-b0", "pretrained": False, "num_classes": 4}),
+    ("VNet", _DEEP),
+    ("UNet", {**_DEEP, **_STRIDED, "norm": "INSTANCE"}),
+    ("HighResNet", _DEEP),
+)
 _SMALL = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 _VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-for _name, _options in (
+_TRANSFORMERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ResNet", {**_SMALL, "embedding_size": 8, "layer_type": "basic"}),
     ("RegNet", {**_SMALL, "embedding_size": 8, "groups_width": 8}),
     ("MobileNetV1", {"depth_multiplier": 0.25}),
@@ -106,8 +90,17 @@ for _name, _options in (
     ("Bert", {**_VIT, "vocab_size": 64}),
     ("Wav2Vec2", {**_VIT, "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2),
                   "num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 4}),
-):  # fmt: skip
-    NETWORKS[f"transformers {_name}"] = partial(_transformers, _name, **_options)
+)  # fmt: skip
+NETWORKS: dict[str, Callable[[], Built]] = {
+    **{f"smp {pair}": partial(_smp, *pair.split()) for pair in _SMP.replace("\n", " ").split(", ")},
+    **{f"monai {name} {own.get('spatial_dims', 2)}d": partial(_monai, name, **own) for name, own in _MONAI},
+    **{
+        f"ultralytics {name}": partial(_ultralytics, name)
+        for name in ("yolov8n", "yolov8n-seg", "yolov8n-cls", "yolo11n", "yolov5n")
+    },
+    **{f"kornia {name}": partial(_kornia, name) for name in ("HardNet", "SOSNet", "HyNet")},
+    **{f"transformers {name}": partial(_transformers, name, **own) for name, own in _TRANSFORMERS},
+}
 
 
 def build(name: str) -> Built:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,7 +156,7 @@ def test_another_formula_stays_unsupported(build: Callable[[], nn.Module]) -> No
 @pytest.mark.parametrize(
     ("case", "to"), [("frozen", "gn-pn"), ("channels first", "lnn"), ("activated", "gnn"), ("renamed", "dbn")]
 )
-def test_conversions_keep_the_function_the_keys_and_the_file(case: str, to: str, tmp_path: Path) -> None:
+def test_conversions_keep_the_function_and_the_keys(case: str, to: str) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(3, 8, 3), SAME[case][0](), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
@@ -168,8 +167,6 @@ def test_conversions_keep_the_function_the_keys_and_the_file(case: str, to: str,
     assert report.plan.layers[0].source == type(source[1]).__name__
     torch.testing.assert_close(model(x), source(x))
     assert source.state_dict().keys() <= model.state_dict().keys()
-    retrofit.save(model, tmp_path / "a.safetensors")
-    torch.testing.assert_close(retrofit.load(tmp_path / "a.safetensors", into=net()).eval()(x), source(x))
     model.train()(x).sum().backward()
     if to != "dbn":
         retrofit.set_strength(model, 1.0)

@@ -18,15 +18,10 @@ from retrofit.surgery import plan, strength_of
 from tests.surgery.networks import trained
 
 
-def net() -> nn.Module:
-    """A network with frozen norms of torchvision's and timm's."""
-    norms = FrozenBatchNorm2d(8, eps=1e-3), FrozenBatchNormAct2d(16, act_layer=nn.SiLU)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 16, 3), norms[1])
-
-
 @pytest.mark.parametrize("to", ["ln-pn", "frozen"])
 def test_frozen_layers_are_a_source(to: str) -> None:
-    model = trained(net())
+    norms = FrozenBatchNorm2d(8, eps=1e-3), FrozenBatchNormAct2d(16, act_layer=nn.SiLU)
+    model = trained(nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 16, 3), norms[1]))
     x = torch.randn(2, 3, 24, 24)
     expected = model(x)
     model, report = retrofit.convert(model, to)
