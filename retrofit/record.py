@@ -130,10 +130,6 @@ def set_record(model: nn.Module, **changes: Any) -> None:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the network in wrappers of torch.compile, DataParallel and DistributedDataParallel."""
-    while True:
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
-            model = inner
-        else:
-            return model
+    kind = "module" if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else "_orig_mod"
+    inner = vars(model).get("_modules", {}).get(kind)
+    return model if inner is None else unwrapped(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_samples_spread_over_the_classes(folder: Path) -> None:
     assert [tuple(batch.shape) for batch in batches] == [(4, 3, 16, 16), (2, 3, 16, 16)]
     assert predictions(Colours(), batches) == [0, 0, 0, 1, 2, 2]  # the first two bees look like ants
     assert sum(map(len, sample_batches(folder, PLAIN))) == 12
+    assert sum(map(len, sample_batches(folder.parent, PLAIN))) == 12  # parts and classes do not matter
 
 
 def test_an_unreadable_sample_is_an_error(folder: Path) -> None:
@@ -64,53 +66,40 @@ def test_labels_that_classes_taken_by_order_contradict(labels: list[str] | None,
 
 
 @pytest.mark.parametrize(
-    ("parts", "split", "message"),
+    ("parts", "split", "outcome"),
     [
+        (("train", "test"), "test", 3),
+        (("train", "test"), "training", 3),
+        (("train", "test"), ".", 6),
         (("train", "test"), "validation", r"no part to validate on, but test, train; give `split` .* `split='\.'`"),
         (("Train", "Val"), "validation", "no part to validate on, but Train, Val;"),
         (("train", "val"), "trian", "the data has no part 'trian'; give `split`"),
         (("",), "train", "the data has no part 'train'"),
+        (".tar", "train", 3),  # it is one part
+        (".tar", ".", 3),
+        (".tar", "tset", "has no part 'tset'; give `split"),
+        ("digits", "training", 1437),
+        ("digits", "val", 360),
+        ("digits", ".", "has no part '.'; give `split"),
+        ("torch/cifar10", "tset", "has no part 'tset'; give `split"),
+        ("torch/QMNIST", ".", "has no part '.'; give `split"),
     ],
+    ids=str,
 )
-def test_parts_that_a_folder_lacks(tmp_path: Path, parts: tuple[str, ...], split: str, message: str) -> None:
-    """All of the folder in their place would hold what was trained on."""
-    for part in parts:
-        write_folder(tmp_path / "data" / part)
-    with pytest.raises(UsageError, match=message):
-        open_images(tmp_path / "data", split=split)
-
-
-@pytest.mark.parametrize(
-    ("kind", "split", "count"),
-    [
-        *(("folder", "test", 3), ("folder", "training", 12), ("folder", ".", 15)),
-        *(("digits", "training", 1437), ("digits", "val", 360)),
-        *(("tar", "train", 12), ("tar", ".", 12)),  # it is one part
-    ],
-)
-def test_parts_that_data_have(folder: Path, tmp_path: Path, kind: str, split: str, count: int) -> None:
-    write_folder(tmp_path / "data" / "train")
-    write_folder(tmp_path / "data" / "test", each=1)
-    places = {"folder": tmp_path / "data", "digits": None, "tar": write_tar(folder, tmp_path / "p.tar")}
-    data = open_images(places[kind], dataset="digits" if kind == "digits" else "", split=split)
-    assert len(data.images) == count
-    assert sum(map(len, sample_batches(tmp_path / "data", PLAIN))) == 15  # their classes do not matter
+def test_parts(tmp_path: Path, parts: str | tuple[str, ...], split: str, outcome: int | str) -> None:
+    """All of the data in a part's place would hold what was trained on, or be the images held out."""
+    for part in parts if isinstance(parts, tuple) else [""]:
+        write_folder(tmp_path / "data" / part, each=1)
+    dataset = "" if parts == ".tar" or isinstance(parts, tuple) else parts
+    place = write_tar(tmp_path / "data", tmp_path / "p.tar") if parts == ".tar" else tmp_path / "data"
+    with nullcontext() if isinstance(outcome, int) else pytest.raises(UsageError, match=outcome):
+        data = open_images(None if dataset == "digits" else place, dataset=dataset, split=split)
+        assert len(data.images) == outcome
 
 
 def test_a_class_may_be_called_like_a_part(folder: Path) -> None:
     (folder / "bee").rename(folder / "train")
     assert open_images(folder).names == ("ant", "cat", "train")
-
-
-@pytest.mark.parametrize(
-    ("dataset", "split"),
-    [("digits", "trian"), ("digits", "."), ("torch/cifar10", "tset"), ("torch/QMNIST", "."), ("", "tset")],
-)
-def test_parts_that_other_data_lack(folder: Path, tmp_path: Path, dataset: str, split: str) -> None:
-    """Any word but "train" would stand for the images held out, and a tar would be read whatever is asked for."""
-    place = None if dataset == "digits" else tmp_path if dataset else write_tar(folder, tmp_path / "p.tar")
-    with pytest.raises(UsageError, match=f"has no part {split!r}; give `split"):
-        open_images(place, dataset=dataset, split=split)
 
 
 @pytest.mark.parametrize(("dataset", "way"), [("digits", "class map"), ("torch/image_folder", "labels")])

