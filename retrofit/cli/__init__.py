@@ -47,8 +47,6 @@ class _Commands(click.Group):
         if cmd_name in COMMANDS:
             command: click.Command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
             return command
-        if cmd_name.startswith("-"):
-            return None
         close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise click.UsageError(f"there is no command {cmd_name!r}{hint}", ctx)

@@ -44,12 +44,9 @@ def command(model: str, output: Path | None, force: bool, images: int, tolerance
         same = "" if stage.top1_agreement is None else f"{stage.top1_agreement:.1%}"
         rows.append((str(stage.layers), f"{stage.error:.3g}", f"{stage.worst:.3g}", same))
     show_table(("layers", "output changes by", "in the worst 1%", "same top-1"), list(dict.fromkeys(rows)))
-    kept: dict[str, list[str]] = {}
-    for layer in report.layers:
-        if not layer.baked:
-            kept.setdefault(layer.reason, []).append(layer.name)
-    for reason, layers in kept.items():
-        say(f"kept: {names(layers)}: {reason}")
+    kept = [layer for layer in report.layers if not layer.baked]
+    for reason in dict.fromkeys(layer.reason for layer in kept):
+        say(f"kept: {names(layer.name for layer in kept if layer.reason == reason)}: {reason}")
     chosen, (fitted, judged) = report.chosen, report.images
     agreement = "" if chosen.top1_agreement is None else f", the same top-1 for {chosen.top1_agreement:.1%}"
     say(

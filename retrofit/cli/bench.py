@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from retrofit.bench.cost import Cost, FileCost
 
+    Measured = tuple[str, torch.device, dict[str, Any]]
+
 
 @options.command("bench", __doc__, against="The measurement")
 @options.model
@@ -50,19 +52,26 @@ def command(model: str, against: str | None, **given: Any) -> None:
         raise UsageError("a network and an exported file are measured in different ways; compare two of a kind")
     if against == model:
         raise UsageError(f"{model} would be measured against itself; name another network with --against")
-    answer = (_measure_files if are_files == {True} else _measure_networks)(model, against, given)
-    emit({"schema": 1, "batch_size": given["batch_size"], "rounds": given["rounds"], **answer})
+    import torch
+
+    what, place, answer = (_measure_files if are_files == {True} else _measure_networks)(model, against, given)
+    processor = f"{plural(torch.get_num_threads(), 'thread')} of a {platform.machine()} CPU"
+    machine = torch.cuda.get_device_name(place) if place.type == "cuda" else processor
+    machine += f", torch {torch.__version__}"
+    batch_size, rounds = given["batch_size"], given["rounds"]
+    say(f"{rounds} turns each, batches of {batch_size} {what}, {machine}")
+    emit({"schema": 1, "batch_size": batch_size, "rounds": rounds, "machine": machine, **answer})
 
 
-def _measure_networks(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Any]:
+def _measure_networks(model: str, against: str | None, given: dict[str, Any]) -> Measured:
+    """Return how, where and what was measured."""
     from retrofit.bench.cost import MODES, Setting, measure
-    from retrofit.cli.network import open_network, placement
+    from retrofit.cli.network import open_network, placement, taken
     from retrofit.networks.artifact import artifact_path
     from retrofit.networks.library import build
 
     if given["runtime"] is not None:
         raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")
-    how = {name: given[name] for name in ("batch_size", "rounds", "channels_last", "compile")}
     place, precision = placement(given)
     own = given["network"]
     network = open_network(model, given, beside=against)
@@ -77,7 +86,7 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
     sizes = {name: one.preprocess.input_size for name, one in networks.items()}
     modes = MODES if given["mode"] == "both" else (given["mode"],)
     with progress_bar("measuring") as move:
-        setting = Setting(**how, device=place, amp=precision)
+        setting = Setting(**taken(dict(given), Setting), device=place, amp=precision)
         costs = measure({name: (one.model, sizes[name]) for name, one in networks.items()}, setting, modes, move)
     rows = []
     for cost in costs:
@@ -85,12 +94,11 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
         rows.append((cost.mode, cost.network, *_times(cost), f"{cost.bytes / 1e6:.1f}", memory))
     show_table(("mode", "network", "ms a batch", "time ratio", "peak MB", "memory ratio"), rows)
     shapes = ", ".join(dict.fromkeys(" x ".join(map(str, size)) for size in sizes.values()))
-    machine = _say_how(given, f"at {shapes}", place)
     facts = {name: one.facts for name, one in networks.items()}
-    return {"machine": machine, "networks": facts, "costs": [asdict(cost) for cost in costs]}
+    return f"at {shapes}", place, {"networks": facts, "costs": [asdict(cost) for cost in costs]}
 
 
-def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Any]:
+def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> Measured:
     import torch
 
     from retrofit.bench.cost import measure_files
@@ -105,8 +113,7 @@ def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> di
         costs = measure_files({name: Path(name) for name in (model, against)}, runtime, **how, progress=move)
     rows = [(cost.file, *_times(cost), f"{cost.bytes / 1e6:.1f}") for cost in costs]
     show_table(("file", "ms a batch", "time ratio", "MB"), rows)
-    machine = _say_how(given, f"in {runtime}", torch.device("cpu"))
-    return {"machine": machine, "runtime": runtime, "costs": [asdict(cost) for cost in costs]}
+    return f"in {runtime}", torch.device("cpu"), {"runtime": runtime, "costs": [asdict(cost) for cost in costs]}
 
 
 def _times(cost: Cost | FileCost) -> tuple[str, str]:
@@ -114,14 +121,3 @@ def _times(cost: Cost | FileCost) -> tuple[str, str]:
     time, ratio = cost.seconds, cost.time_ratio
     milliseconds = f"{time.median * 1e3:.1f} ({time.low * 1e3:.1f} to {time.high * 1e3:.1f})"
     return milliseconds, "1" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-
-
-def _say_how(given: dict[str, Any], what: str, place: torch.device) -> str:
-    """Write how was measured, and return the machine."""
-    import torch
-
-    processor = f"{plural(torch.get_num_threads(), 'thread')} of a {platform.machine()} CPU"
-    machine = torch.cuda.get_device_name(place) if place.type == "cuda" else processor
-    machine += f", torch {torch.__version__}"
-    say(f"{given['rounds']} turns each, batches of {given['batch_size']} {what}, {machine}")
-    return machine

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from retrofit.surgery import Plan
 
-JSON = "retrofit.json"  # what click's context knows --json by
 _LOG_WIDTH = 120  # where stderr is no terminal, a table should not be squeezed into 80 columns
 _GAP = 3  # between two columns of a table
 _NARROW, _SENTENCE = 14, 20  # no column is made narrower than that, and the last one not than this
@@ -90,18 +89,16 @@ def say(text: str, style: str | None = None) -> None:
 
 
 def warn(text: str) -> None:
-    """Write a warning to stderr."""
     say(f"warning: {text}", "yellow")
 
 
 def say_written(path: Path) -> None:
-    """Say which file was written, and its size."""
     say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)", "bold")
 
 
 def emit(values: dict[str, Any]) -> None:
     """Write one JSON object to stdout where --json asks for it."""
-    if click.get_current_context().meta[JSON]:
+    if click.get_current_context().meta["json"]:
         click.echo(json_text(values))
 
 

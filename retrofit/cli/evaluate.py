@@ -23,7 +23,7 @@ $ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map class
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -31,10 +31,6 @@ from retrofit.cli import options
 from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
 from retrofit.utils.text import plural
-
-if TYPE_CHECKING:
-    from retrofit.evaluation.exported_file import ExportedFile
-    from retrofit.networks.models import Network
 
 _OF_FILES = ("model", "data_dir", "dataset", "split", "class_map", "batch_size", "workers", "runtime", "json")
 _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the CPU, and which gives no gradients"
@@ -54,14 +50,13 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: Any) -> None:
     from retrofit.cli.network import open_data, open_network, placement, taken
     from retrofit.evaluation.accuracy import attack_on, evaluate
-    from retrofit.networks.models import odd_strengths
+    from retrofit.evaluation.exported_file import ExportedFile, open_exported
+    from retrofit.networks.models import Network, odd_strengths
 
     network: Network | ExportedFile
     if Path(model).suffix == ".onnx":
         of_files = (*_OF_FILES, "device") if given["device"] == "cpu" else _OF_FILES
         options.refuse_flags(f"{model} is an exported file, {_AS_IT_IS}", but=of_files)
-        from retrofit.evaluation.exported_file import open_exported
-
         network, given["device"] = open_exported(Path(model), runtime or "onnxruntime"), "cpu"
         say(str(network), "bold")
     elif runtime is not None:

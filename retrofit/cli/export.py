@@ -19,7 +19,7 @@ from retrofit.errors import UsageError
 
 if TYPE_CHECKING:
     from retrofit.export import ExportReport
-    from retrofit.export.request import FoldedLayer, Precision
+    from retrofit.export.request import Precision
 
 
 _IMAGES = 256  # to fit on, and to check on: half each
@@ -85,11 +85,9 @@ def command(
 
 
 def _show(report: ExportReport) -> None:
-    kinds: dict[str, list[FoldedLayer]] = {}
-    for layer in report.layers:
-        kinds.setdefault(layer.kind, []).append(layer)
     rows = []
-    for kind, layers in kinds.items():
+    for kind in dict.fromkeys(layer.kind for layer in report.layers):
+        layers = [layer for layer in report.layers if layer.kind == kind]
         errors = (_largest(layer.max_error for layer in layers), _largest(layer.rms_error for layer in layers))
         rows.append((str(len(layers)), kind, *errors, names(layer.name for layer in layers)))
     show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)

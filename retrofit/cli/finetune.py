@@ -35,7 +35,7 @@ import click
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
-from retrofit.finetune.recipe import FREE, Recipe, load_recipe
+from retrofit.finetune.recipe import FREE, Recipe, load_recipe, recipe_summaries
 from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.utils.text import plural, printable
 
@@ -82,7 +82,12 @@ def _shown(value: Any) -> str:
 
 @click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=__doc__)
 @click.argument("model", required=False, shell_complete=options.complete_model)
-@options.option("--recipe", "Settings to start from.", metavar="NAME|FILE", shell_complete=options.complete_recipe)
+@options.option(
+    "--recipe",
+    "Settings to start from.",
+    metavar="NAME|FILE",
+    shell_complete=lambda _context, _param, typed: options.completed(recipe_summaries(), typed),
+)
 @options.option("-o --output folder", "Folder to write (default: runs/MODEL-RECIPE).", Path, metavar="DIR")
 @options.option("--resume", "Go on with the run in this folder.", Path, metavar="DIR")
 @options.network

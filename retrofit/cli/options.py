@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from retrofit.cli.console import JSON, literal
+from retrofit.cli.console import literal
 from retrofit.conversion_options import FAMILIES, OPTIONS, Option
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.text import with_class
@@ -82,17 +82,11 @@ def complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> 
         from timm import list_models as timm_models
 
         known = timm_models(f"{typed}*")
-    return _completed(known, typed)
+    return completed(known, typed)
 
 
-def complete_recipe(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete files and the recipes that come with the package."""
-    from retrofit.finetune.recipe import recipe_summaries
-
-    return _completed(recipe_summaries(), typed)
-
-
-def _completed(words: Iterable[str], typed: str) -> list[CompletionItem]:
+def completed(words: Iterable[str], typed: str) -> list[CompletionItem]:
+    """Complete files and some words."""
     items = [CompletionItem(word) for word in words if word.startswith(typed)]
     return [*items, CompletionItem(typed, type="file")]
 
@@ -163,7 +157,6 @@ def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:
 
 
 def against(help: str) -> Decorator:
-    """Make --against, which takes a second MODEL."""
     return option("--against", help, metavar="MODEL", shell_complete=complete_model)
 
 
@@ -177,7 +170,7 @@ json = option(
     "Write one JSON object to stdout.",
     bool,
     expose_value=False,
-    callback=lambda context, _param, given: context.meta.update({JSON: given}),
+    callback=lambda context, _param, given: context.meta.update(json=given),
 )
 inputs = option(
     "--inputs",
@@ -207,15 +200,8 @@ architecture = _stacked(
 weights = _stacked(
     option("--pretrained", "Fetch the library's pretrained weights (default: random).", bool),
     option("--checkpoint", "Load .safetensors, .pth, .pt or .bin.", Path),
-    option(
-        "--match",
-        "Pair the checkpoint's tensors by name, or by order and shape (default: name).",
-        ("name", "order"),
-    ),
-    option(
-        "--checkpoint-key",
-        "Which weights of a checkpoint with several: model_ema, state_dict, ..., or a prefix of names.",
-    ),
+    option("--match", "Pair its tensors by name, or by order and shape (default: name).", ("name", "order")),
+    option("--checkpoint-key", "Which of several weights in it: model_ema, state_dict, ..., or a prefix of names."),
     option("--checkpoint-partial", "Load the tensors that fit; list those left random or left out.", bool),
 )
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from retrofit.errors import RetrofitError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EIO}
+_OF_THE_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+_OF_THE_PLACE |= {errno.ENAMETOOLONG, errno.EIO}
 _LOCK = "lock"
 OLD = "old"  # the name, in a temporary folder, of what is replaced: it goes back if nothing took its place
 
@@ -32,10 +32,9 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
     RetrofitError says that `path` is a folder or a device, exists, or lies in a folder that is missing or read-only.
     """
     target = Path(os.path.realpath(Path(path).expanduser()))
-    with writing(path), suppress(FileNotFoundError, NotADirectoryError):
-        target.lstat()  # fails on a name that is too long
-    if target.exists() and not target.is_file():
-        raise RetrofitError(f"{path} is a folder or a device; name a file")
+    with writing(path):  # whose name may be too long to look it up
+        if target.exists() and not target.is_file():
+            raise RetrofitError(f"{path} is a folder or a device; name a file")
     if target.exists() and not force:
         raise RetrofitError(f"{path} exists; pass `force=True` to replace it")
     if not target.parent.is_dir():
@@ -56,7 +55,7 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
     target = ensure_writable(path, force)
     with writing(path), temporary_folder(target) as folder:
         temporary = folder / target.name
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        temporary.touch()
         mode = temporary.stat().st_mode  # as the user's umask has it; safetensors makes its files private
         yield temporary
         temporary.chmod(mode)
@@ -162,11 +161,10 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise RetrofitError(f"no space left for {path}; free some or choose another folder") from error
-        if error.errno in _REFUSED:
-            raise RetrofitError(f"cannot write {path} ({os.strerror(error.errno)}); choose another place") from error
-        raise
+        if error.errno not in _OF_THE_PLACE:
+            raise
+        why = os.strerror(error.errno)
+        raise RetrofitError(f"cannot write {path} ({why}); free space or choose another place") from error
 
 
 @contextmanager

@@ -56,8 +56,7 @@ def _in_onnxruntime(model: bytes | Path, _shape: Sequence[int] | None, threads: 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads or 0
-    content = model if isinstance(model, bytes) else str(model)
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
     return lambda *inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
@@ -70,8 +69,7 @@ def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int 
     if shape is not None:
         read.reshape(list(shape))
     settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    if threads is not None:
-        settings["INFERENCE_NUM_THREADS"] = threads
+    settings |= {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
     request = core.compile_model(read, "CPU", settings).create_infer_request()
     return lambda *inputs: [value.copy() for value in request.infer(dict(enumerate(inputs))).values()]
 

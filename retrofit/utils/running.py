@@ -46,14 +46,12 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
     A single tensor is one batch. `name` is the argument, for messages. A UsageError says that something else is given,
     a RetrofitError that a batch holds NaN or infinity, of which a fit would be wrong without a word.
     """
-    takes = f"`{name}` takes batches of images, tensors (N, C, H, W)"
-    if not isinstance(batches, Iterable):
-        raise UsageError(f"{takes}; got {type(batches).__name__}")
-    for number, batch in enumerate([batches] if isinstance(batches, Tensor) else batches, 1):
+    single = isinstance(batches, Tensor) or not isinstance(batches, Iterable)
+    for number, batch in enumerate([batches] if single else batches, 1):
         images = input_of(batch)
         if not isinstance(images, Tensor) or images.ndim < 2:
             what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-            raise UsageError(f"{takes}; batch {number} is {what}")
+            raise UsageError(f"`{name}` takes batches of images, tensors (N, C, H, W); batch {number} is {what}")
         if not images.isfinite().all():
             raise RetrofitError(f"batch {number} of `{name}` holds NaN or infinity; mend how its images are prepared")
         yield images

@@ -128,10 +128,8 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"evaluate test_resnet {DATA} --pretrained --checkpoint w.pth", 2, "--pretrained and --checkpoint are two"),
         (f"evaluate test_resnet {DATA} --runtime openvino", 2, "--runtime runs exported files"),
         (f"evaluate test_resnet {DATA} --attack pgd --eps 4", 2, "--eps must lie .* at most 1, not 4; 4/255"),
-        (f"evaluate net.onnx {DATA} --amp", 2, "drop --amp"),
-        (f"evaluate net.onnx {DATA} --device cuda", 2, "drop --device"),
-        (f"evaluate net.onnx {DATA} --checkpoint w.pth --num-classes 3", 2, "drop --checkpoint, --num-classes"),
-        (f"evaluate net.onnx {DATA} --attack pgd", 2, "gives no gradients; drop --attack"),
+        (f"evaluate net.onnx {DATA} --device cuda --amp", 2, "gives no gradients; drop --device, --amp"),
+        (f"evaluate net.onnx {DATA} --checkpoint w.pth --attack pgd", 2, "drop --checkpoint, --attack"),
         (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
         ("inspect weights.pth", 2, "no artifact; give the name, and the file as its checkpoint"),
         (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
@@ -199,6 +197,13 @@ def test_every_exception_becomes_a_line_and_a_code(
     assert "".join(written[-1:]).startswith(line)
     assert ("Traceback" in result.stderr) is (debug and code != 143)
     assert debug or len(written) <= 1
+
+
+def test_recipes_are_listed_shown_and_copied(run: Run) -> None:
+    assert re.search(r"^digits +\w", done(run("recipes")).stdout, re.MULTILINE)
+    done(run("recipes", "copy", "digits", "mine.yaml"))
+    assert Path("mine.yaml").read_text() == done(run("recipes", "show", "digits")).stdout != ""
+    assert "mine.yaml exists; pass --force" in complaint(run("recipes", "copy", "digits", "mine.yaml"))
 
 
 def test_python_dash_m(start: Start) -> None:

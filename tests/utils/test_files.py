@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -80,7 +79,7 @@ def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("ENOSPC", "no space"), ("EFBIG", "no space"), ("EROFS", "cannot write")]
+    ("name", "message"), [("ENOSPC", "No space left"), ("EFBIG", "too large"), ("EROFS", "Read-only")]
 )
 def test_the_disk_refuses(tmp_path: Path, name: str, message: str) -> None:
     with refused(message), atomic_write(tmp_path / "a.bin"):
@@ -91,16 +90,16 @@ def test_the_disk_refuses(tmp_path: Path, name: str, message: str) -> None:
 def _child(body: str, folder: Path) -> subprocess.Popen[str]:
     """Start a process that writes a.bin in `folder` and says so when it is half-way."""
     script = f"""
-        import pathlib, time
-        from retrofit.utils.files import atomic_write
-        with atomic_write({str(folder / "a.bin")!r}) as temporary:
-            {body}
-            temporary.write_bytes(b"half")
-            print("half-way", flush=True)
-            time.sleep(60)
-    """
+import time
+from retrofit.utils.files import atomic_write
+with atomic_write({str(folder / "a.bin")!r}) as temporary:
+    {body}
+    temporary.write_bytes(b"half")
+    print("half-way", flush=True)
+    time.sleep(60)
+"""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, **pipes)
+    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, **pipes)
 
 
 def test_a_process_that_is_told_to_end_half_way_leaves_nothing(tmp_path: Path) -> None:
@@ -117,16 +116,19 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_pat
     others = [".b.bin.0a1b2c3d.tmp", ".a.bin.notes.tmp", "a.bin.0a1b2c3d.tmp"]
     for name in others:
         (tmp_path / name).touch()
+
+    def aside() -> int:
+        return len(list(tmp_path.glob(".a.bin.????????.tmp")))
+
     with _child("import os; os.fork() or (time.sleep(5), os._exit(0))", tmp_path) as child:
         assert child.stdout.readline() == "half-way\n"
-        with atomic_write(tmp_path / "a.bin") as temporary:  # the first still lives: both write
-            assert len(list(tmp_path.glob(".a.bin.????????.tmp"))) == 2
-            temporary.write_text("ours")
-        assert len(list(tmp_path.glob(".a.bin.????????.tmp"))) == 1
+        with atomic_write(tmp_path / "a.bin"):  # the first still lives: both write
+            assert aside() == 2
+        assert aside() == 1
         child.kill()
         child.wait()
-        with atomic_write(tmp_path / "a.bin", force=True) as temporary:
-            assert len(list(tmp_path.glob(".a.bin.????????.tmp"))) == 1
+        with atomic_write(tmp_path / "a.bin", force=True):
+            assert aside() == 1
         child.stdout.close()
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "a.bin"])
 
