@@ -13,7 +13,7 @@ from retrofit.graph import kinds
 from retrofit.graph.trace import Tracer, traced, untouched
 from retrofit.utils.text import with_class
 
-_CALLS = {
+_CALLS = {  # the kind of step that a function or method is, by its name
     "metadata": "shape ndim dtype device is_cuda requires_grad size dim numel stride assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
     "dropout dropout1d dropout2d dropout3d alpha_dropout",
@@ -25,7 +25,6 @@ _CALLS = {
     "pool": "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
     "window": "avg_pool1d avg_pool2d avg_pool3d",
 }
-"""The kind of step that a function or method is, by its name."""
 _KIND_OF = {name: kind for kind, names in _CALLS.items() for name in names.split()}
 _MODULES = {
     nn.Identity: "same",

@@ -124,8 +124,7 @@ def is_leaf(module: nn.Module) -> bool:
         return True  # its operators (RoIAlign, DeformConv2d, ...), but not its composites such as Conv2dNormActivation
     if home.startswith(_OURS) or is_norm(module) or is_drop(module) or is_plain_affine(module):
         return True
-    # hooks see, and may change, what goes in and out
-    return is_altered(module) or isinstance(module, tuple(get_notrace_modules()))
+    return is_altered(module) or isinstance(module, tuple(get_notrace_modules()))  # hooks may change what passes
 
 
 def _module_class(target: Any) -> Any:

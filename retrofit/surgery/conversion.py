@@ -23,7 +23,6 @@ from retrofit.surgery.same_formula import agrees
 from retrofit.utils.running import images_of
 from retrofit.utils.text import plural, shortlist
 
-Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -166,7 +165,9 @@ def _checked(report: Report, model: nn.Module, reference: Reference | None, reas
     return replace(report, check=None, notes=(*report.notes, f"not checked: {reason}")) if reason else report
 
 
-def _refuse_constants(rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Shapes | None) -> None:
+def _refuse_constants(
+    rows: Sequence[LayerRow], norms: Mapping[str, NormLayer], shapes: Mapping[str, Any] | None
+) -> None:
     """Refuse to normalize sets of a single value each, of which a normalization makes a constant.
 
     Shapes are what a run of the network gave the layers; None if it was not run. A BatchNorm1d that was not called

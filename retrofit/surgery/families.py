@@ -55,22 +55,20 @@ _CLASSES: dict[str, dict[str, str]] = {
         "retrofit.layers.frozen_batch_norm": "FrozenBatchNorm FrozenBatchNormAct",
     },
 }
-KNOWN: dict[str, str] = {
+KNOWN: dict[str, str] = {  # the family of every class that a converter may take
     f"{module}.{name}": family
     for family, modules in _CLASSES.items()
     for module, names in modules.items()
     for name in names.split()
 }
-"""Family of every class that a converter may take."""
 
 _FUSED = "a normalization fused with its activation, which leaves nothing between the two"
-UNSUPPORTED: tuple[tuple[str, str], ...] = (
+UNSUPPORTED: tuple[tuple[str, str], ...] = (  # names of classes that no conversion takes, and why
     (r"^Lazy(Batch|Instance)Norm", "not initialised yet; run one forward pass and convert again"),
     (r"(Rms|RMS|Simple)Norm", "RMS normalization subtracts no mean, and the paper defines no counterpart for it"),
     (r"^(InplaceAbn|FilterResponseNorm)", _FUSED),
     (r"ResponseNorm$|^CrossMapLRN", "a response normalization, which standardises nothing"),
 )
-"""Names of classes that no conversion takes, and why."""
 
 _BASES: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.modules.batchnorm._BatchNorm, "bn"),

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,25 +25,12 @@ from retrofit.utils.text import one_line, plural, shown
 
 Patterns = str | Iterable[str] | None
 
-_USUAL = {"bn": "bnn", "ln": "lnn", "gn": "gnn", "in": "inn", "frozen-bn": "frozen"}
-"""The target to try for a network that holds a family."""
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """What a converter decides."""
-
-    layers: Sequence[LayerRow]  # one for each layer that it was asked about
-    edits: Sequence[EditRow] = ()  # the activations and convolutions around them
-    sites: Sites | None = None  # where those are, for `apply`
+Decisions = tuple[Sequence[LayerRow], Sequence[EditRow], Sites | None]
+_USUAL = {"bn": "bnn", "ln": "lnn", "gn": "gnn", "in": "inn", "frozen-bn": "frozen"}  # what to try for a family
 
 
 class Converter(ABC):
-    """Takes normalization layers of some families to their counterparts under one or more targets.
-
-    It holds no state of a conversion: `plan` decides, `build` makes the layers, maybe in another network of the same
-    structure, and `finish` edits what lies around them.
-    """
+    """Takes normalization layers of some families to their counterparts; it holds no state of a conversion."""
 
     sources: frozenset[str]  # the families it converts when the caller names none
     identity: bool = True  # the converted network is its source's function in evaluation, at strength 0 if it has one
@@ -52,8 +39,10 @@ class Converter(ABC):
     takes_activations: bool = False  # it also converts the activations behind the layers, and is pointless without
 
     def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
-        """Decide the fate of the layers that the caller's rules let through. Changes nothing; may raise errors."""
-        return Decisions([self.decide(layer, options) for layer in layers])
+        """Decide the fate of the layers that the caller's rules let through: a row for each, those of the activations
+        and convolutions around them, and where these are. Changes nothing; may raise errors.
+        """
+        return [self.decide(layer, options) for layer in layers], (), None
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
         """Decide the fate of one layer, if the rest of the network does not matter."""
@@ -64,10 +53,7 @@ class Converter(ABC):
         """Return the counterpart of `module`, holding its tensors (moved, not copied), as `row` says."""
 
     def finish(self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]) -> Sequence[str]:
-        """Edit what lies around the layers, which are converted by now; return notes for the report.
-
-        The sites are those of the planned activations before, by norm and place as in `EditRow`.
-        """
+        """Edit what lies around the converted layers, at sites by norm and place as in `EditRow`; return notes."""
         return ()
 
     def sites_of(self, model: nn.Module) -> Sites:
@@ -197,19 +183,19 @@ def plan_and_sites(
             rows[norm.name] = norm.row("kept", reason)
         elif norm.status != "known":
             rows[norm.name] = norm.row(norm.status, norm.reason)
-    decisions = converter.plan(model, [norm for norm in norms if norm.name not in rows], settled)
-    rows |= {row.name: row for row in decisions.layers}
+    decided, edits, sites = converter.plan(model, [norm for norm in norms if norm.name not in rows], settled)
+    rows |= {row.name: row for row in decided}
     layers = tuple(rows[norm.name] for norm in norms)
     patterns = {"only": [pattern.pattern for pattern in included], "skip": [pattern.pattern for pattern in excluded]}
     record = {**patterns, "source": sorted(families), **settled.record()}
-    result = Plan(to, layers, record, tuple(decisions.edits))
+    result = Plan(to, layers, record, tuple(edits))
     if not result.converted:
         raise RetrofitError(_nothing_to_convert(model, families, norms, result))
     if converter.takes_activations and not result.proxied and (converter.identity or result.activations):
         plainer = to.removesuffix("-pn") if converter.identity else "gn"
         why = result.activations or "none follows a norm"
         raise RetrofitError(f"{to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them alone")
-    return result, decisions.sites
+    return result, sites
 
 
 def network_in(model: nn.Module) -> nn.Module:

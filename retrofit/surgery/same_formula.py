@@ -65,8 +65,8 @@ def full_name(cls: type) -> str:
 
 
 _PROVED: WeakKeyDictionary[nn.Module, Formula | None] = WeakKeyDictionary()
+# Which candidate agrees, by class and by all that modules of the class may differ in but their tensors' values.
 _AGREEING: dict[tuple[type, str], int] = {}
-"""Which candidate agrees, by class and by all that modules of the class may differ in but their tensors' values."""
 
 
 def proved_formula(module: nn.Module, known: Iterable[str]) -> Formula | None:

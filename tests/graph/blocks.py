@@ -51,13 +51,6 @@ class NormTwice(Block):  # one norm at two places, with another activation each
         return F.silu(self.bn1(self.conv2(x)))
 
 
-class Loop(Block):  # one line of code that calls one activation after several norms
-    def forward(self, x: Tensor) -> Tensor:
-        for conv, norm in ((self.conv1, self.bn1), (self.conv2, self.bn2)):
-            x = self.relu(norm(conv(x)))
-        return x
-
-
 class TrainOnly(Block):  # a second call in train mode, before the call that both modes make
     def forward(self, x: Tensor) -> Tensor:
         out = self.conv1(x)

@@ -211,7 +211,6 @@ USES: dict[str, tuple[type[nn.Module], list[Any]]] = {
     "mask renamed": (Renamed, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "mask inside": (MaskedInside, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "size": (Sized, [lambda m, x: m(x), lambda m, x: m(x.repeat(1, 1, 4))]),
-    "other method": (OtherMethod, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "other entry": (OtherEntry, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "outer call": (OuterCall, [lambda m, x: m(x), lambda m, x: m(x, raw=True)]),
     "untraced": (Untraced, [lambda m, x: m(x)]),

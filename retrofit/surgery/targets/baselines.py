@@ -58,7 +58,7 @@ class BaselineConverter(Converter):
                 settled["groups"], reason = group_count(layer.name, layer.layer.num_features, options, _GROUPS)
             rows.append(layer.row("converted", reason, self.layer, **settled))
         converted = {row.name for row in rows if row.status == "converted"}
-        return Decisions(rows, self.plan_activations(model, sites, converted, self.layer, lambda _: {}), sites)
+        return rows, self.plan_activations(model, sites, converted, self.layer, lambda _: {}), sites
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         import timm.layers

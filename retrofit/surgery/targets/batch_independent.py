@@ -79,7 +79,7 @@ class BatchIndependentConverter(Converter):
             )
         if options.ws:
             edits += _plan_convolutions(model, converted, restore)
-        return Decisions(rows, edits, sites)
+        return rows, edits, sites
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         cls = MigratedGroupNormAct if row.target == MigratedGroupNormAct.__name__ else MigratedGroupNorm

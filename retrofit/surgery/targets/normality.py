@@ -79,8 +79,7 @@ class DecorrelatedConverter(NormalityConverter):
 
 def _options(options: ConversionOptions) -> dict[str, Any]:
     """Return the constructor's options of a normality-normalized layer: the noise, and those that are set."""
-    # the layers' own default is the paper's noise
-    noise = {} if options.noise == "paper" else {"noise": float(options.noise or 0)}
+    noise = {} if options.noise == "paper" else {"noise": float(options.noise or 0)}  # the layers' own is the paper's
     others = {"noise_kind": options.noise_kind, "alpha": options.alpha}
     return noise | {name: value for name, value in others.items() if value is not None}
 

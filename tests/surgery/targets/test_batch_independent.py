@@ -79,7 +79,6 @@ def test_groups_are_the_largest_divisor_and_adjustments_are_reported() -> None:
 
 
 def test_auto_groups_follow_the_data() -> None:
-    """Channels that share their moments keep their output with few groups; unlike ones as well with many."""
     model = nn.Sequential(nn.BatchNorm2d(16)).eval()
     alike = torch.randn(64, 16, 40, 40)
     (settled,) = plan(model, "gn", groups="auto", calibrate=[alike[:32], alike[32:]]).layers
@@ -139,11 +138,11 @@ def test_proxy_norm_follows_a_norm_that_is_converted_again() -> None:
     assert model[2].norm is model[1]
 
 
-@pytest.mark.parametrize("options", [{"groups": 2}, {"group_channels": 4}, {"groups": "auto", "calibrate": []}])
-def test_groups_of_a_group_norm_are_not_asked_for(options: dict[str, Any]) -> None:
+def test_groups_of_a_group_norm_are_not_asked_for() -> None:
     grouped = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.ReLU())
-    with pytest.raises(UsageError, match="whose groups stay"):
-        plan(grouped, "gn-pn", **options)
+    for options in ({"groups": 2}, {"group_channels": 4}, {"groups": "auto", "calibrate": []}):
+        with pytest.raises(UsageError, match="whose groups stay"):
+            plan(grouped, "gn-pn", **options)
     both = nn.Sequential(grouped, nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     assert plan(both, "gn-pn", groups=2).counts["converted"] == 2
 
@@ -235,19 +234,15 @@ class Residual(nn.Module):
         return nn.functional.conv2d(self.read(z), self.read.weight)
 
 
-@pytest.mark.parametrize(
-    ("shortcut", "ends", "unknown"), [(0, {"two"}, set()), (1, {"two"}, set()), (2, set(), {"two", "past.1"})]
-)
-def test_the_longer_branch_ends_a_block_and_equal_ones_are_listed(
-    shortcut: int, ends: set[str], unknown: set[str]
-) -> None:
-    model, report = retrofit.convert(Residual(shortcut), "gn", ws=True, input_size=(4, 8, 8), groups=2)
-    rows = {row.name: row for row in report.plan.edits}
-    assert {name for name, row in rows.items() if row.options.get("scale")} == ends
-    assert {name for name, row in rows.items() if "unknown whether it ends a block" in row.reason} == unknown
-    assert rows["read"].reason == "its parameters are read elsewhere too"
-    assert type(model.read) is nn.Conv2d
-    assert any("convolutions are standardised" in note for note in report.notes)
+def test_the_longer_branch_ends_a_block_and_equal_ones_are_listed() -> None:
+    for shortcut, ends, unknown in ((0, {"two"}, set()), (1, {"two"}, set()), (2, set(), {"two", "past.1"})):
+        model, report = retrofit.convert(Residual(shortcut), "gn", ws=True, input_size=(4, 8, 8), groups=2)
+        rows = {row.name: row for row in report.plan.edits}
+        assert {name for name, row in rows.items() if row.options.get("scale")} == ends
+        assert {name for name, row in rows.items() if "unknown whether it ends a block" in row.reason} == unknown
+        assert rows["read"].reason == "its parameters are read elsewhere too"
+        assert type(model.read) is nn.Conv2d
+        assert any("convolutions are standardised" in note for note in report.notes)
 
 
 def test_only_the_blocks_whose_norms_are_converted() -> None:
