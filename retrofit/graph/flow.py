@@ -34,7 +34,6 @@ _MODULES = {
     nn.Flatten: "shape",
     nn.Unflatten: "shape",
 }
-
 # Steps that leave a value's channels to themselves, on the way to a mean pooling.
 _TO_POOL = {"same", "shape", "concatenation", "constant"}
 # Steps inside a squeeze-excite, before and after the activation in question.

@@ -44,7 +44,7 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
                 f"{actual.get(name, 'absent')} here; make a new plan"
             )
     record, device = record_of(model), device_of(model)
-    params_before = sum(parameter.numel() for parameter in model.parameters())
+    params_before = sum(p.numel() for p in model.parameters())
     with unchanged_on_failure(model):
         if sites is None and plan.proxied:
             sites = converter.sites_of(model)
@@ -86,8 +86,7 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
                 )
         set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
-    params_after = sum(parameter.numel() for parameter in model.parameters())
-    return model, Report(plan, params_before, params_after, strength, tuple(notes))
+    return model, Report(plan, params_before, sum(p.numel() for p in model.parameters()), strength, tuple(notes))
 
 
 def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:

@@ -66,9 +66,7 @@ class Optional(Block):  # an optional argument that callers pass, and others tha
         return F.relu(self.bn2(self.conv2(x))) + shortcut
 
 
-class Remembers(Block):
-    """Sets an attribute while it runs, and makes a tensor that a graph could only hold as a constant."""
-
+class Remembers(Block):  # sets an attribute, and makes a tensor that a graph could only hold as a constant
     last: Any = None
 
     def forward(self, x: Tensor) -> Tensor:

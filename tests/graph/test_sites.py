@@ -112,10 +112,6 @@ def test_hooks_do_not_run_and_make_a_block_one_step_to_what_is_around_it() -> No
     assert (site.activation, site.reason) == (None, "output of 0, which is traced on its own")
 
 
-def test_parts_without_a_norm_are_not_traced() -> None:
-    assert not Flows(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())).flows
-
-
 @pytest.mark.parametrize(
     ("make", "counts", "left"),
     [
