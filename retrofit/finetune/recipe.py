@@ -122,7 +122,7 @@ class Recipe(BaseModel):
         None, "Before each validation, estimate running statistics anew on so many training images."
     )
     freeze: Literal["none", "all-but-norm"] = _as(
-        "none", "What is not trained; all-but-norm trains the converted layers and the classifier alone."
+        "none", "What is not trained; all-but-norm trains the converted layers alone, and the classifier if it is new."
     )
     sync_norm: bool = _as(False, "Take batch statistics over all processes.")
 
