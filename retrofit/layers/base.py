@@ -131,9 +131,6 @@ class NormalityMixin(StrengthMixin):
             paper's; 0 leaves the plain normalization and its noise.
     """
 
-    noise: float
-    noise_kind: NoiseKind
-    alpha: float
     paper_noise: ClassVar[float] = 0.4
     per_channel: ClassVar[bool] = True  # whether gamma and beta, (C,), belong to dimension 1 of the input
 

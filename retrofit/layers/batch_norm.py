@@ -22,11 +22,6 @@ from retrofit.layers.frozen_batch_norm import trained_affine
 from retrofit.layers.normality_norm import Statistics, apply_statistics
 from retrofit.layers.transforms import transformed
 
-_INSTEAD = {
-    "convert_sync_batchnorm": "call retrofit.sync_norms(model) in its place",
-    "convert_splitbn_model": "leave it out",
-}
-
 
 class EpsOfNoBatchNorm:
     """The eps of a layer above strength 0, to be shown and compared. Arithmetic with it raises a RetrofitError: code
@@ -87,10 +82,10 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return the children; freeze or thaw if timm's function calls, refuse one that would replace the layer."""
         caller = sys._getframe(1).f_code.co_name
-        if caller in _INSTEAD:
+        if caller in ("convert_sync_batchnorm", "convert_splitbn_model"):
             raise RetrofitError(
                 f"{caller} would put a plain BatchNorm in the place of {type(self).__name__}, without its transform; "
-                f"{_INSTEAD[caller]}"
+                "leave it out, or call retrofit.sync_norms(model) in its place"
             )
         if caller in ("freeze_batch_norm_2d", "unfreeze_batch_norm_2d"):
             self.frozen = caller == "freeze_batch_norm_2d"
@@ -178,19 +173,14 @@ class RunningNormality(NormalityMixin, RunningStatistics):
     def channel_map(self) -> ChannelMap | None:
         if self.running_mean is None:
             return None
-        mean, var, lmbda = self._running()
-        constant = ChannelMap.of(mean, var, vars(self)["eps"], self.weight, self.bias)
-        return replace(constant, lmbda=1 + self.effective_alpha.double() * (lmbda.double() - 1))
-
-    def _running(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self.running_mean is None or self.running_var is None or self.running_lambda is None:
-            raise ValueError("running statistics are needed outside training")
-        return self.running_mean, self.running_var, self.running_lambda
+        layer: Any = self
+        constant = ChannelMap.of(self.running_mean, layer.running_var, vars(self)["eps"], self.weight, self.bias)
+        return replace(constant, lmbda=1 + self.effective_alpha.double() * (layer.running_lambda.double() - 1))
 
     def _by_running_statistics(self, x: Tensor) -> Tensor:
-        mean, var, estimate = self._running()
-        affine, eps = (self.weight, self.bias), vars(self)["eps"]
-        lmbda = 1 + self.effective_alpha * (estimate - 1)
+        layer: Any = self
+        mean, var, affine, eps = layer.running_mean, layer.running_var, (self.weight, self.bias), vars(self)["eps"]
+        lmbda = 1 + self.effective_alpha * (layer.running_lambda - 1)
         # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.
         followed = torch.compiler.is_compiling() or transformed()
         if not followed and lmbda.is_cpu and bool((lmbda == 1).all()):  # torch's own layer, bit for bit

@@ -96,7 +96,6 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             inputs than outputs, its null space turns from step to step and that average magnifies what lies there.
     """
 
-    group_size: int
     running_covariance: Tensor | None
     running_whitening: Tensor | None
 

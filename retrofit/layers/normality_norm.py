@@ -127,7 +127,7 @@ class _NormalityNorm(torch.autograd.Function):
             out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), Reductions(dim, group))
             statistics = stats[:4]
         else:
-            gamma, beta = (None if p is None else ctx.layout.view_affine(p) for p in (weight, bias))
+            gamma, beta = (None if p is None else ctx.layout.view(p, ctx.layout.affine) for p in (weight, bias))
             view, out = ctx.layout.view, ctx.layout.empty_like(x)
             options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, eps, factor, seed, group)
             stats = kernels.choose(out, group).forward(view(out), view(x), gamma, beta, options)
@@ -147,7 +147,7 @@ class _NormalityNorm(torch.autograd.Function):
             grad_weight, grad_bias = grad * y, grad
         else:
             view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
-            gamma = None if weight is None else ctx.layout.view_affine(weight)
+            gamma = None if weight is None else view(weight, ctx.layout.affine)
             options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, ctx.eps, factor, seed, ctx.group)
             tensors = view(grad_x), view(x), view(grads[0]), gamma
             grads_affine = kernels.choose(grad_x, ctx.group).backward(*tensors, stats, options)

@@ -54,7 +54,6 @@ _OF_SAMPLES: list[type[nn.Module]] = [found for found in _OURS if issubclass(fou
 
 @register_module_validator([*_OF_BATCHES, BatchNormAct2d, SyncBatchNormAct])
 def _refuse_batch_statistics(module: nn.Module) -> list[UnsupportedModuleError]:
-    """Refuse layers whose statistics span the batch."""
     what = type(module).__name__
     if getattr(module, "frozen", False):
         why = "is frozen, and Opacus gives what evaluates no gradients of its samples"
@@ -89,7 +88,6 @@ def _over_batches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _refusal(found: dict[str, nn.Module]) -> str:
-    """Say what is wrong with layers over batches, and what to do."""
     kinds = shortlist(sorted({type(layer).__name__ for layer in found.values()}))
     held = "call retrofit.freeze_norms(model), or convert the source network to frozen"
     if any(layer.running_mean is None for layer in found.values()):
@@ -176,7 +174,6 @@ def _per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops
 
 @register_grad_sampler(TrainedAffine)
 def _affine_gradients(layer: TrainedAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
-    """Return, by parameter, the gradients of each sample of x * weight + bias."""
     gradients: dict[Any, Tensor] = {}
     if layer.weight.requires_grad:
         gradients[layer.weight] = torch.einsum("nc...->nc", activations[0] * backprops)[..., None, None]

