@@ -241,7 +241,7 @@ class _Observer:
         self._plots += [plot for column in values.T if (plot := meters.qq(column)) is not None]
         if self.probe.transforms:
             self._generator.set_state(state)
-            before = meters.sample(self.probe.standardised(x), channels, _VALUES, self._generator)
+            before = meters.sample(self.probe.normalized(x, transformed=False), channels, _VALUES, self._generator)
             self._before += [plot.r2 for column in before.T if (plot := meters.qq(column)) is not None]
         if not self._pairs:
             enough = values[:_PAIR_VALUES].T if len(values) >= FEWEST else ()

@@ -120,9 +120,6 @@ class _Meter:
         self._sums = self._sums + torch.stack(moments).sum(1)  # of (N, C) each
         self._images += len(moments[0])
 
-    def _means(self) -> Any:
-        return self._sums / self._images  # (numbers, C)
-
 
 class PowerMeter(_Meter):
     """Measures `Power`."""
@@ -136,7 +133,7 @@ class PowerMeter(_Meter):
 
     def result(self) -> Power:
         """Return the shares over all images."""
-        mean, square, std, variance = self._means()
+        mean, square, std, variance = self._sums / self._images  # (4, C)
         terms = torch.stack([mean.square(), square - mean.square(), std.square(), variance - std.square()]).clamp_min(0)
         power, tiny = terms.sum(0), torch.finfo(terms.dtype).tiny
         p1, p2, p3, p4 = (terms.sum(1) / power.sum().clamp_min(tiny)).cpu().tolist()
@@ -157,7 +154,7 @@ class LinearityMeter(_Meter):
 
     def result(self) -> float:
         """Return the mean over channels; one whose output does not vary counts as linear."""
-        a, b, aa, bb, ab = self._means()
+        a, b, aa, bb, ab = self._sums / self._images  # (5, C)
         var_a, var_b = (aa - a * a).clamp_min(0), (bb - b * b).clamp_min(0)
         share = (ab - a * b).square() / (var_a * var_b).clamp_min(torch.finfo(var_a.dtype).tiny)
         return float(torch.where(var_b <= 1e-12 * bb, 1.0, share).clamp_max(1).mean())

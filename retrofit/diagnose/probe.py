@@ -35,19 +35,15 @@ class Probe:
         self._bare.training = False
         self.transforms = isinstance(layer, NormalityMixin)  # whether it applies the power transform
 
-    def standardised(self, x: Tensor) -> Tensor:
-        """Return `x` normalized, before transform and affine, as (N, C, positions)."""
+    def normalized(self, x: Tensor, transformed: bool = True) -> Tensor:
+        """Return what the affine gets, the transform included unless not `transformed`, as (N, C, positions)."""
         neutral = self._neutral()
         running = getattr(self.layer, "running_lambda", None)
-        if isinstance(running, Tensor):  # strength 0 would undo the whitening of a decorrelated layer too
+        if not transformed and isinstance(running, Tensor):  # strength 0 would undo whitening too
             neutral["running_lambda"] = torch.ones_like(running)
-        elif self.transforms:
+        elif not transformed and self.transforms:
             neutral["strength"] = strength_code(0.0, x.device)
         return self.by_channel(functional_call(self._bare, neutral, (x,)))
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Return what the affine gets, the transform included, as (N, C, positions)."""
-        return self.by_channel(functional_call(self._bare, self._neutral(), (x,)))
 
     def output(self, x: Tensor) -> Tensor:
         """Return what follows the affine, in `x`'s shape."""

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -250,15 +251,13 @@ class Batches:
         """Replace a batch's unreadable images by readable ones and return their names; a RetrofitError if all are."""
         answers = targets.tolist()
         readable = [place for place, target in enumerate(answers) if target >= 0]
-        unread = [place for place, target in enumerate(answers) if target < 0]
-        names = [self._images.unreadable(answers[place]) for place in unread]
+        names = {place: self._images.unreadable(target) for place, target in enumerate(answers) if target < 0}
         if not readable:
-            unreadable = f"none of a batch's {len(names)} images can be read ({shortlist(names)})"
+            unreadable = f"none of a batch's {len(names)} images can be read ({shortlist(list(names.values()))})"
             raise RetrofitError(f"{unreadable}; check the files")
-        for number, place in enumerate(unread):
-            substitute = readable[number % len(readable)]
+        for place, substitute in zip(names, cycle(readable), strict=False):
             images[place], targets[place] = images[substitute], targets[substitute]
-        return names
+        return list(names.values())
 
 
 def _hash(*key: int) -> int:

@@ -180,7 +180,7 @@ def test_a_probe_sees_whitened_values() -> None:
     x[:, 1] += x[:, 0]
     layer(x)
     layer.eval().running_lambda.fill_(0.5)
-    before = Probe("", layer).standardised(x)
+    before = Probe("", layer).normalized(x, transformed=False)
     torch.testing.assert_close(before.movedim(1, 0).flatten(1).corrcoef(), torch.eye(4), atol=1e-3, rtol=0)
     after = retrofit.layers.yeo_johnson(before, torch.tensor(0.5))
     torch.testing.assert_close(Probe("", layer).normalized(x), after)

@@ -23,6 +23,7 @@ from retrofit.layers import ProxyNorm
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.networks.cifar import resnet18
 from retrofit.surgery import apply, plan
+from tests.finetune.test_optim import by_parameter
 
 
 def test_flags_win_and_come_as_text() -> None:
@@ -191,32 +192,29 @@ SAID = {
 
 def commands(name: str) -> list[list[str]]:
     """The arguments of `retrofit convert` in a recipe's header."""
-    lines = [line.removeprefix("#") for line in recipe_text(name).splitlines() if line.startswith("#")]
-    text = re.sub(r"\\\n", "", "\n".join(lines))
+    text = re.sub(r"^#", "", recipe_text(name).replace("\\\n#", ""), flags=re.MULTILINE)
     text = re.sub(r"  +(GN\S*|Evo\S*)$", "", text, flags=re.MULTILINE)
     return [shlex.split(line)[2:] for line in text.splitlines() if line.strip().startswith("retrofit convert ")]
 
 
-def network(arguments: list[str]) -> tuple[nn.Module, dict[str, object], tuple[int, int, int]]:
-    """What `retrofit convert` would start from, on the meta device, its options, and the size of an image."""
-    given = command.make_context("convert", list(arguments)).params
-    kwargs = {**dict(given["model_kwargs"] or ()), **{k: given[k] for k in ("num_classes",) if given[k]}}
-    side = given["img_size"] or 224
-    with torch.device("meta"):
-        if str(given["model"]).startswith("py:retrofit.networks.cifar:resnet18"):
-            return resnet18(), given, (3, side, side)
-        if "vit" in given["model"]:
-            kwargs["img_size"] = side
-        return timm.create_model(given["model"], **kwargs), given, (3, side, side)
+def network(given: dict[str, Any], side: int) -> nn.Module:
+    """What `retrofit convert` would start from, on the meta device."""
+    if str(given["model"]).startswith("py:retrofit.networks.cifar:resnet18"):
+        return resnet18()
+    kwargs = {**dict(given["model_kwargs"] or ()), "num_classes": given["num_classes"]}
+    kwargs |= {"img_size": side} if "vit" in given["model"] else {}
+    return timm.create_model(given["model"], **{name: value for name, value in kwargs.items() if value})
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, i) for name, said in SAID.items() for i in range(len(said))])
 def test_the_network_and_its_optimizer_are_what_the_paper_says(name: str, number: int) -> None:
     said, found = SAID[name][number], commands(name)
     assert len(found) == len(SAID[name])
-    model, given, size = network(found[number])
-    with torch.no_grad():
-        features = model.eval().forward_features(torch.empty(1, *size, device="meta"))
+    given = command.make_context("convert", found[number]).params
+    side = given["img_size"] or 224
+    with torch.device("meta"), torch.no_grad():
+        model = network(given, side).eval()
+        features = model.forward_features(torch.empty(1, 3, side, side))
     assert features.shape[-2:] == said.last_map
     options = {key: given[key] for key in OPTIONS if given.get(key) is not None}
     made = plan(model, str(given["to"]), **options)
@@ -232,7 +230,7 @@ def test_the_network_and_its_optimizer_are_what_the_paper_says(name: str, number
     optimizer = build_optimizer(model, recipe)
     assert {group.get("eps") for group in optimizer.param_groups} == {said.eps}
     assert not any(group.get("nesterov") for group in optimizer.param_groups) or name == "imagenet-bnn-resnet50"
-    decay = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    decay = by_parameter(optimizer.param_groups, "weight_decay")
     kept = getattr(model, "no_weight_decay", set)()
     for parameter_name, parameter in model.named_parameters():
         weight = parameter.ndim > 1 and not any(parameter_name.endswith(one) for one in kept)
@@ -245,5 +243,5 @@ def test_every_recipe_is_valid_and_says_what_it_follows_and_was_run_on() -> None
     assert all(recipe_summaries().values())
     for name in SAID:
         assert load_recipe(name, {"data_dir": "somewhere"}).epochs > 0
+        assert re.search(r"ollow|table", recipe_text(name)), name
         assert "# Run on: " in recipe_text(name), name
-        assert "ollow" in recipe_text(name) or "table" in recipe_text(name), name
