@@ -182,8 +182,9 @@ def work(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
     model = synchronizable()
     assert sync_norms(model) == 2
+    wrapped = DistributedDataParallel(model)
     images, targets = (part.split(4)[rank] for part in BATCH)
-    nn.functional.cross_entropy(DistributedDataParallel(model)(images), targets).backward()
+    nn.functional.cross_entropy(wrapped(images), targets).backward()
     grads = [parameter.grad for parameter in model.parameters()]
     torch.save((grads, dict(model.named_buffers())), folder / f"{rank}.pt")
     dist.destroy_process_group()
