@@ -40,6 +40,7 @@ def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, _ = retrofit.convert(built("test_resnet", num_classes=3), "bnn", only="conv1", noise=0.1, check=False)
     model, _ = retrofit.convert(model, "gn-pn", check=False)
     retrofit.set_strength(model, 0.5)
+    vars(model.conv1[1]).update(momentum=None, noise=0.25, noise_kind="unscaled")  # as a run may set them
     retrofit.save(model, path := tmp_path_factory.mktemp("saved") / "a.safetensors")
     return path
 

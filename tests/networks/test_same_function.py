@@ -29,14 +29,6 @@ from tests.networks.conftest import built, refused, same_tensors
 Change = Callable[[nn.Module], object]
 
 
-def test_what_a_run_sets_on_a_layer_comes_back(tmp_path: Path) -> None:
-    model = built("test_resnet", "bnn", num_classes=3)
-    model.bn1.momentum, model.bn1.noise, model.bn1.noise_kind = None, 0.25, "unscaled"
-    retrofit.save(model, tmp_path / "a.safetensors")
-    again = retrofit.load(tmp_path / "a.safetensors").bn1
-    assert (again.momentum, again.noise, again.noise_kind) == (None, 0.25, "unscaled")
-
-
 class Loud(nn.ReLU):
     """A subclass with another forward."""
 
