@@ -214,14 +214,12 @@ def _check_part(data_dir: FileName | None, dataset: str, split: str) -> None:
     """Refuse a part that the data does not have: torchvision would give its test images for any other word."""
     if has_part(data_dir, dataset, split):
         return
-    if dataset.lower() not in _FOLDERS:
-        raise UsageError(f"{dataset} has no part {shown(split)}; give `split='train'` or `split='validation'`")
     if split == "validation":  # the default: a folder without parts is read as it is
         if parts := parts_in(data_dir):
             what = f"{data_dir} has no part to validate on, but {shortlist(parts)}"
             raise UsageError(f"{what}; give `split` one of these names, or `split='.'` for all of it")
     elif Path(str(data_dir)).is_dir() or split not in _PARTS:  # a tar is one part, whatever it is called
-        raise UsageError(f"the data has no part {shown(split)}; give `split` the name of a sub-folder, or leave it out")
+        raise UsageError(f"the data has no part {shown(split)}; give `split` a sub-folder's name, train or validation")
 
 
 def _named(data_dir: FileName | None, dataset: str, split: str, mode: str, class_map: FileName | None) -> ImageData:
