@@ -69,6 +69,14 @@ def test_gradient_of_the_root_at_equal_eigenvalues() -> None:
     assert torch.autograd.gradcheck(lambda s: inverse_square_root((s + s.mT) / 2, 1e-9), matrices.requires_grad_())
 
 
+def test_root_of_ill_conditioned_matrices() -> None:
+    basis = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
+    matrix = (basis * torch.logspace(-5, 3, 16, dtype=torch.float64)) @ basis.T
+    expected = torch.from_numpy(oracle.root(matrix.numpy(), 0.0))
+    found = inverse_square_root(matrix, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 @NORMAL
 @pytest.mark.parametrize("tracked", [True, False])
 def test_strength_0_evaluates_as_torchs_layer_to_the_bit(normal: bool, tracked: bool) -> None:

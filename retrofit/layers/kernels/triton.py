@@ -298,7 +298,7 @@ def _whole_extremes(Parts, at, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first_step(sums, low, high, elements):
-    """Return the step of `power_transform.first_step` within `step_bounds`, and `NewtonStep.gradient`."""
+    """Return the step of `power_transform.first_step`, within `step_bounds`, and its gradient."""
     m1, m2, m3, m45 = sums[0] / elements, sums[1] / elements, sums[2] / elements, sums[3] / elements
     v = sums[4] / elements
     v = tl.where(v < _TINY, _TINY, v)
