@@ -201,11 +201,9 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
     that the figure does not depend on what the process did before or on when memory goes back to the system.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         work()
-        torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
@@ -221,12 +219,9 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
 @contextmanager
 def _silent() -> Iterator[None]:
     """Keep the profiler's native code from writing its log to stderr."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+    with open(os.devnull, "w") as nowhere, os.fdopen(os.dup(2), "w") as kept:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept.fileno(), 2)

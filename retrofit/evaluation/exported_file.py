@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.record import Preprocess
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
-from retrofit.utils.text import one_line, printable, shown
+from retrofit.utils.text import printable, shown, with_class
 
 
 class ExportedNetwork(nn.Module):
@@ -53,21 +53,19 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
     not say how its images are prepared.
     """
     known = metadata(path)
-    strength, labels = known.get("strength"), known.get("labels")
+    labels, strength = known.get("labels"), known.get("strength")
     try:
         preprocess = Preprocess.from_dict({field.name: known[field.name] for field in fields(Preprocess)})
-        texts = {name: known.get(name) for name in ("model", "target", "fold")}
-        facts: dict[str, Any] = {name: None if text is None else printable(text, 200) for name, text in texts.items()}
-        facts |= {"strength": None if strength is None else float(strength), "runtime": runtime}
-        facts["weights"] = {"kind": "onnx", "from": str(path)}
         if labels is not None and (not isinstance(labels, list) or not all(isinstance(one, str) for one in labels)):
             raise ValueError(f"labels {shown(labels)}")
-    except KeyError as lacking:
-        what = f"{path} does not say how its images are prepared (its metadata lack {lacking})"
-        advice = "evaluate takes files that `retrofit.export_onnx` or `retrofit export` wrote"
-        raise RetrofitError(f"{what}; {advice}") from None
-    except (TypeError, ValueError, OverflowError) as error:
-        what = f"{path} has metadata that export does not write ({one_line(error)})"
-        raise RetrofitError(f"{what}; export it again") from error
+        strength = None if strength is None else float(strength)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RetrofitError(
+            f"{path} lacks the metadata that `retrofit export` writes ({with_class(error)}); export it again"
+        ) from error
+    facts: dict[str, Any] = {
+        name: known.get(name) and printable(known[name], 200) for name in ("model", "target", "fold")
+    }
+    facts |= {"strength": strength, "runtime": runtime, "weights": {"kind": "onnx", "from": str(path)}}
     run = open_onnx(path, runtime, advice="export it again")
     return ExportedFile(ExportedNetwork(run), preprocess, labels, facts)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +59,7 @@ def fold(
     it was not fitted on, if there are any. A network that torch.export cannot capture is not folded: a warning says so,
     and a copy comes back in which each layer computes by plain torch operations.
 
-    Args:
-        model: Any network, converted or not; it is not changed.
-        fold: "exact", the same function to rounding, or "poly", polynomials or lines in place of the power transform.
-        inputs: As `export_onnx` takes it, as are those that follow.
-        input_size: Shape of one sample.
-        batch: The number of samples, if fixed.
-        runtime: What an approximation is for.
-        degree: Of all, or the number of lines.
-        tolerance: Largest difference of an output that passes; the choice of degrees has to meet it.
-        calibrate: Images to fit and judge on.
-        freeze_lambda: Whether to freeze lambda.
-        dynamic_size: Whether height and width may vary too.
+    The network is not changed. The arguments are those of `export_onnx`, of which `tolerance` is what passes here too.
 
     Returns:
         The folded network, in evaluation mode and float32: for torch.compile or AOTInductor.
@@ -188,9 +176,8 @@ def export_onnx(
     known = {key: value for key, value in facts.items() if value is not None}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
     onnx.helper.set_model_props(proto, texts)
-    with ExitStack() as stack:  # the model gets its name before its report
-        aside = None if report is None else stack.enter_context(atomic_write(report, force))
-        parity, length = stack.enter_context(written(proto, file, force, checks))
+    beside = nullcontext() if report is None else atomic_write(report, force)
+    with beside as aside, written(proto, file, force, checks) as (parity, length):  # the model gets its name first
         result = ExportReport(
             **shared,
             model=None if record.source is None else record.source.name,
@@ -203,17 +190,17 @@ def export_onnx(
             nodes=dict(Counter(sorted(node.op_type for node in proto.graph.node)).most_common()),
             preprocess=preprocess or None,
             labels=None if labels is None else len(labels),
-            layers=tuple(layers),
+            layers=layers,
         )
-        if report is not None and aside is not None:
-            with writing(report):
+        if aside is not None:
+            with writing(str(report)):
                 aside.write_text(json_text(result.to_dict()) + "\n", encoding="utf-8")
     return result
 
 
-def _checked_fold(request: Request) -> tuple[Program, list[FoldedLayer], Reference, Comparison]:
+def _checked_fold(request: Request) -> tuple[Program, tuple[FoldedLayer, ...], Reference, Comparison]:
     """Capture a network, fold it, and compare the two; also return what became of its layers and what it answered."""
-    network, fold = request.network, request.fold
+    network = request.network
     reference = Reference(network, request.judged, tolerance=request.allowed)
     if reference.not_checked == NO_NUMBERS:
         raise RetrofitError(NO_NUMBERS)
@@ -224,41 +211,36 @@ def _checked_fold(request: Request) -> tuple[Program, list[FoldedLayer], Referen
     call = request.calls[-1 if request.inputs is None else 0]
     program = capture(network, call, batch=request.batch, dynamic_size=request.dynamic_size, lambdas=lambdas)
     fits: dict[Node, Fit] = {}
-    if program.note and fold == "poly":
-        raise RetrofitError(f"{program.note}; use `fold='exact'`")
     if not program.note:
         for other in reference.calls[:3]:
             try:
-                if other.batch != program.call.batch:
-                    with torch.no_grad():
-                        other.on(program.module)
+                with torch.no_grad():
+                    other.on(program.module)
             except Exception as error:  # torch.export's guards, or the network's own code
                 raise RetrofitError(
                     f"captured with {program.call.batch} samples, the network does not take {other.batch}; fix their "
                     f"number, as `batch={request.calls[0].batch}`"
                 ) from error
-        if fold == "poly":
+        if request.fold == "poly":
             # in INT8 what lies between lines would get a range of its own
-            made_for = "onnxruntime" if request.runtime is None or request.precision == "int8" else request.runtime
-            how = made_for, request.degree, request.allowed
+            runtime = (request.precision != "int8" and request.runtime) or "onnxruntime"
+            how = runtime, request.degree, request.allowed
             fits = choose(program.module, *how, request.fitted, request.unseen)
         fold_program(program, fits)
     elif request.batch is None:
         advice = "leave out `dynamic_size`" if request.dynamic_size else "some networks need a fixed `batch=1`"
         program.note += f"; {advice}"
+    if program.note and request.fold == "poly":
+        raise RetrofitError(program.note)
     errors = {layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()}
-    layers = [FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()]
+    layers = (FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items())
     comparison = reference.compare(program.module)
     if comparison.differs:
-        what, advice = "the folded network differs from the given one", _REPORT_IT
-        if request.freeze_lambda:
-            what = "the network with constant lambdas differs from the given one"
-            advice = "raise `tolerance` if you can accept that, or leave out `freeze_lambda`"
-        elif request.degree is not None:
-            what = "the approximation differs from the given network"
-            advice = "raise `degree` or leave it out, or raise `tolerance` if you can accept that"
-        raise ComparisonError(comparison, what, advice)
-    return program, layers, reference, comparison
+        what, advice = "the folded network", _REPORT_IT
+        if option := "freeze_lambda" if request.freeze_lambda else "degree" if request.degree else "":
+            what, advice = "the approximation", f"leave out `{option}`, or raise `tolerance` if you can accept that"
+        raise ComparisonError(comparison, f"{what} differs from the given one", advice)
+    return program, tuple(layers), reference, comparison
 
 
 def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
@@ -286,8 +268,6 @@ def _narrowed(
         return to_int8(proto, fitted), [(reference, advice)]
     advice = "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"
     half = reference.compare(HalfRun(exported.module()))
-    if half.share == math.inf:
-        raise ComparisonError(half, "values of the network overflow float16", "keep float32")
     if half.differs:
-        raise ComparisonError(half, "float16 differs from PyTorch", advice)
+        raise ComparisonError(half, "float16, which ends at 65504, differs from PyTorch", advice)
     return to_float16(proto), [(reference, advice)]

@@ -107,14 +107,10 @@ def bake(
     if (images is None) == (inputs is None):
         raise UsageError("`bake` takes `images` or `inputs`; give one of them")
     if images is not None:
-        batches = list(images_of(images, "images"))
-        call = Call((torch.cat(batches) if batches else torch.empty(0),))
-    else:
-        call = example_calls(model, inputs)[0]
+        inputs = torch.cat(list(images_of(images, "images")) or [torch.empty(0)])
+    call = example_calls(model, inputs)[0]
     if call.batch < 4:
-        raise RetrofitError(
-            f"{plural(call.batch, 'image')} cannot be fitted and judged on; give 4 or more, 64 if you can"
-        )
+        raise RetrofitError(f"{plural(call.batch, 'image')} cannot be fitted and judged on; give 4 or more, 64 say")
     trial = _Trial(model, call)
     choices = [trial.run(math.inf)]
     if choices[0][0].error > tolerance:
@@ -149,9 +145,11 @@ def bake(
     except BaseException:
         put_back(before)
         raise
-    reasons = {name: "" if name in constants else trial.reasons.get(name, "costs too much") for name in trial.names}
-    rows = tuple(BakedLayer(name, left.get(name), name in constants, reason) for name, reason in reasons.items())
-    return model, BakeReport(rows, tuple(stages), chosen, tolerance, trial.images)
+    rows = []
+    for name in trial.names:
+        reason = "" if name in constants else trial.reasons.get(name, "costs too much")
+        rows.append(BakedLayer(name, left.get(name), name in constants, reason))
+    return model, BakeReport(tuple(rows), tuple(stages), chosen, tolerance, trial.images)
 
 
 class _Trial:
@@ -163,8 +161,7 @@ class _Trial:
         if not layers:
             raise RetrofitError("the model holds no converted layer that has a strength; convert it first")
         self.names = list(layers)
-        device, dtype = placement_of(net)
-        call = call.to(device, dtype)
+        call = call.to(*placement_of(net))
         every = torch.arange(call.batch, device="cpu")
         self._fit, self.check = call.select(every[::2].repeat(2)), call.select(every[1::2])
         self.images = len(every[::2]), len(every[1::2])
@@ -222,9 +219,7 @@ class _Trial:
             if spread > 0:
                 per_image.append((expected - found).square().flatten(1).mean(1) / spread)
         if not per_image:
-            raise RetrofitError(
-                "the network answers all images alike, which shows nothing; check its weights and the images"
-            )
+            raise RetrofitError("the network answers all images alike; check its weights and the images")
         squares = torch.stack(per_image).mean(0)
         worst = squares.sort(descending=True).values[: max(1, round(_WORST * len(squares)))]
         first = self._expected[0]

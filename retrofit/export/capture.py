@@ -91,13 +91,12 @@ def capture(
         dims = [0] if batch is None and x.ndim and len(x) == call.batch else []
         dims += range(2, x.ndim) if dynamic_size else []
         shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
-    program = Program(net, call, shapes, batch_norms)
-    named = {layer: name for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)}
-    forms = {layer: layer.inference_form() for layer in named}
-    for layer, name in named.items():
-        parts = list(forms[layer].modules())
+    program, powers = Program(net, call, shapes, batch_norms), []
+    for name, layer in [(name, layer) for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)]:
+        form = layer.inference_form()
+        parts = list(form.modules())
         default = "normalization" if layer.affine_map() is None else "affine"
-        kind = next((kind for form, kind in _KINDS.items() if any(type(part) is form for part in parts)), default)
+        kind = next((kind for cls, kind in _KINDS.items() if any(type(part) is cls for part in parts)), default)
         for part in parts:
             if lambdas is not None and name in lambdas and isinstance(part, EstimatedTransform):
                 part.freeze(lambdas[name])
@@ -107,11 +106,11 @@ def capture(
         if "forward" in vars(layer):  # somebody's own
             program.layers[name] = "kept"
         else:
-            vars(layer)["forward"] = partial(_by_form, forms[layer], program.layers, name, kind)
+            vars(layer)["forward"] = partial(_by_form, form, program.layers, name, kind)
+            powers += [part for part in form.modules() if isinstance(part, TwoBranch)]
     if is_detector(model):
         program.note = "detectors sort and suppress boxes, which torch.export cannot capture"
         return program
-    powers = [part for form in forms.values() for part in form.modules() if isinstance(part, TwoBranch)]
     for part in powers:
         vars(part)["forward"] = lambda h, part=part: POWER(h, *part.constants)
     try:
@@ -133,12 +132,11 @@ def capture(
     return program
 
 
-def _by_form(form: nn.Module, layers: dict[str, str], name: str, kind: str, x: Tensor) -> Tensor:
+def _by_form(form: nn.Module, layers: dict[str, str], name: str, kind: str, x: Tensor) -> Any:
     """A layer's forward by its form, which notes that the layer is called, and what it has become so far."""
     if kind:
         layers[name] = kind
-    out: Tensor = form.forward(x)
-    return out
+    return form.forward(x)
 
 
 def _exported(net: nn.Module, call: Call, shapes: torch.export.ShapesCollection) -> torch.export.ExportedProgram:

@@ -23,20 +23,12 @@ from retrofit.export.power_forms import Fit, Transform, exact_form
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
 from retrofit.layers.forms import ChannelAffine, ConstantNorm
 
-_TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
-_LINEAR = (
-    *(ATEN.linear.default, ATEN.conv1d.default, ATEN.conv2d.default, ATEN.conv3d.default, ATEN.convolution.default),
-    *(ATEN.conv1d.padding, ATEN.conv2d.padding, ATEN.conv3d.padding, *_TRANSPOSED),
-)
+_TRANSPOSED = {ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input}
+_LINEAR = {ATEN.linear.default, *_TRANSPOSED}
+_LINEAR |= {kind for conv in (ATEN.conv1d, ATEN.conv2d, ATEN.conv3d) for kind in (conv.default, conv.padding)}
 _NORM = ATEN._native_batch_norm_legit_no_training.default
 _SUMS = {ATEN.add.Tensor: 1.0, ATEN.sub.Tensor: -1.0}
 _PRODUCTS = {ATEN.mul.Tensor: 1.0, ATEN.div.Tensor: -1.0}
-_COMMUTE = (ATEN.add.Tensor, ATEN.mul.Tensor)
-_PADS = (
-    *(ATEN.pad.default, ATEN.constant_pad_nd.default),
-    *(ATEN.reflection_pad1d.default, ATEN.reflection_pad2d.default, ATEN.reflection_pad3d.default),
-    *(ATEN.replication_pad1d.default, ATEN.replication_pad2d.default, ATEN.replication_pad3d.default),
-)
 
 
 @dataclass(frozen=True)
@@ -77,8 +69,14 @@ def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
         folding.fold_into_consumer(node)
     folding.lower_affine_maps()
     folding.graph.eliminate_dead_code(lambda node: node.op not in ("get_attr", "call_function") or node.is_impure())
-    _drop_unused_attributes(folding.module)
-    folding.module.recompile()
+    module = folding.module
+    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    called = tuple(f"{node.target}." for node in module.graph.nodes if node.op == "call_module")
+    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name in {name for name, _ in held if not name.startswith(called)} - used:
+        owner, _, attribute = name.rpartition(".")
+        delattr(module.get_submodule(owner), attribute)
+    module.recompile()
 
 
 class _Folding:
@@ -89,16 +87,18 @@ class _Folding:
         self.module: fx.GraphModule = program.module
         self.graph = self.module.graph
         self.maps: dict[Node, Affine] = {}
-        self.values: dict[Node, Any] = {}
         self.folded: set[str] = set()
         self.added = 0
-        self.constants: set[Node] = set()  # reached by no input, written to by nothing, not random
+        self.constants: dict[Node, Any] = {}  # what no input reaches, nothing writes to, and is not random
         written = [node.args[0] for node in self.graph.find_nodes(op="call_function", target=ATEN.copy_.default)]
         for node in self.graph.nodes:
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            pure = node.op == "get_attr" or (node.op == "call_function" and not random and not node.is_impure())
-            if pure and node not in written and self.constants.issuperset(node.all_input_nodes):
-                self.constants.add(node)
+            if node.op == "get_attr" and node not in written:
+                self.constants[node] = attribute_of(self.module, node)
+            pure = node.op == "call_function" and not random and not node.is_impure()
+            if pure and self.constants.keys() >= set(node.all_input_nodes):
+                args, kwargs = map_arg((node.args, node.kwargs), self.constants.__getitem__)
+                self.constants[node] = node.target(*args, **kwargs)
         attributes = self.graph.find_nodes(op="get_attr")
         self.readers = Counter(_memory(attribute_of(self.module, node)) for node in attributes for _ in node.users)
 
@@ -132,19 +132,17 @@ class _Folding:
         """Return the input and the map of a sum with, or a product by, one float32 constant for each channel."""
         if node.op != "call_function" or node.target not in (*_SUMS, *_PRODUCTS) or node.kwargs:
             return None
-        place = 1 if node.target in _COMMUTE and self._constant(node.args[0]) is not None else 0
+        commutes = node.target in (ATEN.add.Tensor, ATEN.mul.Tensor)
+        place = 1 if commutes and self._constant(node.args[0]) is not None else 0
         x, value = node.args[place], self._constant(node.args[1 - place])
         if value is None or not isinstance(x, Node) or self._constant(x) is not None:
             return None
         shape = shape_of(x)
-        wide = (1,) * (len(shape) - value.ndim) + tuple(value.shape)
-        dims = [dim for dim, size in enumerate(wide) if size != 1]
-        if len(wide) != len(shape) or len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
+        dims = [dim for dim, size in enumerate(value.shape, len(shape) - value.ndim) if size != 1]
+        same = x.meta["val"].dtype == node.meta["val"].dtype == value.dtype == torch.float32
+        if not same or shape != shape_of(node) or len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
             return None
         dim, vector = dims[0], value.flatten().double()
-        same = x.meta["val"].dtype == node.meta["val"].dtype == value.dtype == torch.float32
-        if not same or shape != shape_of(node) or len(vector) != shape[dim]:
-            return None
         scale = torch.ones_like(vector) if node.target in _SUMS else vector ** _PRODUCTS[node.target]
         shift = vector * _SUMS[node.target] if node.target in _SUMS else torch.zeros_like(vector)
         return (x, Affine(scale, shift, dim, frozenset([layer_of(node)]))) if scale.isfinite().all() else None
@@ -166,7 +164,7 @@ class _Folding:
     def fold_into_consumer(self, node: Node) -> None:
         """Fold a map into the layer that alone takes its output, through padding too; over zeros only the scale."""
         one, last, zeros = self.maps[node], node, False
-        while len(users := users_of(last)) == 1 and users[0].target in _PADS:
+        while len(users := users_of(last)) == 1 and users[0].target is ATEN.pad.default:
             border = _border_of(users[0])
             if one.dim != 1 or border is None:
                 return
@@ -235,15 +233,7 @@ class _Folding:
 
     def _constant(self, value: Any) -> Tensor | None:
         """Return the value of an argument that no input reaches."""
-        if not isinstance(value, Node) or value not in self.constants:
-            return None
-        if value not in self.values:
-            self.values[value] = (
-                attribute_of(self.module, value)
-                if value.op == "get_attr"
-                else value.target(*map_arg(value.args, self._constant), **map_arg(value.kwargs, self._constant))  # type: ignore[operator]
-            )
-        return self.values[value]
+        return self.constants.get(value) if isinstance(value, Node) else None
 
     def _linear(self, node: Any) -> LinearMap | None:
         """Return a convolution or linear layer whose weight is a constant that nothing else uses; None for others."""
@@ -257,7 +247,7 @@ class _Folding:
             return None
         if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
             return None  # a single sample without its batch
-        transposed = node.target in _TRANSPOSED or bool(values.get("transposed"))
+        transposed = node.target in _TRANSPOSED
         padding = values.get("padding", "valid")
         pads = weight[0, 0].numel() > 1 if padding == "same" else transposed or (padding != "valid" and any(padding))
         return LinearMap.of(weight, bias, values.get("groups", 1), transposed, pads)
@@ -282,8 +272,7 @@ class _Folding:
             self.module.register_buffer(f"_folded_{self.added}", value)
             with self.graph.inserting_before(before):
                 node = self.graph.get_attr(f"_folded_{self.added}")
-            self.constants.add(node)
-        self.values[node] = value
+        self.constants[node] = value
         self.readers[_memory(value)] = 1
         return node
 
@@ -320,19 +309,7 @@ def _memory(value: Any) -> int:
 
 def _border_of(node: Node) -> Literal["zeros", "values"] | None:
     """Return what a padding puts beside maps (N, C, *): zeros, or values from within; None for anything else."""
-    values = arguments(node)
-    pads, fill = values.get("pad") or values["padding"], values.get("value")
+    _, pads, mode, fill = arguments(node).values()
     if len(pads) > 2 * (len(shape_of(node)) - 2):
         return None  # it pads the channels
-    if node.target is ATEN.constant_pad_nd.default or values.get("mode") == "constant":
-        return None if fill else "zeros"
-    return "values"
-
-
-def _drop_unused_attributes(module: fx.GraphModule) -> None:
-    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    called = tuple(f"{node.target}." for node in module.graph.nodes if node.op == "call_module")
-    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name in [name for name, _ in held if name not in used and not name.startswith(called)]:
-        owner, _, attribute = name.rpartition(".")
-        delattr(module.get_submodule(owner), attribute)
+    return "values" if mode != "constant" else None if fill else "zeros"

@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 import onnx_ir
 import torch
-from onnx.external_data_helper import set_external_data, write_external_data_tensors
+from onnx.external_data_helper import set_external_data
 from torch import Tensor, fx
 from torch.export.graph_signature import TensorArgument
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -32,7 +32,7 @@ from retrofit.export.capture import Program
 from retrofit.utils.files import OLD, atomic_write, ensure_writable, temporary_folder, termination_unwinds, writing
 from retrofit.utils.onnx_runtimes import open_onnx
 from retrofit.utils.running import silence
-from retrofit.utils.text import cause_of, one_line
+from retrofit.utils.text import cause_of
 
 OPSETS = range(18, 23)  # those that this is tested with
 LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
@@ -40,7 +40,18 @@ SMALL = 1024  # bytes of a tensor that stays in it
 
 _QUANTIZED = ["Conv", "Gemm", "MatMul", "Mul", "Relu", "Clip", "Add", "Concat"]
 _QUANTIZED += ["MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean"]
-_LARGEST_HALF = 65504.0  # number of float16
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Silence a library, and make a RetrofitError of its exceptions, which have no common class."""
+    try:
+        with silence():
+            yield
+    except RetrofitError:
+        raise
+    except Exception as error:
+        raise RetrofitError(f"{what} ({cause_of(error)}); please report it") from error
 
 
 def to_onnx(program: Program, opset: int) -> tuple[onnx.ModelProto, torch.export.ExportedProgram]:
@@ -54,20 +65,15 @@ def to_onnx(program: Program, opset: int) -> tuple[onnx.ModelProto, torch.export
     tensors = [(spec.kind.name, spec.arg.name) for spec in specs if isinstance(spec.arg, TensorArgument)]
     inputs = [name for kind, name in tensors if kind == "USER_INPUT"]
     outputs = [f"output{i}" for i in range(sum(kind == "USER_OUTPUT" for kind, _ in tensors))]
-    try:
-        with silence(), torch.no_grad():
-            written = torch.onnx.export(
-                exported,
-                dynamo=True,
-                opset_version=opset,
-                input_names=["input"] if len(inputs) == 1 else inputs,
-                output_names=["output"] if len(outputs) == 1 else outputs,
-                verbose=False,
-            )
-    except Exception as error:  # the exporter's exceptions have no common class
-        raise RetrofitError(f"torch.onnx cannot export the network ({cause_of(error)})") from error
-    assert written is not None
-    assert written.exported_program is not None
+    with _reported("torch.onnx cannot export the network"), torch.no_grad():
+        written: Any = torch.onnx.export(
+            exported,
+            dynamo=True,
+            opset_version=opset,
+            input_names=["input"] if len(inputs) == 1 else inputs,
+            output_names=["output"] if len(outputs) == 1 else outputs,
+            verbose=False,
+        )
     model = written.model_proto
     version = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     if version != opset:
@@ -98,34 +104,28 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
-    with termination_unwinds(), tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
+    with (
+        _reported("ONNX Runtime cannot quantize the model"),
+        writing(f"the temporary folder {tempfile.gettempdir()}, which TMPDIR names"),
+        termination_unwinds(),
+        tempfile.TemporaryDirectory(prefix="retrofit-") as folder,
+    ):
         source, target = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
-        try:
-            with silence():
-                feeds = iter([{"input": batch.float().cpu().numpy()} for batch in batches])
-                onnx.save_model(model, source)
-                quantize_static(
-                    source,
-                    target,
-                    SimpleNamespace(get_next=lambda: next(feeds, None)),
-                    quant_format=QuantFormat.QDQ,
-                    op_types_to_quantize=_QUANTIZED,
-                    nodes_to_exclude=_in_float(model),
-                    per_channel=True,
-                    reduce_range=True,
-                    activation_type=QuantType.QUInt8,
-                    weight_type=QuantType.QInt8,
-                )
-                return onnx.load(target)
-        except OSError as error:
-            raise RetrofitError(
-                f"cannot write into the temporary folder {tempfile.gettempdir()} ({one_line(error)}); free some space "
-                "there, or set TMPDIR to another folder"
-            ) from error
-        except Exception as error:  # its exceptions have no common class
-            raise RetrofitError(
-                f"ONNX Runtime cannot quantize the model ({one_line(error)}); please report it"
-            ) from error
+        feeds = iter([{"input": batch.float().cpu().numpy()} for batch in batches])
+        onnx.save_model(model, source)
+        quantize_static(
+            source,
+            target,
+            SimpleNamespace(get_next=lambda: next(feeds, None)),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=_QUANTIZED,
+            nodes_to_exclude=_in_float(model),
+            per_channel=True,
+            reduce_range=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+        return onnx.load(target)
 
 
 def _in_float(model: onnx.ModelProto) -> list[str]:
@@ -160,20 +160,15 @@ def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
     constants = {tensor.name for tensor in model.graph.initializer}
     for value in [value for value in model.graph.value_info if value.name in constants]:
         model.graph.value_info.remove(value)  # it would take the constant for one in float16
-    try:
-        with silence():
-            half, outputs = convert_float_to_float16(model, keep_io_types=True), set()
-            for node in list(half.graph.node):
-                if node.output[0] in outputs:
-                    half.graph.node.remove(node)  # it casts a value for each node that reads it, under one name
-                outputs.add(node.output[0])
-            ordered = onnx_ir.from_proto(half)
-            ordered.graph.sort()  # it appends its casts
-            return onnx_ir.to_proto(ordered)
-    except Exception as error:
-        raise RetrofitError(
-            f"the model cannot be converted to float16 ({one_line(error)}); please report it"
-        ) from error
+    with _reported("the model cannot be converted to float16"):
+        half, outputs = convert_float_to_float16(model, keep_io_types=True), set()
+        for node in list(half.graph.node):
+            if node.output[0] in outputs:
+                half.graph.node.remove(node)  # it casts a value for each node that reads it, under one name
+            outputs.add(node.output[0])
+        ordered = onnx_ir.from_proto(half)
+        ordered.graph.sort()  # it appends its casts
+        return onnx_ir.to_proto(ordered)
 
 
 class HalfRun(fx.Interpreter):
@@ -187,8 +182,7 @@ class HalfRun(fx.Interpreter):
         """Return the arguments of a node, numbers as ONNX Runtime's converter writes them."""
 
         def written(value: float) -> float:
-            limited = min(max(value, -_LARGEST_HALF), _LARGEST_HALF)
-            return float(np.float16(limited)) if math.isfinite(value) else value
+            return float(np.float16(np.clip(value, -65504.0, 65504.0))) if math.isfinite(value) else value
 
         return tree_map_only(float, written, super().fetch_args_kwargs_from_env(n))
 
@@ -220,14 +214,9 @@ def written(
                 set_external_data(tensor, data.name)
     with writing(path), temporary_folder(data) as folder:
         draft, weights, replaces = folder / "model.onnx", folder / data.name, False
-        write_external_data_tensors(model, str(folder))
-        draft.write_bytes(model.SerializeToString(deterministic=True))
-        try:
+        onnx.save_model(model, draft)
+        with _reported("the exported model is not valid ONNX"):
             onnx.checker.check_model(str(draft), full_check=True)
-        except Exception as error:
-            raise RetrofitError(
-                f"the exported model is not valid ONNX ({one_line(error)}); please report it"
-            ) from error
         run = open_onnx(draft)
 
         def answers(*args: Any, **kwargs: Any) -> list[Tensor]:

@@ -25,6 +25,7 @@ Fold = Literal["exact", "poly"]
 Precision = Literal["float32", "float16", "int8"]
 
 SCHEMA = 1
+_PRECISIONS, _RUNTIMES = ", ".join(get_args(Precision)), " or ".join(RUNTIMES)
 APPROXIMATE_TOLERANCE = 0.05
 
 
@@ -52,7 +53,7 @@ class Request:
     def __post_init__(self) -> None:
         """Check what a user requests, and complete it by random inputs."""
         self.network = unwrapped(self.model)
-        self.images = [] if self.calibrate is None else [image for few in images_of(self.calibrate) for image in few]
+        self.images = [image for few in images_of(() if self.calibrate is None else self.calibrate) for image in few]
         self._check_options()
         device, dtype = placement_of(self.network)
         if dtype != torch.float32:  # its own rounding is no part of its function
@@ -69,41 +70,33 @@ class Request:
         if len(leaves) == 1 and isinstance(leaves[0], Tensor):
             self.sample = tuple(leaves[0].shape[1:])
         fixed = self.sample[:1] if self.dynamic_size else self.sample
-        for image in self.images:
-            if image.ndim != len(self.sample) or image.shape[: len(fixed)] != fixed:
-                shape = ", ".join(str(size) for size in ("N", *self.sample))
-                raise UsageError(f"`calibrate` takes batches of images, ({shape}); got images of {tuple(image.shape)}")
-            if image.shape != self.images[0].shape:
-                both = f"{tuple(self.images[0].shape)} and {tuple(image.shape)}"
-                raise UsageError(f"`calibrate` takes images of one size; got images of {both}")
+        shapes = {tuple(image.shape) for image in self.images}
+        if len(shapes) > 1 or any(len(one) != len(self.sample) or one[: len(fixed)] != fixed for one in shapes):
+            wanted = ", ".join(str(size) for size in ("N", *self.sample))
+            got = " and ".join(map(str, sorted(shapes)))
+            raise UsageError(f"`calibrate` takes batches of images of one size, ({wanted}); got images of {got}")
 
     def _check_options(self) -> None:
-        batch, degree, tolerance, images = self.batch, self.degree, self.tolerance, len(self.images)
-        if self.fold not in get_args(Fold):
-            raise UsageError(f"there is no fold {self.fold!r}; use exact or poly")
-        if self.precision not in get_args(Precision):
-            raise UsageError(f"there is no precision {self.precision!r}; use {', '.join(get_args(Precision))}")
-        if self.precision == "int8" and images < 2:
-            raise UsageError(
-                "INT8 takes its ranges from images and is judged on others; give `calibrate` images, 2 or more"
-            )
-        if self.runtime is not None and self.runtime not in RUNTIMES:
-            raise UsageError(f"nothing is known of a runtime {self.runtime!r}; use {' or '.join(RUNTIMES)}")
-        for name in ("degree", "runtime"):
-            if getattr(self, name) is not None and self.fold != "poly":
-                raise UsageError(f"`{name}` matters to approximations only; use `fold='poly'` with it")
-        if degree is not None and not 2 <= degree <= MAX_SIZE:
-            raise UsageError(f"`degree={degree}` is not supported; use 2 to {MAX_SIZE}, or leave it out")
-        if tolerance is not None and not tolerance > 0:
-            raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; {TOLERANCE:g} is usual")
-        if self.freeze_lambda and not images:
-            raise UsageError("`freeze_lambda` takes the mean of lambda over images; give `calibrate` images too")
-        if self.approximates and images == 1:
-            raise UsageError("one image cannot be fitted on and checked on; give `calibrate` more")
-        if batch is not None and batch < 1:
-            raise UsageError(f"`batch={batch}` is no number of samples; give 1 or more")
-        if batch is not None and 0 < images < 2 * batch:
-            raise UsageError(f"`batch={batch}` takes {2 * batch} `calibrate` images or more; got {images}")
+        images, size, approximation = len(self.images), self.degree, (self.degree, self.runtime) != (None, None)
+        twice = 2 * self.batch if self.batch is not None else 0
+        checks = [
+            (self.fold in get_args(Fold), f"there is no fold {self.fold!r}; use exact or poly"),
+            (self.precision in get_args(Precision), f"there is no precision {self.precision!r}; use {_PRECISIONS}"),
+            (self.runtime in (None, *RUNTIMES), f"nothing is known of a runtime {self.runtime!r}; use {_RUNTIMES}"),
+            (
+                self.fold == "poly" or not approximation,
+                "`degree` and `runtime` approximate; use `fold='poly'` with them",
+            ),
+            (size is None or 2 <= size <= MAX_SIZE, f"`degree` may be 2 to {MAX_SIZE}, not {size}"),
+            (self.tolerance is None or self.tolerance > 0, f"`tolerance` must be more than 0, not {self.tolerance}"),
+            (self.batch is None or twice > 0, f"`batch={self.batch}` is no number of samples; give 1 or more"),
+            (images or not self.freeze_lambda, "`freeze_lambda` takes means over images; give `calibrate` images too"),
+            (images > 1 or self.precision != "int8", "INT8 takes its ranges from `calibrate` images; give 2 or more"),
+            (images != 1 or not self.approximates, "one image is too few to fit and check on; give `calibrate` more"),
+            (not 0 < images < twice, f"`batch` takes {twice} `calibrate` images or more; got {images}"),
+        ]
+        if problem := next((problem for is_right, problem in checks if not is_right), None):
+            raise UsageError(problem)
 
     @property
     def approximates(self) -> bool:
@@ -173,41 +166,23 @@ class FoldedLayer:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and how it was checked.
+    """What was written, and how it was checked."""
 
-    Attributes:
-        model: The network's name, if known.
-        target: What it was converted to last; None if it was not.
-        strength: Of its converted layers; None where there are none, or they differ.
-        weights: Where they are from, if known.
-        fold: "exact" or "poly".
-        precision: "float32", "float16" or "int8".
-        opset: ONNX operator set.
-        output: The file.
-        bytes: Its size, external data included.
-        parity: ONNX Runtime against the given network in PyTorch, in its own precision.
-        judged_on: What the samples of `parity` are: "random inputs", "given inputs", "images" or "... and images".
-        nodes: Number of nodes of each operator.
-        preprocess: How to make the network's input of an image, as in the file's metadata; None if unknown.
-        labels: How many names of outputs the file's metadata hold; None if they are unknown.
-        layers: What became of each normalization layer.
-    """
-
-    model: str | None
-    target: str | None
-    strength: float | None
-    weights: Mapping[str, Any] | None
-    fold: str
+    model: str | None  # the network's name, if known
+    target: str | None  # what it was converted to last; None if it was not
+    strength: float | None  # of its converted layers; None where there are none, or they differ
+    weights: Mapping[str, Any] | None  # where they are from, if known
+    fold: str  # "exact" or "poly"
     precision: Precision
     opset: int
-    output: str
-    bytes: int
-    parity: Comparison
-    judged_on: str
-    nodes: dict[str, int]
-    preprocess: Mapping[str, Any] | None
-    labels: int | None
-    layers: tuple[FoldedLayer, ...]
+    output: str  # the file
+    bytes: int  # its size, external data included
+    parity: Comparison  # ONNX Runtime against the given network in PyTorch, in its own precision
+    judged_on: str  # samples of `parity`: "random inputs", "given inputs", "images" or "... and images"
+    nodes: dict[str, int]  # number of nodes of each operator
+    preprocess: Mapping[str, Any] | None  # how to make the network's input of an image, as the file's metadata say
+    labels: int | None  # how many names of outputs the file's metadata hold; None if they are unknown
+    layers: tuple[FoldedLayer, ...]  # what became of each normalization layer
 
     @property
     def judged(self) -> str:

@@ -102,9 +102,9 @@ WRONG: dict[str, list[Any]] = {
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("crop_mode", None, "a.onnx does not say how its images are prepared .*'crop_mode'"),
+        ("crop_mode", None, "a.onnx lacks the metadata that .*'crop_mode'"),
         ("model", "net", "ONNX Runtime cannot run a.onnx .*; export it again"),  # nothing is changed
-        *((name, value, "a.onnx has metadata that export does not write") for name in WRONG for value in WRONG[name]),
+        *((name, value, "a.onnx lacks the metadata that") for name in WRONG for value in WRONG[name]),
     ],
     ids=lambda value: str(value)[:40],
 )

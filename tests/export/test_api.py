@@ -136,7 +136,7 @@ def test_what_differs_leaves_no_file(model: nn.Module, tmp_path: Path, monkeypat
     source = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Flatten())
     gnn, _ = retrofit.convert(source, "gnn", check=False)
     retrofit.set_strength(gnn, 1.0)
-    with pytest.raises(RetrofitError, match=r"constant lambdas differs .* leave out `freeze_lambda`$"):
+    with pytest.raises(RetrofitError, match=r"approximation differs .* leave out `freeze_lambda`"):
         export(gnn, path, freeze_lambda=True, calibrate=images, tolerance=1e-6)
     for error in (0.1, math.nan):
         with monkeypatch.context() as patch:

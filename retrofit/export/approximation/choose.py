@@ -6,9 +6,8 @@ An error that the network can bear is spread to where it is cheapest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,13 +18,11 @@ from torch.utils._pytree import tree_leaves
 from retrofit.compare import largest_gap, scale_of, tensors_of
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.fit import MAX_SIZE, LayerFunction, LineFitter, Observer, PolynomialFitter
-from retrofit.export.capture import POWER, attribute_of, shape_of
+from retrofit.export.capture import POWER, shape_of
 from retrofit.export.power_forms import Fit, Transform
 from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.onnx_runtimes import Runtime
-
-Instead = Mapping[Node, Callable[[Tensor], Tensor]]  # what takes the place of nodes of one input
 
 _FAMILIES: Mapping[Runtime, Sequence[tuple[type[LineFitter | PolynomialFitter], float, float]]] = {
     "onnxruntime": [(PolynomialFitter, -0.125, 0.125)],
@@ -57,28 +54,23 @@ def choose(
     not have stay exact. A RetrofitError says that no choice of degrees meets the tolerance.
     """
     found = (Transform.of(module, node) for node in module.graph.find_nodes(op="call_function", target=POWER))
-    transforms = {one.node: one for one in found if one.lmbda.numel() > 1}  # a frozen estimate is one number
+    transforms = [one for one in found if one.lmbda.numel() > 1]  # a frozen estimate is one number
     if not transforms:
         return {}
     observer, functions = Observer(sum(call.batch for call in fitted)), {}
-
-    def observed(node: Node, h: Tensor) -> Tensor:
-        observer.take(node, h)
-        return POWER(h, *(attribute_of(module, argument) for argument in node.args[1:]))  # type: ignore[arg-type]
-
     for call in fitted:
-        answers(module, call, {node: partial(observed, node) for node in transforms})
-    for node, one in transforms.items():
-        data = observer.sample(node, len(one.sign), one.sign.device)
-        functions[node] = LayerFunction(one, replace(data, h=data.h * one.sign[:, None]), one.high)
+        answers(module, call, observer=observer)
+    for one in transforms:
+        data = observer.sample(one.node, len(one.sign), one.sign.device)
+        functions[one.node] = LayerFunction(one, replace(data, h=data.h * one.sign[:, None]), one.high)
     if degree is not None:
         fits, fitter = {node: function.affine() for node, function in functions.items()}, _FAMILIES[runtime][0][0]
         rough = {node: functions[node] for node, fit in fits.items() if fit.rms_error > _AFFINE}
         return fits | {node: fitter(function).fit(degree) for node, function in rough.items()}
     limit, best = _ROOM * tolerance, math.inf
     expected = [answers(module, call) for call in judged]
-    for fits in allocations(_options(module, transforms, functions, runtime, fitted or judged)):
-        difference = _difference(module, approximated(transforms, fits), judged, expected, limit)
+    for fits in allocations(_options(module, functions, runtime, fitted or judged)):
+        difference = _difference(module, fits, judged, expected, limit)
         if difference <= limit:
             return fits
         best = min(best, difference)
@@ -90,44 +82,48 @@ def choose(
 
 
 class _Run(fx.Interpreter):
-    """A run of a captured network, with other functions for some nodes."""
+    """A run of a captured network, with other modules for some nodes; the observer takes what power transforms do."""
 
-    def __init__(self, module: fx.GraphModule, instead: Instead) -> None:
+    def __init__(self, module: fx.GraphModule, instead: Mapping[Node, nn.Module], observer: Observer | None) -> None:
         super().__init__(module)
-        self._instead = instead
+        self._instead, self._observer = instead, observer
 
     def run_node(self, n: Node) -> object:
         """Compute the value of a node."""
-        return self._instead[n](self.env[n.args[0]]) if n in self._instead else super().run_node(n)  # type: ignore[index]
+        if n in self._instead:
+            return self._instead[n](self.env[n.args[0]])  # type: ignore[index]
+        if self._observer is not None and n.target is POWER:
+            self._observer.take(n, self.env[n.args[0]])  # type: ignore[index]
+        return super().run_node(n)
 
 
 @torch.no_grad()
-def answers(module: fx.GraphModule, call: Call, instead: Instead | None = None) -> list[Tensor]:
-    """Return the tensors that a captured network answers to a call."""
-    arguments = tree_leaves((call.args, dict(call.kwargs)))
-    return list(tensors_of(_Run(module, instead or {}).run(*arguments)))
-
-
-def approximated(transforms: Mapping[Node, Transform], fits: Mapping[Node, Fit]) -> Instead:
-    """Return what takes the place of the nodes of some transforms, and of the ReLUs that their fits include."""
-    instead: dict[Node, Callable[[Tensor], Tensor]] = {}
-    for node, fit in fits.items():
-        one = transforms[node]
+def answers(
+    module: fx.GraphModule, call: Call, fits: Mapping[Node, Fit] | None = None, observer: Observer | None = None
+) -> list[Tensor]:
+    """Return the tensors that a captured network answers, with fits in the place of transforms and their ReLUs."""
+    instead: dict[Node, nn.Module] = {}
+    for node, fit in (fits or {}).items():
+        one = Transform.of(module, node)
         norm = ConstantNorm(torch.zeros_like(fit.shift), one.sign * fit.scale, fit.shift)
         instead[node] = nn.Sequential(norm, *fit.parts)
         if fit.has_activation and one.relu is not None:
             instead[one.relu] = nn.Identity()
-    return instead
+    return list(tensors_of(_Run(module, instead, observer).run(*tree_leaves((call.args, dict(call.kwargs))))))
 
 
 def _difference(
-    module: fx.GraphModule, instead: Instead, calls: Sequence[Call], expected: Sequence[Sequence[Tensor]], limit: float
+    module: fx.GraphModule,
+    fits: Mapping[Node, Fit],
+    calls: Sequence[Call],
+    expected: Sequence[Sequence[Tensor]],
+    limit: float,
 ) -> float:
     """Return the largest difference of an output, as a share of its scale over all calls; stop beyond a limit."""
     scales = [max(map(scale_of, leaves)) for leaves in zip(*expected, strict=True)]
     largest = 0.0
     for call, leaves in zip(calls, expected, strict=True):
-        gaps = map(largest_gap, leaves, answers(module, call, instead))
+        gaps = map(largest_gap, leaves, answers(module, call, fits))
         shares = [gap / scale if scale else math.inf if gap else 0.0 for gap, scale in zip(gaps, scales, strict=True)]
         largest = max([largest, *shares])
         if largest > limit:
@@ -144,11 +140,7 @@ class Candidate(NamedTuple):
 
 
 def _options(
-    module: fx.GraphModule,
-    transforms: Mapping[Node, Transform],
-    functions: Mapping[Node, LayerFunction],
-    runtime: Runtime,
-    calls: Sequence[Call],
+    module: fx.GraphModule, functions: Mapping[Node, LayerFunction], runtime: Runtime, calls: Sequence[Call]
 ) -> dict[Node, list[Candidate]]:
     """Fit all kinds and sizes, and see what an error of each transform alone does to the output."""
     few = next((call for call in calls if call.batch >= _FEW), calls[-1])
@@ -161,8 +153,7 @@ def _options(
             fitter = family(function)
             costs += [(fitter.fit(size), base + size * each) for size in range(2, MAX_SIZE + 1)]
         probe = costs[1][0]
-        changed = answers(module, few, approximated(transforms, {node: probe}))
-        pairs = list(zip(expected, changed, strict=True))
+        pairs = list(zip(expected, answers(module, few, {node: probe}), strict=True))
         gaps = [torch.where(a == b, 0.0, a.double() - b) / (scale_of(a) or 1.0) for a, b in pairs]  # also of infinity
         harm = sum(float(gap.square().sum()) for gap in gaps) / max(probe.rms_error**2, 1e-30)
         elements = math.prod(shape_of(node)[1:])

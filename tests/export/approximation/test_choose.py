@@ -19,10 +19,10 @@ from torch.fx import Graph
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximation.choose import Candidate, allocations, answers, approximated, choose
+from retrofit.export.approximation.choose import Candidate, allocations, answers, choose
 from retrofit.export.capture import capture, layer_of
 from retrofit.export.fold_constants import fold
-from retrofit.export.power_forms import Fit, Transform
+from retrofit.export.power_forms import Fit
 from retrofit.inputs import Call
 from tests.export.networks import norm
 
@@ -40,8 +40,7 @@ class Folded:
         program = capture(model, calls[0])
         self.model, self.layers = program.module, program.layers
         fits = choose(self.model, runtime, how.get("degree"), how.get("tolerance", 0.05), calls, calls)
-        instead = approximated({node: Transform.of(self.model, node) for node in fits}, fits)
-        self.judged = [answers(self.model, call, instead) for call in calls]
+        self.judged = [answers(self.model, call, fits) for call in calls]
         self.fits = {layer_of(node): fit for node, fit in fits.items()}
         fold(program, fits)
 
@@ -163,13 +162,16 @@ def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
         ({"fold": "poly", "degree": 9}, "use 2 to 8"),
         ({"freeze_lambda": True}, "`calibrate`"),
         ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
-        ({"calibrate": [torch.zeros(2, 4, 8, 9)]}, r"batches of images, \(N, 4, 9, 9\); got images of \(4, 8, 9\)"),
-        ({"dynamic_size": True, "calibrate": [torch.zeros(1, 4, n, 9) for n in (8, 9)]}, "images of one size; got"),
+        ({"calibrate": [torch.zeros(2, 4, 8, 9)]}, r"of one size, \(N, 4, 9, 9\); got images of \(4, 8, 9\)$"),
+        (
+            {"dynamic_size": True, "calibrate": [torch.zeros(1, 4, n, 9) for n in (8, 9)]},
+            r"\(4, 8, 9\) and \(4, 9, 9\)$",
+        ),
         ({"batch": 0}, "no number of samples"),
         ({"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]}, "takes 4 `calibrate` images or more; got 3"),
         ({"tolerance": -1.0}, "more than 0"),
-        ({"precision": "int8"}, "give `calibrate` images, 2 or more"),
-        ({"precision": "int8", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "give `calibrate` images, 2 or more"),
+        ({"precision": "int8"}, "`calibrate` images; give 2 or more"),
+        ({"precision": "int8", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` images; give 2 or more"),
         ({"precision": "int4"}, "no precision 'int4'; use float32, float16, int8"),
     ],
 )
