@@ -233,14 +233,14 @@ def _checked_fold(request: Request) -> tuple[Program, tuple[FoldedLayer, ...], R
     if program.note and request.fold == "poly":
         raise RetrofitError(program.note)
     errors = {layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()}
-    layers = (FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items())
+    layers = tuple(FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items())
     comparison = reference.compare(program.module)
     if comparison.differs:
         what, advice = "the folded network", _REPORT_IT
         if option := "freeze_lambda" if request.freeze_lambda else "degree" if request.degree else "":
             what, advice = "the approximation", f"leave out `{option}`, or raise `tolerance` if you can accept that"
         raise ComparisonError(comparison, f"{what} differs from the given one", advice)
-    return program, tuple(layers), reference, comparison
+    return program, layers, reference, comparison
 
 
 def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:

@@ -126,8 +126,8 @@ def bake(
         least = min((stage for stage in stages if stage.layers), key=lambda stage: stage.error)
         raise RetrofitError(
             f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g} of its standard "
-            f"deviation, more than {tolerance:g}; raise `tolerance`, or train there and back "
-            "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched there-and-back`)"
+            f"deviation, more than {tolerance:g}; raise `tolerance`, or train it back to strength 0 "
+            "(`retrofit finetune --strength-sched there-and-back`)"
         )
     stage, left, constants = max(within, key=lambda choice: choice[0].layers)
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in constants}

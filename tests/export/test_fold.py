@@ -22,7 +22,7 @@ from retrofit.export.fold_constants import fold
 from retrofit.inputs import Call
 from retrofit.layers import BatchNormalNormAct2d, DecorrelatedBatchNorm2d, DecorrelatedBatchNormalNorm2d
 from retrofit.layers.forms import ChannelAffine
-from tests.export.networks import norm
+from tests.export.networks import batch_norm, norm
 
 
 class Side(nn.Module):
@@ -93,18 +93,8 @@ FEEDERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def batch_norm() -> nn.BatchNorm2d:
-    layer = nn.BatchNorm2d(8)
-    for tensor in (layer.weight, layer.bias, layer.running_mean):
-        nn.init.normal_(tensor)
-    nn.init.uniform_(layer.running_var, 0.5, 2.0)
-    return layer
-
-
-def frozen_batch_norm() -> FrozenBatchNorm2d:
-    layer = FrozenBatchNorm2d(8)
-    layer.load_state_dict(batch_norm().state_dict())
-    return layer
+def trained() -> nn.Module:
+    return batch_norm(nn.BatchNorm2d(8))
 
 
 def whitened(to: type[Any] = DecorrelatedBatchNormalNorm2d, size: int = 4, strength: float = 1.0) -> Any:
@@ -123,7 +113,7 @@ def of_samples(layer: Any) -> nn.Module:
 
 
 def proxied() -> nn.Module:
-    before = batch_norm()
+    before = trained()
     layer = layers.ProxyNorm(nn.Tanh(), 8, norm=before)
     nn.init.normal_(layer.proxy_bias, std=0.3)
     return nn.Sequential(before, layer)
@@ -133,8 +123,8 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "affine": lambda: norm(8, running_lambda=torch.ones(8)),
     "one branch": lambda: norm(8, bias=-torch.rand(8)),
     "two branches": lambda: norm(8),
-    "batch norm": batch_norm,
-    "frozen": frozen_batch_norm,
+    "batch norm": trained,
+    "frozen": lambda: batch_norm(FrozenBatchNorm2d(8)),
     "group": lambda: of_samples(layers.MigratedGroupNorm(2, 8, strength=0.7)),
     "estimated": lambda: of_samples(layers.GroupNormalNorm(2, 8)),
     "proxied": proxied,
@@ -295,8 +285,8 @@ def test_layers_that_serve_several_places() -> None:
 
 def test_a_batch_norm_that_nothing_before_it_takes_merges_with_a_scale_behind_it() -> None:
     scaled = ChannelAffine(torch.randn(8), torch.zeros(8))
-    assert check({"first": nn.Sequential(batch_norm(), scaled, nn.ReLU(), point())}, (8, 9, 9)) == {"first.0": "affine"}
-    program = folded(nn.Sequential(batch_norm(), scaled, nn.ReLU()), torch.randn(2, 8, 9, 9))
+    assert check({"first": nn.Sequential(trained(), scaled, nn.ReLU(), point())}, (8, 9, 9)) == {"first.0": "affine"}
+    program = folded(nn.Sequential(trained(), scaled, nn.ReLU()), torch.randn(2, 8, 9, 9))
     assert layer_counts(program) == {"ConstantNorm": 1, "relu": 1}
 
 

@@ -173,6 +173,8 @@ def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
         ({"precision": "int8"}, "`calibrate` images; give 2 or more"),
         ({"precision": "int8", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` images; give 2 or more"),
         ({"precision": "int4"}, "no precision 'int4'; use float32, float16, int8"),
+        ({"opset": 17}, "use 18 to 22"),
+        ({"opset": 23}, "use 18 to 22"),
     ],
 )
 def test_arguments(options: dict[str, Any], complaint: str, tmp_path: Path) -> None:
