@@ -43,11 +43,7 @@ def power(h: Tensor, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return TwoBranch(lmbda, gamma, beta)(h).contiguous()
 
 
-@power.register_fake
-def _shape_of_power(h: Tensor, _lmbda: Tensor, _gamma: Tensor, _beta: Tensor) -> Tensor:
-    return torch.empty_like(h, memory_format=torch.contiguous_format)
-
-
+power.register_fake(lambda h, *_: torch.empty_like(h, memory_format=torch.contiguous_format))
 POWER = torch.ops.retrofit.power.default
 
 

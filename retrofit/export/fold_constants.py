@@ -162,32 +162,19 @@ class _Folding:
         return node
 
     def fold_into_consumer(self, node: Node) -> None:
-        """Fold a map into the layer that alone takes its output, through padding too; over zeros only the scale."""
-        one, last, zeros = self.maps[node], node, False
-        while len(users := users_of(last)) == 1 and users[0].target is ATEN.pad.default:
-            _, pads, mode, fill = arguments(users[0]).values()
-            pads_channels = len(pads) > 2 * (len(shape_of(node)) - 2)
-            if one.dim != 1 or pads_channels or (mode == "constant" and fill):
-                return
-            last, zeros = users[0], zeros or mode == "constant"
-        consumer = self._linear(users[0]) if len(users) == 1 and users[0].args[0] is last else None
+        """Fold a map into the layer that alone takes its output; no shift where that layer puts zeros beside it."""
+        one, users = self.maps[node], users_of(node)
+        consumer = self._linear(users[0]) if len(users) == 1 and users[0].args[0] is node else None
         if consumer is None or not _fits(users[0], one, consumer.weight.shape[:3:2]):
             return
-        rest = torch.zeros_like(one.shift)
-        if (zeros or consumer.pads_zeros) and bool(one.shift.any()):
-            if one.is_norm or not bool((one.scale > 0).all()):
-                return
-            rest = one.shift / one.scale
-        self._set(users[0], consumer.after(one.scale, one.shift if not rest.any() else 0 * rest))
-        self.maps[node] = Affine(torch.ones_like(rest), rest, one.dim, one.layers)
+        if not (consumer.pads_zeros and bool(one.shift.any())):
+            self._set(users[0], consumer.after(one.scale, one.shift))
+            self._replace(node, node.args[0])
 
     def lower_affine_maps(self) -> None:
         """Put operations in the place of the maps that are left, and note which layers are folded."""
         for node in self.graph.find_nodes(op="call_function", target=affine):
             one = self.maps[node]
-            if bool((one.scale == 1).all() and (one.shift == 0).all()):
-                self._replace(node, node.args[0])
-                continue
             self.folded -= one.layers
             norm = ConstantNorm(torch.zeros_like(one.shift), one.scale, one.shift)
             form = norm if one.is_norm and one.dim == 1 else ChannelAffine(one.scale, one.shift, last=one.dim != 1)

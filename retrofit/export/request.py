@@ -61,8 +61,6 @@ class Request:
         calls = example_calls(self.network, self.inputs, self.input_size)
         calls, batch = [call.to(device, torch.float32) for call in calls], self.batch
         if batch is not None:
-            if self.inputs is not None and calls[0].batch != batch:
-                raise UsageError(f"`inputs` are {calls[0].batch} samples, `batch` says {batch}; make them the same")
             calls = [calls[-1].resized(batch)]
         elif self.inputs is not None:  # what is captured must do for other numbers too, where the network does
             calls += [calls[0].resized(rows) for rows in (1, 3) if rows != calls[0].batch]

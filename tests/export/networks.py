@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import timm
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.layers import BatchNormalNorm2d
 from tests.half_resnet import HALF
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters that are tried with the slow tests."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def norm(channels: int, **changes: Any) -> BatchNormalNorm2d:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import RetrofitError
 from retrofit.layers import DecorrelatedBatchNormalNorm2d, GroupNormalNorm, MigratedGroupNorm, ProxyNorm
-from tests.export.networks import batch_norm, norm
+from tests.export.networks import batch_norm, norm, slow
 
 
 class ConvNorm(nn.Module):
@@ -159,12 +159,10 @@ def test_a_fixed_batch(source: type[nn.Module], tmp_path: Path) -> None:
     assert report.parity.batches == (4,)
     dims = onnx.load(path).graph.input[0].type.tensor_type.shape.dim
     assert [dim.dim_value for dim in dims] == [4, 3, 9]
-    folded = retrofit.fold(model, inputs=X, batch=4)
-    torch.testing.assert_close(folded(X), model(X), atol=1e-5, rtol=1e-4)
+    folded = retrofit.fold(model, inputs=X, batch=2)
+    torch.testing.assert_close(folded(X[:2]), model(X[:2]), atol=1e-5, rtol=1e-4)
     with pytest.raises(AssertionError):
-        folded(X[:2])
-    with pytest.raises(UsageError, match="`inputs` are 4 samples, `batch` says 3"):
-        retrofit.fold(model, inputs=X, batch=3)
+        folded(X)
 
 
 class Pair(nn.Module):
@@ -205,9 +203,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Conv2d(8, 4, 1)).eval()
 
 
-@pytest.mark.parametrize(
-    "case", ["exact", *(pytest.param(case, marks=pytest.mark.slow) for case in FOLDS if case != "exact")]
-)
+@pytest.mark.parametrize("case", ["exact", *slow("poly on images", "lines", "frozen")])
 def test_fold_makes_its_tensors_where_the_network_lies(case: str) -> None:
     """Tensors lie on the meta device here unless something says where; those would end in an error."""
     model = network()

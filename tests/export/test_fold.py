@@ -22,7 +22,7 @@ from retrofit.export.fold_constants import fold
 from retrofit.inputs import Call
 from retrofit.layers import BatchNormalNormAct2d, DecorrelatedBatchNorm2d, DecorrelatedBatchNormalNorm2d
 from retrofit.layers.forms import ChannelAffine
-from tests.export.networks import batch_norm, norm
+from tests.export.networks import batch_norm, norm, slow
 
 
 class Side(nn.Module):
@@ -38,7 +38,6 @@ class Side(nn.Module):
 
 
 def folded(model: nn.Module, x: Tensor) -> Program:
-    """Fold a network."""
     program = capture(model.eval(), Call((x,)))
     assert not program.note
     fold(program, {})
@@ -62,9 +61,9 @@ def check(networks: dict[str, nn.Module], size: tuple[int, ...] = (4, 9, 9), tol
                 for ours, theirs in zip(tree_leaves(found[name]), tree_leaves(expected[name]), strict=True):
                     gap = float((ours - theirs).abs().max()) / float(theirs.abs().max())
                     assert gap < tolerance, (name, gap)
-    names = {f"networks.{number}": name for number, name in enumerate(networks)}
-    found = {tuple(name.split(".")): form for name, form in program.layers.items()}
-    return {".".join([names[".".join(path[:2])], *path[2:]]): form for path, form in found.items()}
+    paths = [layer.split(".", 2)[1:] for layer in program.layers]
+    names = [".".join([list(networks)[int(number)], *path]) for number, *path in paths]
+    return dict(zip(names, program.layers.values(), strict=True))
 
 
 def layer_counts(program: Program) -> Counter[str]:
@@ -136,9 +135,8 @@ def test_every_feeder_takes_an_affine_map() -> None:
     kinds = {"affine": "folded", "two branches": "two branches", "batch norm": "folded", "frozen": "folded"}
     networks = {f"{f}, {n}": nn.Sequential(FEEDERS[f](), NORMS[n]()) for f in FEEDERS for n in kinds}
     assert check(networks) == {f"{f}, {n}.1": kinds[n] for f in FEEDERS for n in kinds}
-    for feeder in ("weight norm", "standardised"):
-        program = folded(nn.Sequential(FEEDERS[feeder](), norm(8)), torch.randn(2, 4, 9, 9))
-        assert layer_counts(program) == {"conv2d": 1, "TwoBranch": 1}  # what made the weight is gone
+    program = folded(nn.Sequential(FEEDERS["weight norm"](), norm(8)), torch.randn(2, 4, 9, 9))
+    assert layer_counts(program) == {"conv2d": 1, "TwoBranch": 1}  # what made the weight is gone
 
 
 def test_a_whitening_folds_where_its_groups_come_from_the_same_channels() -> None:
@@ -163,12 +161,16 @@ class Odd(nn.Module):
         return self.run(self, x)
 
 
+def normed(net: Any, x: Tensor) -> Tensor:
+    return net.norm(net.feeder(x))
+
+
 def straight(net: Any, x: Tensor) -> Tensor:
-    return net.consumer(net.relu(net.norm(net.feeder(x))))
+    return net.consumer(net.relu(normed(net, x)))
 
 
 def bare(net: Any, x: Tensor) -> Tensor:
-    return net.consumer(net.norm(net.feeder(x)))
+    return net.consumer(normed(net, x))
 
 
 def feeder_used_twice(net: Any, x: Tensor) -> Tensor:
@@ -183,31 +185,22 @@ def every_step_returned(net: Any, x: Tensor) -> dict[str, Any]:
     return {"norm": y, "rest": [z, net.consumer(z)]}
 
 
-def point() -> nn.Module:
-    return nn.Conv2d(8, 4, 1)
+def point(channels: int = 8) -> nn.Module:
+    return nn.Conv2d(channels, 4, 1)
 
 
 RUNS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
     "feeder's weight read": (lambda net, x: straight(net, x) + F.conv2d(x, net.feeder.weight, padding=1).mean(), point),
-    "consumer's weight read": (
-        lambda net, x: straight(net, x) + F.conv2d(net.feeder(x), net.consumer.weight),
-        point,
-    ),
+    "consumer's weight": (lambda net, x: straight(net, x) + F.conv2d(net.feeder(x), net.consumer.weight), point),
     "feeder used twice": (feeder_used_twice, point),
-    "padded by hand": (lambda net, x: net.consumer(F.pad(net.norm(net.feeder(x)), (1, 1, 1, 1))), point),
-    "padded by ones": (lambda net, x: net.consumer(F.pad(net.norm(net.feeder(x)), (1, 1), value=1.0)), point),
-    "channels padded": (
-        lambda net, x: net.consumer(F.pad(net.norm(net.feeder(x)), (0, 0, 0, 0, 0, 2))),
-        lambda: nn.Conv2d(10, 4, 1),
-    ),
+    "padded by hand": (lambda net, x: net.consumer(F.pad(normed(net, x), (1, 1, 1, 1))), point),
+    "padded by ones": (lambda net, x: net.consumer(F.pad(normed(net, x), (1, 1), value=1.0)), point),
+    "channels padded": (lambda net, x: net.consumer(F.pad(normed(net, x), (0, 0, 0, 0, 0, 2))), lambda: point(10)),
     "every step returned": (every_step_returned, point),
-    "norm twice": (lambda net, x: net.consumer(net.norm(net.norm(net.feeder(x)))), point),
-    "limited": (lambda net, x: net.consumer(net.norm(net.feeder(x)).clamp(0, 0.7)), point),
-    "one half of the channels": (
-        lambda net, x: net.consumer(net.norm(net.feeder(x))[:, :4]),
-        lambda: nn.Conv2d(4, 4, 1),
-    ),
-    "flattened": (lambda net, x: net.consumer(net.relu(net.norm(net.feeder(x))).flatten(1)), lambda: nn.Linear(648, 4)),
+    "norm twice": (lambda net, x: net.consumer(net.norm(normed(net, x))), point),
+    "limited": (lambda net, x: net.consumer(normed(net, x).clamp(0, 0.7)), point),
+    "one half of the channels": (lambda net, x: net.consumer(normed(net, x)[:, :4]), lambda: point(4)),
+    "flattened": (lambda net, x: net.consumer(net.relu(normed(net, x)).flatten(1)), lambda: nn.Linear(648, 4)),
     "dilated groups": (straight, lambda: nn.Conv2d(8, 4, 3, groups=4, dilation=2)),
     "linear on the last dimension": (straight, lambda: nn.Linear(9, 4)),
     "zero padding": (bare, lambda: nn.Conv2d(8, 4, 3, padding=1)),
@@ -219,15 +212,7 @@ RUNS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "one branch",
-        "batch norm",
-        "whitened",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("two branches", "estimated")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["one branch", "batch norm", "whitened", *slow("two branches", "estimated")])
 def test_odd_calls(kind: str) -> None:
     check({run: Odd(NORMS[kind](), code, consumer()) for run, (code, consumer) in RUNS.items()})
 
@@ -250,9 +235,7 @@ ALTERATIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "alteration", ["hook", "forward of its own", pytest.param("hook before", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("alteration", ["hook", "forward of its own", *slow("hook before")])
 def test_altered_layers(alteration: str) -> None:
     own = alteration == "forward of its own"
     kinds = ["one branch"] if own else ["one branch", "batch norm", "group", "proxied", "whitened"]
@@ -302,8 +285,9 @@ def test_a_branch_that_a_relu_makes_dead_is_left_out() -> None:
         one_sided = isinstance(act, nn.ReLU | nn.ReLU6) and beta <= 0
         expected[f"{name}.1"] = "one branch" if one_sided else "two branches"
     assert check(networks) == expected
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), NORMS["one branch"](), nn.ReLU(), point())
-    program = folded(model, torch.randn(2, 4, 9, 9))
+    program = folded(
+        nn.Sequential(nn.Conv2d(4, 8, 3), NORMS["one branch"](), nn.ReLU(), point()), torch.randn(2, 4, 9, 9)
+    )
     assert layer_counts(program) == {"conv2d": 2, "FunctionModule": 1, "OneBranch": 1}
 
 
@@ -332,7 +316,7 @@ def test_constants() -> None:
     check({name: network for name, network in networks.items() if name not in exact}, tolerance=2e-4)
 
 
-@pytest.mark.parametrize("strength", [pytest.param(0.0, marks=pytest.mark.slow), 0.6])
+@pytest.mark.parametrize("strength", [0.6, *slow(0.0)])
 @pytest.mark.parametrize("kind", ["group", "layer"])
 def test_affine_of_layers_that_estimate(kind: str, strength: float) -> None:
     """It goes into the layer after the norm, never into the one after an activation."""

@@ -11,7 +11,7 @@ import contextlib
 import csv
 import json
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -350,16 +350,8 @@ def bench(network: Network) -> None:
 
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float], Network]:
-    """Convert each network once a process."""
-    made: dict[tuple[str, float], Network] = {}
-
-    def get(row: str, strength: float) -> Network:
-        if (row, strength) not in made:
-            made.clear()  # the cells of a network follow one another
-            made[row, strength] = Network(row, strength, tmp_path_factory.mktemp("grid"))
-        return made[row, strength]
-
-    return get
+    """Convert each network once a process: its cells follow one another."""
+    return lru_cache(1)(lambda row, strength: Network(row, strength, tmp_path_factory.mktemp("grid")))
 
 
 def cells() -> Iterator[Any]:

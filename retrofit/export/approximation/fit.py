@@ -167,7 +167,11 @@ class PolynomialFitter:
         """Find the root and the range of each channel, and sum up what least squares need, for all shares of it."""
         self.function = function
         high, low, top = function.high, function.low, function.top
-        root = self._root()
+        ends = torch.stack([low, top], 1)
+        values = function.unlimited(ends)
+        before, behind = (ends - values / function.slope(ends)).unbind(1)  # where the tangents at the ends are 0
+        root = torch.where(values[:, 0] > 0, before, function.inverse(0.0, low))
+        root = torch.where(values[:, 1] < 0, behind if high is None else top, root)
         if high is not None:
             root = root.maximum(low - _ROOM * (top - low).clamp_min(1.0))
         reach = top - root if high is not None else torch.maximum(top - root, root - low)
@@ -199,15 +203,6 @@ class PolynomialFitter:
         parts = [limits(self.limit, 1.0), Polynomial(coefficients[best, channels].T.contiguous())]
         scale, shift = self.scales[best, channels], self.shifts[best, channels]
         return self.function.measured(Fit("polynomial", size, scale, shift, parts, has_activation=self.limit == 0))
-
-    def _root(self) -> Tensor:
-        """Return where each channel is 0, or where its tangent at the end of the range would be."""
-        function, low, top = self.function, self.function.low, self.function.top
-        ends = torch.stack([low, top], 1)
-        values = function.unlimited(ends)
-        tangents = (ends - values / function.slope(ends)).unbind(1)
-        root = torch.where(values[:, 0] > 0, tangents[0], function.inverse(0.0, low))
-        return torch.where(values[:, 1] < 0, tangents[1] if function.high is None else top, root)
 
 
 class LineFitter:

@@ -43,11 +43,7 @@ class Folded:
         self.judged = [answers(self.model, call, fits) for call in calls]
         self.fits = {layer_of(node): fit for node, fit in fits.items()}
         fold(program, fits)
-
-    @property
-    def degrees(self) -> list[int]:
-        """By layer; 9 where the transform is exact."""
-        return [self.fits[name].size if name in self.fits else 9 for name in self.layers]
+        self.degrees = [self.fits[name].size if name in self.fits else 9 for name in self.layers]  # 9: exact
 
 
 @pytest.fixture

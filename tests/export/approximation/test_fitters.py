@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -23,14 +25,12 @@ from retrofit.export.approximation.fit import (
 )
 from retrofit.layers.constant_maps import ChannelMap
 
-LMBDA = torch.linspace(-0.5, 2.4, 8).double()
 INF = float("inf")
-FITTERS = {"polynomial": PolynomialFitter, "lines": LineFitter}
 
 
-def channels(lmbda: Tensor = LMBDA, gamma: float = 1.0, beta: float = 0.1) -> ChannelMap:
+def channels(*lmbda: float, gamma: float = 1.0, beta: float = 0.1) -> ChannelMap:
     ones = torch.ones(len(lmbda), dtype=torch.float64)
-    return ChannelMap(ones, 0 * ones, lmbda.double(), gamma * ones, beta * ones)
+    return ChannelMap(ones, 0 * ones, torch.tensor(lmbda, dtype=torch.float64), gamma * ones, beta * ones)
 
 
 def plain(h: Tensor) -> WeightedSample:
@@ -51,14 +51,13 @@ def truth(layer: ChannelMap, h: Tensor, high: float | None = None) -> Tensor:
 @pytest.mark.parametrize("high", [None, INF, 1.5])
 @pytest.mark.parametrize("beta", [-0.5, 0.7])
 @pytest.mark.parametrize(
-    ("form", "size", "bound"),
-    [("polynomial", 2, 0.05), ("polynomial", 6, 0.01), ("lines", 2, 0.1), ("lines", 8, 0.4 / 64)],
+    ("fitter", "size", "bound"),
+    [(PolynomialFitter, 2, 0.05), (PolynomialFitter, 6, 0.01), (LineFitter, 2, 0.1), (LineFitter, 8, 0.4 / 64)],
 )
-def test_fit(form: str, size: int, bound: float, beta: float, high: float | None) -> None:
-    layer = channels(LMBDA[2:-2], beta=beta)
-    data = gaussian(len(layer.lmbda))
+def test_fit(fitter: Any, size: int, bound: float, beta: float, high: float | None) -> None:
+    layer, data = channels(0.3, 0.7, 1.1, 1.6, beta=beta), gaussian(4)
     target = LayerFunction(layer, data, high)
-    fit = FITTERS[form](target).fit(size)
+    fit, form = fitter(target).fit(size), "lines" if fitter is LineFitter else "polynomial"
     values = fit(data.h) if high is None or fit.has_activation else fit(data.h).clamp(0, high)
     error = (values - truth(layer, data.h, high)) / target.scale
     assert (fit.form, fit.size, fit.has_activation) == (form, size, form == "polynomial" and high is not None)
@@ -72,7 +71,7 @@ def test_fit(form: str, size: int, bound: float, beta: float, high: float | None
 def test_a_few_far_values_do_not_bend_the_rest(high: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     h = torch.randn(8, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     h[:, :4] *= 20
-    target = LayerFunction(channels(torch.full((8,), 0.3)), plain(h), high)
+    target = LayerFunction(channels(*[0.3] * 8), plain(h), high)
     limited = PolynomialFitter(target).fit(2).rms_error
     monkeypatch.setattr(fitting, "_SHARES", (1.0,))
     assert limited < 0.9 * PolynomialFitter(target).fit(2).rms_error
@@ -80,7 +79,7 @@ def test_a_few_far_values_do_not_bend_the_rest(high: float | None, monkeypatch: 
 
 def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     data = gaussian(8)
-    target = LayerFunction(channels(torch.full((8,), 2.2), 0.75, 5.5), plain(-data.h[:, : data.seen].exp()), INF)
+    target = LayerFunction(channels(*[2.2] * 8, gamma=0.75, beta=5.5), plain(-data.h[:, : data.seen].exp()), INF)
     near = PolynomialFitter(target).fit(6).rms_error
     monkeypatch.setattr(fitting, "_ROOM", 1e9)
     assert near < 0.5 * PolynomialFitter(target).fit(6).rms_error
@@ -92,7 +91,7 @@ def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     [(0.0, 1.0, 3.0), (2.0, 1.0, 3.0), (0.0, 1.0, -3.0), (0.5, 0.0, 1.0), (0.5, 0.0, 0.0), (0.5, 1e-3, 1.0)],
 )
 def test_channels_without_a_root_in_range(lmbda: float, gamma: float, beta: float, high: float | None) -> None:
-    layer, data = channels(torch.full((3,), lmbda), gamma, beta), gaussian(3)
+    layer, data = channels(*[lmbda] * 3, gamma=gamma, beta=beta), gaussian(3)
     expected = truth(layer, data.h, high)
     error = rms(PolynomialFitter(LayerFunction(layer, data, high)).fit(5)(data.h) - expected, data)
     assert error < 0.05 * max(1.0, rms(expected - expected.mean(), data))
@@ -100,7 +99,7 @@ def test_channels_without_a_root_in_range(lmbda: float, gamma: float, beta: floa
 
 @pytest.mark.parametrize("lmbda", [-0.5, 1.5])
 def test_no_other_two_or_three_lines_are_better(lmbda: float) -> None:
-    layer, h = channels(torch.tensor([lmbda])), gaussian(1).h
+    layer, h = channels(lmbda), gaussian(1).h
     x, expected = h[0].numpy(), truth(layer, h)[0].numpy()
 
     def error(knots: np.ndarray) -> float:
@@ -117,18 +116,14 @@ def test_no_other_two_or_three_lines_are_better(lmbda: float) -> None:
 
 @example(lmbda=-1.0, gamma=1.0, beta=-1.0, spread=15.0, high=6.0, size=8)  # never above 0, from -37,000 to -0.02
 @given(
-    st.floats(-3, 4),
-    st.floats(1e-3, 3),
-    st.floats(-8, 8),
-    st.floats(0.05, 20),
-    st.sampled_from([None, 6.0, INF]),
-    st.integers(2, 8),
+    *(st.floats(-3, 4), st.floats(1e-3, 3), st.floats(-8, 8), st.floats(0.05, 20)),
+    *(st.sampled_from([None, 6.0, INF]), st.integers(2, 8)),
 )
 def test_lines_are_monotone_and_near_whatever_the_channel(
     lmbda: float, gamma: float, beta: float, spread: float, high: float | None, size: int
 ) -> None:
     h = spread * torch.randn(2, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    target = LayerFunction(channels(torch.tensor([lmbda, 1.0]), gamma, beta), plain(h), high)
+    target = LayerFunction(channels(lmbda, 1.0, gamma=gamma, beta=beta), plain(h), high)
     fit = LineFitter(target).fit(size)
     wide = torch.linspace(float(h.min()) - 5, float(h.max()) + 5, 300, dtype=torch.float64).expand(2, -1)
     assert fit(wide).isfinite().all()
@@ -141,16 +136,15 @@ def test_lines_are_monotone_and_near_whatever_the_channel(
 @pytest.mark.parametrize("high", [None, INF, 6.0])
 @pytest.mark.parametrize(("gamma", "beta"), [(0.0, 1.0), (0.5, -9.0), (0.5, 20.0)])
 def test_lines_of_channels_that_are_constant_behind_the_relu(gamma: float, beta: float, high: float | None) -> None:
-    data = gaussian(3)
-    target = LayerFunction(channels(torch.full((3,), 0.5), gamma, beta), data, high)
+    target = LayerFunction(channels(0.5, gamma=gamma, beta=beta), gaussian(1), high)
     error = target.limited(LineFitter(target).fit(4)(target.h)) - target.values
-    assert error[:, : data.seen].abs().max() < 0.15
+    assert error[:, : target.data.seen].abs().max() < 0.15
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_no_data_between_the_limits_of_a_relu6(size: int) -> None:
     h = torch.cat([torch.linspace(-2, -0.5, 50), torch.linspace(15, 17, 5)]).double().expand(3, -1)
-    target = LayerFunction(channels(torch.tensor([1.25, 0.4, 1.0]), 2.2, -1.0), plain(h), 6.0)
+    target = LayerFunction(channels(1.25, 0.4, 1.0, gamma=2.2, beta=-1.0), plain(h), 6.0)
     fit = LineFitter(target).fit(size)
     torch.testing.assert_close(fit(h).clamp(0, 6), target.values, rtol=0, atol=1e-4)
     assert fit(torch.linspace(-3, 20, 100, dtype=torch.float64).expand(3, -1)).isfinite().all()
