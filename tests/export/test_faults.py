@@ -178,37 +178,28 @@ class Pair(nn.Module):
 
 
 def test_several_inputs_are_named_in_the_file(tmp_path: Path) -> None:
-    model = Pair().eval()
     batch = {"values": torch.randn(3, 4), "token": torch.tensor([1, 2, 3])}
-    report = retrofit.export_onnx(model, tmp_path / "a.onnx", inputs=(batch,))
+    report = retrofit.export_onnx(Pair().eval(), tmp_path / "a.onnx", inputs=(batch,))
     assert (report.judged_on, report.parity.passed) == ("given inputs", True)
     assert "BatchNormalization" not in report.nodes
     assert len({value.name for value in onnx.load(tmp_path / "a.onnx").graph.input}) == 2
 
 
 IMAGES = [torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))]
-FOLDS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "poly on images": {"fold": "poly", "tolerance": 0.5, "calibrate": IMAGES},
-    "lines": {"fold": "poly", "tolerance": 0.5, "degree": 5, "runtime": "openvino"},
-    "frozen": {"freeze_lambda": True, "tolerance": 2.0, "calibrate": IMAGES},
-}
+POLY, FROZEN = {"fold": "poly", "tolerance": 0.5}, {"freeze_lambda": True, "tolerance": 2.0, "calibrate": IMAGES}
+LINES = {**POLY, "degree": 5, "runtime": "openvino"}
 
 
-def network() -> nn.Sequential:
+@pytest.mark.parametrize("how", [{}, *slow({**POLY, "calibrate": IMAGES}, LINES, FROZEN)])
+def test_fold_makes_its_tensors_where_the_network_lies(how: dict[str, Any]) -> None:
+    """Tensors lie on the meta device here unless something says where; those would end in an error."""
     whitened = DecorrelatedBatchNormalNorm2d(8, group_size=4)
     whitened.train()(torch.randn(16, 8, 4, 4))
     layers = [norm(8), nn.ReLU(), nn.Conv2d(8, 8, 1), norm(8), nn.Conv2d(8, 8, 1), MigratedGroupNorm(2, 8)]
     layers += [ProxyNorm(nn.PReLU(8), 8), nn.Conv2d(8, 8, 1), whitened, nn.Conv2d(8, 8, 1), GroupNormalNorm(2, 8)]
-    return nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Conv2d(8, 4, 1)).eval()
-
-
-@pytest.mark.parametrize("case", ["exact", *slow("poly on images", "lines", "frozen")])
-def test_fold_makes_its_tensors_where_the_network_lies(case: str) -> None:
-    """Tensors lie on the meta device here unless something says where; those would end in an error."""
-    model = network()
-    expected = retrofit.fold(model, input_size=(3, 6, 6), **FOLDS[case])
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Conv2d(8, 4, 1)).eval()
+    expected = retrofit.fold(model, input_size=(3, 6, 6), **how)
     with torch.device("meta"):
-        folded = retrofit.fold(model, input_size=(3, 6, 6), **FOLDS[case])
+        folded = retrofit.fold(model, input_size=(3, 6, 6), **how)
     assert {tensor.device.type for tensor in (*folded.parameters(), *folded.buffers())} == {"cpu"}
     torch.testing.assert_close(folded(IMAGES[0]), expected(IMAGES[0]))

@@ -357,11 +357,9 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float],
 def cells() -> Iterator[Any]:
     """Every command of every target; those of one network follow one another.
 
-    One target of each of three kinds is tried at every strength, with every command; the others at 0 and 0.5. A slow
-    command is tried at strength 0.5 alone, where no layer has a simpler form, and one that is blind to layers for five
-    kinds of target, at their highest strength. Folding is tried where `exact`, which folds too, is not: another row has
-    the same kind of form. Without the slow tests every target is converted, and the other quick commands are tried for
-    the three kinds.
+    Three kinds of target are tried at every strength, the others at 0 and 0.5; with slow commands at 0.5 alone, where
+    no layer has a simpler form, and `BLIND` ones for five kinds at their highest. `fold` is tried where `exact`, which
+    folds too, is not. By default every target is converted, and quick commands are tried for the three kinds.
     """
     for row in NETWORKS:
         kind = row in EVERY_STRENGTH
@@ -371,9 +369,7 @@ def cells() -> Iterator[Any]:
             tried = COMMANDS.keys() - {"fold" if row in WRITTEN else "exact"} if middle or kind else {*QUICK, "fold"}
             if row not in EVERY_COMMAND or strength < strengths[-1]:
                 tried -= BLIND
-            for name in COMMANDS:
-                if name not in tried:
-                    continue
+            for name in [name for name in COMMANDS if name in tried]:
                 default = middle and name in QUICK and (kind or name == "convert")
                 marks = [] if default or (name, row) == ("convert", "bnn") else [pytest.mark.slow]
                 yield pytest.param(name, row, strength, id=f"{name}-{row}-{strength:g}", marks=marks)
