@@ -129,9 +129,7 @@ def measure_files(
         try:
             check_size(size)
         except (TypeError, ValueError):
-            raise RetrofitError(
-                f"{path} does not say which images it takes; write it with `retrofit.export_onnx` or `retrofit export`"
-            ) from None
+            raise RetrofitError(f"{path} does not say which images it takes; write it by `retrofit export`") from None
         pixels = np.random.default_rng(0).standard_normal((batch_size, *size), dtype=np.float32)
         run = open_onnx(path, runtime, shape=pixels.shape, threads=threads, advice="export it again")
         steps[name] = partial(run, pixels)

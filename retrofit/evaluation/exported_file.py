@@ -60,12 +60,9 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
             raise ValueError(f"labels {shown(labels)}")
         strength = None if strength is None else float(strength)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise RetrofitError(
-            f"{path} lacks the metadata that `retrofit export` writes ({with_class(error)}); export it again"
-        ) from error
-    facts: dict[str, Any] = {
-        name: known.get(name) and printable(known[name], 200) for name in ("model", "target", "fold")
-    }
+        what = f"{path} lacks the metadata that `retrofit export` writes ({with_class(error)})"
+        raise RetrofitError(f"{what}; export it again") from error
+    facts: dict[str, Any] = {key: known.get(key) and printable(known[key], 200) for key in ("model", "target", "fold")}
     facts |= {"strength": strength, "runtime": runtime, "weights": {"kind": "onnx", "from": str(path)}}
     run = open_onnx(path, runtime, advice="export it again")
     return ExportedFile(ExportedNetwork(run), preprocess, labels, facts)

@@ -217,10 +217,8 @@ def _checked_fold(request: Request) -> tuple[Program, tuple[FoldedLayer, ...], R
                 with torch.no_grad():
                     other.on(program.module)
             except Exception as error:  # torch.export's guards, or the network's own code
-                raise RetrofitError(
-                    f"captured with {program.call.batch} samples, the network does not take {other.batch}; fix their "
-                    f"number, as `batch={request.calls[0].batch}`"
-                ) from error
+                what = f"captured with {program.call.batch} samples, the network does not take {other.batch}"
+                raise RetrofitError(f"{what}; fix their number, as `batch={request.calls[0].batch}`") from error
         if request.fold == "poly":
             # in INT8 what lies between lines would get a range of its own
             runtime = (request.precision != "int8" and request.runtime) or "onnxruntime"
@@ -236,10 +234,11 @@ def _checked_fold(request: Request) -> tuple[Program, tuple[FoldedLayer, ...], R
     layers = tuple(FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items())
     comparison = reference.compare(program.module)
     if comparison.differs:
-        what, advice = "the folded network", _REPORT_IT
+        what, advice = "the folded network differs from the given one", _REPORT_IT
         if option := "freeze_lambda" if request.freeze_lambda else "degree" if request.degree else "":
-            what, advice = "the approximation", f"leave out `{option}`, or raise `tolerance` if you can accept that"
-        raise ComparisonError(comparison, f"{what} differs from the given one", advice)
+            what = "the approximation differs from the given network"
+            advice = f"leave out `{option}`, or raise `tolerance` if you can accept that"
+        raise ComparisonError(comparison, what, advice)
     return program, layers, reference, comparison
 
 

@@ -124,11 +124,9 @@ def bake(
     within = [choice for choice in choices if choice[0].error <= tolerance and choice[0].layers]
     if not within:
         least = min((stage for stage in stages if stage.layers), key=lambda stage: stage.error)
-        raise RetrofitError(
-            f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g} of its standard "
-            f"deviation, more than {tolerance:g}; raise `tolerance`, or train it back to strength 0 "
-            "(`retrofit finetune --strength-sched there-and-back`)"
-        )
+        what = f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g}"
+        advice = "raise `tolerance`, or train there and back (`retrofit finetune --strength-sched there-and-back`)"
+        raise RetrofitError(f"{what} of its standard deviation, more than {tolerance:g}; {advice}")
     stage, left, constants = max(within, key=lambda choice: choice[0].layers)
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in constants}
     before = kept_values(tensor for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers()))
@@ -138,10 +136,9 @@ def bake(
         with evaluating(model):  # what reads its layers' tensors shows in the network itself alone
             chosen = trial.stage(stage.threshold, _answers(model, trial.check), stage.layers)
         if not chosen.error <= 1.001 * tolerance:
-            raise RetrofitError(
-                f"the baked network's output changes by {chosen.error:.2g} of its standard deviation, in the trial by "
-                f"{stage.error:.2g}: other code may read the tensors of its layers; the model is left as it was"
-            )
+            what = f"the baked network's output changes by {chosen.error:.2g} of its standard deviation"
+            why = f"in the trial by {stage.error:.2g}: other code may read the tensors of its layers"
+            raise RetrofitError(f"{what}, {why}; the model is left as it was")
     except BaseException:
         put_back(before)
         raise
@@ -204,9 +201,8 @@ class _Trial:
             weight, bias = constants[name]
             return torch.cat([out[:start], base * weight + bias])
 
-        with hooked(
-            layer.register_forward_hook(partial(output, name), prepend=True) for name, layer in self._layers.items()
-        ):
+        layers = self._layers.items()
+        with hooked(layer.register_forward_hook(partial(output, name), prepend=True) for name, layer in layers):
             self._net(*self._fit.args, **self._fit.kwargs)
             fitting = False
             answers = _answers(self._net, self.check)
@@ -260,10 +256,8 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
             raise ValueError(f"its outputs are {[tuple(leaf.shape) for leaf in together]}")
         return together
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
-        raise RetrofitError(
-            "baking compares tensors of one row an image, which the network does not give for such images "
-            f"({one_line(error)}); bake the part of it that does"
-        ) from error
+        what = "the network does not answer such images with tensors of one row an image"
+        raise RetrofitError(f"{what} ({one_line(error)}); bake the part of it that does") from error
 
 
 def _regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:

@@ -81,10 +81,7 @@ class Request:
             (self.fold in get_args(Fold), f"there is no fold {self.fold!r}; use exact or poly"),
             (self.precision in get_args(Precision), f"there is no precision {self.precision!r}; use {_PRECISIONS}"),
             (self.runtime in (None, *RUNTIMES), f"nothing is known of a runtime {self.runtime!r}; use {_RUNTIMES}"),
-            (
-                self.fold == "poly" or not approximation,
-                "`degree` and `runtime` approximate; use `fold='poly'` with them",
-            ),
+            (self.fold == "poly" or not approximation, "`degree` and `runtime` approximate; add `fold='poly'`"),
             (size is None or 2 <= size <= MAX_SIZE, f"`degree={size}` is not supported; use 2 to {MAX_SIZE}"),
             (self.tolerance is None or self.tolerance > 0, f"`tolerance` must be more than 0, not {self.tolerance}"),
             (self.batch is None or twice > 0, f"`batch={self.batch}` is no number of samples; give 1 or more"),

@@ -118,7 +118,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
         (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network
         (f"export {NET} --half --int8", 2, "choose one"),
-        (f"export {NET} --for openvino", 2, "--for approximate; use --fold poly"),
+        (f"export {NET} --for openvino", 2, "--for approximate; add --fold poly"),
         ("finetune", 2, "there is no network to train"),
         (f"finetune {NET}", 2, "nothing to read images from; give --data-dir or --dataset"),
         (f"finetune {NET} {DATA} -o pictures", 1, "pictures exists; give another --output, .* by --resume"),

@@ -107,15 +107,13 @@ def test_float16_of_a_value_that_several_operations_without_float16_read(tmp_pat
     class Thresholds(nn.Sequential):
         """Ends in maxima, for which the converter has no float16: two of one value, and with one threshold."""
 
-        def __init__(self) -> None:
-            super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-            self.register_buffer("threshold", torch.linspace(-1, 1, 4).view(4, 1, 1))
-
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x)
             return torch.cat([torch.maximum(x, self.threshold), torch.maximum(x, -2 * self.threshold)], 1).mean((2, 3))
 
-    report, proto = export(Thresholds().eval(), tmp_path / "a.onnx", precision="float16")
+    model = Thresholds(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    model.register_buffer("threshold", torch.linspace(-1, 1, 4).view(4, 1, 1))
+    report, proto = export(model, tmp_path / "a.onnx", precision="float16")
     assert [node.op_type for node in proto.graph.node].count("Max") == 2
     assert report.parity.max_abs_diff < 1e-2
 

@@ -76,10 +76,7 @@ def command(function: Any) -> Any:
 
 
 class Network:
-    """A converted network in a folder of its own, and `source`, the plain network that it came from.
-
-    `untouched` is the file that the command wrote; in `artifact` running lambdas and covariances have moved.
-    """
+    """A converted network in a folder of its own, and `source`, the plain network that it came from."""
 
     def __init__(self, row: str, strength: float, folder: Path) -> None:
         self.row = row
@@ -89,7 +86,8 @@ class Network:
         self.source = open_model(self.name, num_classes=3, img_size=SIZE).model.eval()
         randomize(self.source)
         save_file(self.source.state_dict(), folder / "weights.safetensors")
-        self.untouched, self.artifact = folder / "untouched.safetensors", folder / "a.safetensors"
+        self.untouched = folder / "untouched.safetensors"  # what the command wrote
+        self.artifact = folder / "a.safetensors"  # with running lambdas and covariances that have moved
         strength_flag = [] if self.target in WITHOUT_STRENGTH else ["--strength", strength]
         groups = ["--groups", 2] if row in ("gn", "gn-pn") else []
         flags = ["--to", self.target, "--img-size", SIZE, "--num-classes", 3, *strength_flag, *groups]
@@ -112,7 +110,6 @@ class Network:
         return json.loads(result.stdout) if result.stdout.strip() else {}
 
     def load(self, path: Path | None = None) -> nn.Module:
-        """Load an artifact in Python, in evaluation mode."""
         return retrofit.load(path or self.artifact, into=build(img_size=SIZE) if self.own else None).eval()
 
     @cached_property
@@ -157,9 +154,8 @@ def randomize(model: nn.Module) -> None:
             module.running_var = uniform(module.running_var, 0.5, 2.0)
 
 
-def inputs(batch: int = 3, seed: int = 5) -> Tensor:
-    """Seeded images."""
-    return torch.randn(batch, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
+def inputs(batch: int) -> Tensor:
+    return torch.randn(batch, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(5))
 
 
 @torch.no_grad()
@@ -218,7 +214,6 @@ def evaluate(network: Network) -> None:
     assert found["top1"] == pytest.approx(top1(network), abs=100 / 24)  # one picture may be a tie
 
 
-@torch.no_grad()
 def top1(network: Network) -> float:
     images, labels = network.prepared()
     return float(100 * (network.load()(images).argmax(1) == labels).float().mean())
@@ -335,7 +330,6 @@ def diagnose(network: Network) -> None:
     assert fused == (layers if network.target in NOT_IDENTICAL else set())
     assert layers - fused <= {layer["name"] for layer in measured["layers"]}
     assert measured["input_noise"][0]["top1"] == pytest.approx(top1(network), abs=100 / 24)
-    assert (network.folder / "diagnosis" / "index.html").stat().st_size > 10_000
 
 
 @command

@@ -68,17 +68,15 @@ def choose(
         rough = {node: functions[node] for node, fit in fits.items() if fit.rms_error > _AFFINE}
         return fits | {node: fitter(function).fit(degree) for node, function in rough.items()}
     limit, best = _ROOM * tolerance, math.inf
-    expected = [answers(module, call) for call in judged]
+    expected = [(call, answers(module, call)) for call in judged]
     for fits in allocations(_options(module, functions, runtime, fitted or judged)):
-        difference = _difference(module, fits, judged, expected, limit)
+        difference = _difference(module, fits, expected, limit)
         if difference <= limit:
             return fits
         best = min(best, difference)
     advice = "raise `tolerance`" if fitted else "raise `tolerance`, give `calibrate` images"
-    raise RetrofitError(
-        f"approximations change the output by {best:.2g} of its scale, not safely less than "
-        f"{tolerance:g}; {advice} or use `fold='exact'`"
-    )
+    what = f"approximations change the output by {best:.2g} of its scale, not safely less than {tolerance:g}"
+    raise RetrofitError(f"{what}; {advice} or use `fold='exact'`")
 
 
 class _Run(fx.Interpreter):
@@ -113,16 +111,12 @@ def answers(
 
 
 def _difference(
-    module: fx.GraphModule,
-    fits: Mapping[Node, Fit],
-    calls: Sequence[Call],
-    expected: Sequence[Sequence[Tensor]],
-    limit: float,
+    module: fx.GraphModule, fits: Mapping[Node, Fit], expected: Sequence[tuple[Call, list[Tensor]]], limit: float
 ) -> float:
     """Return the largest difference of an output, as a share of its scale over all calls; stop beyond a limit."""
-    scales = [max(map(scale_of, leaves)) for leaves in zip(*expected, strict=True)]
+    scales = [max(map(scale_of, leaves)) for leaves in zip(*(answer for _, answer in expected), strict=True)]
     largest = 0.0
-    for call, leaves in zip(calls, expected, strict=True):
+    for call, leaves in expected:
         gaps = map(largest_gap, leaves, answers(module, call, fits))
         shares = [gap / scale if scale else math.inf if gap else 0.0 for gap, scale in zip(gaps, scales, strict=True)]
         largest = max([largest, *shares])
