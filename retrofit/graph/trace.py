@@ -23,7 +23,7 @@ from retrofit.utils.running import modes_kept
 
 _ANNOTATIONS = annotations.compiler_flag  # `from __future__ import annotations` in an earlier cell of a notebook
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_CONDITIONS = 5  # on one path
+_CONDITIONS = 6  # on one path, of which a block then has 64 at most
 _SIZES = (64, 63)  # stand for a value that the code under trace turns into a number
 _MACHINERY = ("torch.fx.", "torch.overrides", "torch.nn.functional", "torch.nn.modules.module", "torch._", __name__)
 

@@ -81,7 +81,7 @@ class Halves(nn.Sequential):
 def test_parts_are_traced_where_the_whole_cannot_be() -> None:
     for model, parts, reason in (
         (blocks.Iterating(), ["block"], "TraceError: Proxy object cannot be iterated"),
-        (Halves(nn.BatchNorm1d(4)), [], "TraceError: it branches on values more than 5 times"),
+        (Halves(nn.BatchNorm1d(4)), [], "TraceError: it branches on values more than 6 times"),
     ):
         flows = Flows(model)
         assert names(flows) == parts
