@@ -18,6 +18,7 @@ _OURS = "retrofit.layers"
 _ACTIVATIONS = """CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish ReLU ReLU6 SELU SiLU
 Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold"""
 _FUNCTIONS: dict[str, Any] = {name.lower(): getattr(nn, name) for name in _ACTIVATIONS.split()}
+_CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 _NORMS = (
     *(f"torch.nn.modules.{file}." for file in ("batchnorm", "instancenorm", "normalization")),
     *(f"timm.layers.{file}." for file in ("norm", "norm_act", "evo_norm", "filter_response_norm", "inplace_abn")),
@@ -28,13 +29,24 @@ _DROPS = ("torch.nn.modules.dropout.", "timm.layers.drop.", "torchvision.ops.dro
 
 @cache
 def wrapped_functions() -> tuple[Callable[..., Any], ...]:
-    """Functions that stay one call in a graph: those of timm's register, and torchvision's operators."""
+    """Functions that stay one call in a graph: timm's register and functional activations, torchvision's operators."""
     import timm.models  # noqa: F401  importing the models fills the register
     import torchvision.ops
     from timm.layers import get_notrace_functions
 
     operators = (found for name, found in inspect.getmembers(torchvision.ops, inspect.isfunction))
-    return (*(f for f in get_notrace_functions() if callable(f)), *operators)
+    return (*(f for f in get_notrace_functions() if callable(f)), *_timm_functions(), *operators)
+
+
+@cache
+def _timm_functions() -> dict[Any, Any]:
+    """Timm's functional activations, which fx would otherwise enter, and the modules that are named as they are."""
+    from timm.layers import activations, activations_me
+
+    own: dict[str, Any] = {**vars(activations), **vars(activations_me)}
+    classes = {name.lower(): value for name, value in own.items() if inspect.isclass(value)}
+    named = ((function, classes.get(name.replace("_", ""))) for name, function in own.items())
+    return {function: cls for function, cls in named if inspect.isfunction(function) and cls is not None}
 
 
 def _comes_from(module: nn.Module, homes: tuple[str, ...]) -> bool:
@@ -131,13 +143,13 @@ def _module_class(target: Any) -> Any:
     """The class of the activation that a function, or a tensor's method of that name, computes; None if it is none."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     home = getattr(target, "__module__", None) or "torch"  # builtins and strings have none
-    return _FUNCTIONS.get(name.replace("_", "")) if f"{home}.".startswith("torch.") else None
+    return _FUNCTIONS.get(name.replace("_", "")) if f"{home}.".startswith("torch.") else _timm_functions().get(target)
 
 
 def takes_constants(target: Any) -> bool:
     """Whether a function or method that `function_module` knows takes constants that shape the activation."""
     cls = _module_class(target)
-    return cls is not None and not set(inspect.signature(cls).parameters) <= {"inplace"}
+    return target in _CLAMPS or (cls is not None and not set(inspect.signature(cls).parameters) <= {"inplace"})
 
 
 def function_module(node: fx.Node) -> nn.Module | None:
@@ -146,6 +158,13 @@ def function_module(node: fx.Node) -> nn.Module | None:
     """
     if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
         return None
+    if node.target in _CLAMPS:
+        low, high = (*node.args[1:], None, None)[:2]
+        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+        if low == 0 and high is None:
+            return nn.ReLU()
+        numbers = isinstance(low, int | float) and isinstance(high, int | float) and low < high
+        return nn.Hardtanh(float(low), float(high)) if numbers else None  # type: ignore[arg-type]
     if (cls := _module_class(node.target)) is None:
         return None
     options = dict(zip(inspect.signature(cls).parameters, node.args[1:], strict=False)) | node.kwargs

@@ -10,7 +10,7 @@ import zlib
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, cast
 
-from torch import nn
+from torch import fx, nn
 
 from retrofit.graph import kinds
 from retrofit.graph.sites import Activation, Site
@@ -47,7 +47,7 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
     A block whose code has to change keeps its identity, attributes, children and state-dict names, and gets `module` as
     a new child, whose name is the norm's and `suffix`. Its class becomes a subclass of the same name, in whose method
     this one expression is replaced: all else in the method stays the code that it was. deepcopy, pickle and
-    torch.compile work as before. In an nn.Sequential the entry is replaced.
+    torch.compile work as before. In an nn.Sequential the entry is replaced, in an fx.GraphModule the node.
     """
     act = site.activation
     assert act is not None
@@ -75,19 +75,21 @@ def rewrite_problem(model: nn.Module, act: Activation | None) -> str:
 
 
 def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -> dict[str, Any]:
-    """The attributes to set in a block: an entry of a sequence, or a child and the class that calls it."""
+    """The attributes to set in a block: an entry of a sequence, or a child and the graphs or the class that call it."""
     assert act.place is not None
     _, target, code, at = act.place
-    if isinstance(at, str):
+    if isinstance(at, str) and code is not None:
         return {at: module}
+    if hasattr(block, child):
+        raise RewriteError(f"{type(block).__name__} {act.owner} already has an attribute {child}".replace("  ", " "))
+    if code is None or isinstance(at, str):
+        return {child: module, **_rewired(block, str(at), child)}
     method, label = code.co_name, code.co_qualname
     base: Any
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
     functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
     function = None if isinstance(target, nn.Module) else target
     end, checksum = (at[0] - code.co_firstlineno, at[1]), zlib.crc32(getattr(functions[0], "__code__", code).co_code)
-    if hasattr(block, child):
-        raise RewriteError(f"{type(block).__name__} {act.owner} already has an attribute {child}".replace("  ", " "))
     if method in vars(block):
         raise RewriteError(f"{act.owner or 'the model'} has a {method} of its own, set on the instance")
     if code not in [getattr(function, "__code__", None) for function in functions]:
@@ -98,6 +100,24 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
         raise RewriteError(f"the call in {label} is replaced already")
     edit = _Edit(method, function, end, child, checksum, act.selector)
     return {child: module, "__class__": _rewritten_class(base, (*edits, edit))}
+
+
+def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
+    """Copies of a block's graphs in which a node calls a child instead, by the attribute that holds them."""
+    modes = ("train_graph", "eval_graph")  # of torchvision's feature extractors
+    own = [attribute for attribute in modes if isinstance(getattr(block, attribute, None), fx.Graph)]
+    graphs = {attribute: copy.deepcopy(getattr(block, attribute)) for attribute in own or ["graph"]}
+    nodes = [node for graph in graphs.values() for node in graph.nodes if node.name == name]
+    if not nodes:
+        raise RewriteError(f"the graph of {type(block).__name__} has no call {name}, or it is replaced already")
+    for node in nodes:
+        value = node.args[0] if node.args else node.kwargs["input"]
+        with node.graph.inserting_before(node):
+            node.replace_all_uses_with(node.graph.call_module(child, (value,)))
+        node.graph.erase_node(node)
+    if own:
+        graphs["graph"] = graphs.get("train_graph" if block.training else "eval_graph", block.graph)
+    return graphs
 
 
 @functools.lru_cache(maxsize=512)

@@ -151,7 +151,7 @@ class _Search(Flows):
         the norm's place, and the norm's name. None if the expression is not the norm before on every call.
         """
         name = {module: name for name, module in activation.owner.named_modules()}.get(norm.target)
-        if name is None or norm.code != activation.code or isinstance(norm.at, str):
+        if name is None or norm.code is None or norm.code != activation.code or isinstance(norm.at, str):
             return None
         expression = callee(norm.code, norm.at)
         before: list[Any] = [_norm_before(*step) for step in self.acts[activation]]

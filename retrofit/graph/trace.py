@@ -33,8 +33,8 @@ class Place(NamedTuple):
 
     owner: nn.Module  # whose method makes the call
     target: Any  # the called module, function, or name of a tensor's method
-    code: CodeType  # the function that makes the call
-    at: tuple[int, int] | str  # where in it the call ends; the name of a Sequential's entry
+    code: CodeType | None  # the function that makes the call; None in an fx.GraphModule, whose code follows its graph
+    at: tuple[int, int] | str  # where in it the call ends; the name of a Sequential's entry, or of a graph's node
 
 
 @contextlib.contextmanager
@@ -108,7 +108,11 @@ class Tracer(fx.Tracer):
         caller, code = callers[0], callers[0].f_code
         firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in callers if frame.f_code.co_argcount)
         owner = next(first for first in firsts if isinstance(first, nn.Module))
-        if code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
+        if isinstance(owner, fx.GraphModule):
+            after = (step for step in dis.get_instructions(code) if step.offset > caller.f_lasti)
+            name = next(step.argval for step in after if step.opname == "STORE_FAST")
+            self.places[node] = Place(owner, target, None, name)
+        elif code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
             entries = [name for name, entry in owner._modules.items() if entry is target]
             before = sum((place.owner, place.target) == (owner, target) for place in self.places.values())
             self.places[node] = Place(owner, target, code, entries[before % len(entries)])

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Sites
@@ -167,6 +167,8 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
             for table, entries in tables:
                 table.clear()
                 table.update(entries)
+            if isinstance(module, fx.GraphModule):
+                module.recompile()  # its graph is an attribute, the code made of it is not
         put_back(values)
         raise
 

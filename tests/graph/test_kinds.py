@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from timm.layers.activations_me import HardSwishMe
+from timm.layers.activations import hard_mish
+from timm.layers.activations_me import HardSwishMe, swish_me
 from timm.layers.std_conv import StdConv2d
 from timm.models.metaformer import SquaredReLU, StarReLU
 from torch import Tensor, fx, nn
@@ -26,11 +27,17 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "threshold": lambda x: F.threshold(x, 0.1, -1.0),
     "logsigmoid": F.logsigmoid,
     "sigmoid": torch.sigmoid,
+    "clamp": lambda x: x.clamp(0, 6),
+    "clamp keywords": lambda x: torch.clamp(x, min=-1.0, max=1.0),
+    "clamp below": lambda x: x.clamp(min=0),
+    "timm's swish": swish_me,
+    "timm's hard mish": hard_mish,
 }
 NOT_ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
     lambda x: F.softmax(x, -1),
     F.glu,
     lambda x: x.clamp(min=1e-6),
+    lambda x: torch.clamp(x, x.mean(), x.amax()),
     lambda x: F.prelu(x, x.mean()),
     lambda x: x + 1,
 ]
@@ -40,7 +47,11 @@ def nodes(call: Callable[[Tensor], Tensor]) -> list[fx.Node]:
     def calling(x: Tensor) -> Tensor:
         return call(x)
 
-    return [node for node in fx.Tracer().trace(calling).nodes if node.op.startswith("call")]
+    graph = fx.Tracer(autowrap_functions=kinds.wrapped_functions()).trace(calling)
+    if call in kinds.wrapped_functions():  # fx wraps names in a module's globals, not others
+        graph = fx.Graph()
+        graph.output(graph.call_function(call, (graph.placeholder("x"),)))
+    return [node for node in graph.nodes if node.op.startswith("call")]
 
 
 @pytest.mark.parametrize("name", CALLS)
