@@ -229,15 +229,16 @@ def _checked_fold(request: Request) -> tuple[Program, tuple[FoldedLayer, ...], R
         advice = "leave out `dynamic_size`" if request.dynamic_size else "some networks need a fixed `batch=1`"
         program.note += f"; {advice}"
     if program.note and request.fold == "poly":
-        raise RetrofitError(program.note)
+        raise RetrofitError(f"{program.note}; `fold='exact'` may do")
     errors = {layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()}
     layers = tuple(FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items())
     comparison = reference.compare(program.module)
     if comparison.differs:
         what, advice = "the folded network differs from the given one", _REPORT_IT
-        if option := "freeze_lambda" if request.freeze_lambda else "degree" if request.degree else "":
+        if request.freeze_lambda or request.degree is not None:
             what = "the approximation differs from the given network"
-            advice = f"leave out `{option}`, or raise `tolerance` if you can accept that"
+            other = "leave out `freeze_lambda`" if request.freeze_lambda else "raise `degree` or leave it out"
+            advice = f"{other}, or raise `tolerance` if you can accept that"
         raise ComparisonError(comparison, what, advice)
     return program, layers, reference, comparison
 

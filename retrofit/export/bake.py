@@ -125,7 +125,8 @@ def bake(
     if not within:
         least = min((stage for stage in stages if stage.layers), key=lambda stage: stage.error)
         what = f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g}"
-        advice = "raise `tolerance`, or train there and back (`retrofit finetune --strength-sched there-and-back`)"
+        how = "`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched there-and-back`"
+        advice = f"raise `tolerance`, or train there and back ({how})"
         raise RetrofitError(f"{what} of its standard deviation, more than {tolerance:g}; {advice}")
     stage, left, constants = max(within, key=lambda choice: choice[0].layers)
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in constants}

@@ -61,6 +61,8 @@ class Request:
         calls = example_calls(self.network, self.inputs, self.input_size)
         calls, batch = [call.to(device, torch.float32) for call in calls], self.batch
         if batch is not None:
+            if self.inputs is not None and calls[0].batch != batch:
+                raise UsageError(f"`inputs` are {calls[0].batch} samples, `batch` says {batch}; make them the same")
             calls = [calls[-1].resized(batch)]
         elif self.inputs is not None:  # what is captured must do for other numbers too, where the network does
             calls += [calls[0].resized(rows) for rows in (1, 3) if rows != calls[0].batch]
@@ -76,19 +78,19 @@ class Request:
 
     def _check_options(self) -> None:
         images, size, approximation = len(self.images), self.degree, (self.degree, self.runtime) != (None, None)
-        twice = 2 * self.batch if self.batch is not None else 0
+        twice, wanted = 0 if self.batch is None else 2 * self.batch, self.tolerance
         checks = [
             (self.fold in get_args(Fold), f"there is no fold {self.fold!r}; use exact or poly"),
             (self.precision in get_args(Precision), f"there is no precision {self.precision!r}; use {_PRECISIONS}"),
             (self.runtime in (None, *RUNTIMES), f"nothing is known of a runtime {self.runtime!r}; use {_RUNTIMES}"),
             (self.fold == "poly" or not approximation, "`degree` and `runtime` approximate; add `fold='poly'`"),
-            (size is None or 2 <= size <= MAX_SIZE, f"`degree={size}` is not supported; use 2 to {MAX_SIZE}"),
-            (self.tolerance is None or self.tolerance > 0, f"`tolerance` must be more than 0, not {self.tolerance}"),
+            (size is None or 2 <= size <= MAX_SIZE, f"`degree={size}` is not supported; use 2 to {MAX_SIZE} or none"),
+            (wanted is None or wanted > 0, f"`tolerance` must be more than 0, not {wanted}; {TOLERANCE:g} is usual"),
             (self.batch is None or twice > 0, f"`batch={self.batch}` is no number of samples; give 1 or more"),
             (images or not self.freeze_lambda, "`freeze_lambda` takes means over images; give `calibrate` images too"),
-            (images > 1 or self.precision != "int8", "INT8 takes its ranges from `calibrate` images; give 2 or more"),
+            (images > 1 or self.precision != "int8", "INT8 is fitted and judged on `calibrate` images; give 2 or more"),
             (images != 1 or not self.approximates, "one image is too few to fit and check on; give `calibrate` more"),
-            (not 0 < images < twice, f"`batch` takes {twice} `calibrate` images or more; got {images}"),
+            (not 0 < images < twice, f"`batch={self.batch}` takes {twice} `calibrate` images or more; got {images}"),
         ]
         if problem := next((problem for is_right, problem in checks if not is_right), None):
             raise UsageError(problem)

@@ -276,7 +276,8 @@ def validation_share(
         return None
     count, processes = len(images.images), accelerator.num_processes
     if count < processes:
-        raise RetrofitError(f"{count} images to validate on are too few for {processes} processes; give more")
+        advice = "give more, or a larger `val_split`"
+        raise RetrofitError(f"{count} images to validate on are too few for {processes} processes; {advice}")
     share = range(accelerator.process_index, count, processes)
     part = Part(images.images, share, create_transform(**preprocess.to_dict()))
     if teacher is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.finetune.recipe import Recipe
-from retrofit.layers import FrozenBatchNorm, StrengthMixin
+from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, StrengthMixin
 from retrofit.utils.running import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
@@ -178,7 +178,8 @@ class ChanceWatch:
             return None
         self._done = True
         guesses = f"the network does no better than guessing (top-1 {top1:.1f}% of {self._classes} classes"
-        why = explanation(self._recipe, self._steps, any(all_alike(model, some) for some in few), self._untrained)
+        collapsed = any(all_alike(model, some) for some in few)
+        why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
         return f"warning: after epoch {epoch} {guesses}, loss {loss:.2f}): {why}"
 
 
@@ -198,11 +199,14 @@ def all_alike(model: nn.Module, images: Tensor) -> bool:
     return bool(by_image.abs().max() < _SAME * by_class.abs().max())
 
 
-def explanation(recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
+def explanation(model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
     """Say what a run at chance most likely suffers from, and what to change."""
-    advice = "lower `lr` or raise `warmup_epochs`"
-    if not collapsed and (untrained or steps < _FEW):
-        what = "it began with random weights" if untrained else f"{steps} steps are few"
-        return f"{what}: train it longer, and if that does not help {advice}"
+    if not collapsed and untrained:
+        return "it began with random weights: train it longer, or begin with trained ones"
+    if not collapsed and steps < _FEW:
+        return f"{steps} steps are few: train it longer, and if that does not help lower `lr` or raise `warmup_epochs`"
     what = "its features have collapsed, all images get the same answer: " if collapsed else ""
-    return f"{what}the learning rate {recipe.lr:g} is probably too high; {advice}"
+    migrated = any(isinstance(module, MigratedGroupNorm) for module in model.modules())
+    layers = " for layers that take no statistics of the batch" if migrated else ""
+    warmup, more = ("", "raise `warmup_epochs`") if recipe.warmup else (" without warm-up", "give `warmup_epochs=1`")
+    return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower `lr` or {more}"

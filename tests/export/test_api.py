@@ -137,6 +137,13 @@ def test_what_only_images_show_is_seen(model: nn.Module, monkeypatch: pytest.Mon
         retrofit.fold(model, input_size=(3, 6, 6), calibrate=[200 * torch.rand(2, 3, 6, 6)])
 
 
+def test_tolerance_of_a_fold(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, lambda net: net.get_parameter("0.weight").mul_(1.01))
+    retrofit.fold(model, input_size=(3, 6, 6), tolerance=0.2)
+    with pytest.raises(RetrofitError, match=r"more than 0\.0001; .*raise `tolerance`"):
+        retrofit.fold(model, input_size=(3, 6, 6))
+
+
 @pytest.mark.slow
 def test_a_detector_gets_forms_and_is_compared_by_its_parts() -> None:
     options: Any = {"weights": None, "weights_backbone": None, "num_classes": 3}

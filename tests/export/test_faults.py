@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import DecorrelatedBatchNormalNorm2d, GroupNormalNorm, MigratedGroupNorm, ProxyNorm
 from tests.export.networks import batch_norm, norm, slow
 
@@ -159,10 +159,12 @@ def test_a_fixed_batch(source: type[nn.Module], tmp_path: Path) -> None:
     assert report.parity.batches == (4,)
     dims = onnx.load(path).graph.input[0].type.tensor_type.shape.dim
     assert [dim.dim_value for dim in dims] == [4, 3, 9]
-    folded = retrofit.fold(model, inputs=X, batch=2)
-    torch.testing.assert_close(folded(X[:2]), model(X[:2]), atol=1e-5, rtol=1e-4)
+    folded = retrofit.fold(model, inputs=X, batch=4)
+    torch.testing.assert_close(folded(X), model(X), atol=1e-5, rtol=1e-4)
     with pytest.raises(AssertionError):
-        folded(X)
+        folded(X[:2])
+    with pytest.raises(UsageError, match="`inputs` are 4 samples, `batch` says 3"):
+        retrofit.fold(model, inputs=X, batch=3)
 
 
 class Pair(nn.Module):

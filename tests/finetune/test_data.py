@@ -7,19 +7,15 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torchvision.datasets import ImageFolder
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.evaluation.accuracy import Accuracy
-from retrofit.finetune import data as data_of_runs
-from retrofit.finetune.data import Batches, Images, Order, Part, open_data, validate
+from retrofit.finetune.data import Batches, Images, Order, Part, open_data
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_state import random_state
 from retrofit.images import dataset
@@ -143,17 +139,6 @@ def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:
     assert [len(batch) for batch in found] == [5, 6, 5]
     assert all(len({image[0, 0].argmax().item() for image in batch}) == 3 for batch in found)
     assert sum(map(len, part.batches(100, 6))) == 23
-
-
-def test_all_processes_validate_the_first_one_s_network_and_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, own = [], Accuracy(10, 5, 8, 3, not_finite=2, loss=0.5)
-    monkeypatch.setattr(data_of_runs, "evaluate", lambda model, *_, **__: (seen.append(model.running_mean), own)[1])
-    monkeypatch.setattr(data_of_runs, "broadcast", lambda buffer: torch.full_like(buffer, 7))
-    cpu = torch.device("cpu")
-    two: Any = SimpleNamespace(num_processes=2, device=cpu, mixed_precision="no", reduce=lambda figures: 2 * figures)
-    found = validate(nn.BatchNorm2d(3), open_images(None, dataset="digits"), PREPROCESS, Recipe(), two)
-    assert seen[0].tolist() == [7, 7, 7]  # whose running statistics are saved
-    assert (found.images, found.correct1, found.correct5, found.loss) == (20, 10, 16, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,25 @@ import json
 import math
 import os
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from matplotlib.figure import Figure
 from timm.data import create_transform
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.evaluation.accuracy import Accuracy
-from retrofit.finetune import run, run_report
+from retrofit.finetune import data, loop, run, run_report
 from retrofit.finetune.data import open_data
-from retrofit.finetune.recipe import load_recipe
+from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.finetune.run_state import load_state
 from retrofit.layers.base import strength_code
@@ -30,7 +33,7 @@ from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import record_of
 from retrofit.surgery import strength_layers
-from tests.finetune.conftest import DRAW, Listener, Train, assert_same, small_network
+from tests.finetune.conftest import DRAW, SMALL, Listener, Train, assert_same, small_network
 from tests.half_resnet import HALF
 
 
@@ -292,3 +295,36 @@ def test_a_new_head_is_trained_and_unconverted_layers_are_frozen_whole(train: Tr
         assert not {key for key in changed if key.startswith("layer2")}
         assert torch.equal(found["bn1.strength"], strength_code(1.0))  # of the average too
     assert not torch.equal(found["fc.weight"], weights(tmp_path / "run")["fc.weight"])
+
+
+def work(rank: int, folder: str) -> None:
+    """Train as one of two processes, and save the buffers of each network that is validated."""
+    torch.set_num_threads(1)
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))  # as torchrun sets them
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    seen: list[dict[str, Tensor]] = []
+    evaluate = data.evaluate
+
+    def listen(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        return evaluate(model, *args, **kwargs)
+
+    data.evaluate = listen  # type: ignore[assignment]
+    for average in (False, True):
+        store, patience = f"file://{folder}/store-{average}", timedelta(minutes=5)  # where the other process fails
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
+        settings = {**SMALL, "batch_size": 2, "model_ema": average, "model_ema_decay": 0.5, "device": "cpu"}
+        recipe = Recipe(data_dir=f"{folder}/pictures", **settings)
+        loop.finetune(small_network(), recipe, Path(folder) / f"run-{average}")
+    torch.save(seen, f"{folder}/{rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
+def test_all_processes_validate_the_network_that_is_saved(tmp_path: Path) -> None:
+    mp.spawn(work, args=(str(tmp_path),), nprocs=2)
+    one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert len(one) == len(other) == 4
+    assert_same(one, other)
+    saved = weights(tmp_path / "run-False")
+    assert_same(one[1], {name: saved[name] for name in one[1]})
