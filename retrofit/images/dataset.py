@@ -186,7 +186,8 @@ def open_images(
     model's own class names, stand in for it if every class of the data is among them.
     """
     if channels not in (1, 3):
-        raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; build it with such `in_chans`")
+        advice = "build it with `in_chans=3` or `in_chans=1`"
+        raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; {advice}")
     if dataset == "digits" and data_dir is not None:
         raise UsageError("the digits are built in and lie in no folder; drop `dataset` or `data_dir`")
     if data_dir is None and not dataset:
@@ -219,7 +220,8 @@ def _check_part(data_dir: FileName | None, dataset: str, split: str) -> None:
             what = f"{data_dir} has no part to validate on, but {shortlist(parts)}"
             raise UsageError(f"{what}; give `split` one of these names, or `split='.'` for all of it")
     elif Path(str(data_dir)).is_dir() or split not in _PARTS:  # a tar is one part, whatever it is called
-        raise UsageError(f"the data has no part {shown(split)}; give `split` a sub-folder's name, train or validation")
+        others = "the name of a sub-folder, or leave it out" if dataset.lower() in _FOLDERS else "train or validation"
+        raise UsageError(f"the data has no part {shown(split)}; give `split` {others}")
 
 
 def _named(data_dir: FileName | None, dataset: str, split: str, mode: str, class_map: FileName | None) -> ImageData:

@@ -110,7 +110,9 @@ def _unpickled(file: Path) -> Any:
     except Exception as error:  # zipfile and torch.load raise anything on a damaged file
         why = one_line(error, 100)
         problem = f"is not a whole checkpoint ({why}); fetch it again, or save weights as .safetensors or .pth"
-        if isinstance(error, pickle.UnpicklingError):
+        if "TorchScript" in str(error):
+            problem = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
+        elif isinstance(error, pickle.UnpicklingError):
             try:
                 names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
             except Exception:  # not the zip format
@@ -204,7 +206,7 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     weights = _weights(own)
     if (missing or unexpected or unfit) and (not partial or len(missing + unfit) == len(weights)):
         listed = describe_misfit(missing, unexpected, {name: (state[name], own[name]) for name in unfit})
-        hint = _hint(own, state, missing, unexpected, unfit)
+        hint = _hint(own, state, missing, unexpected, unfit, prefix if beside else "")
         raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {listed}; {hint}")
     loaded = Loaded(unexpected + unfit, missing + unfit)
     random = f"of the network's {len(weights)} tensors are left RANDOM"
@@ -214,7 +216,9 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     return loaded
 
 
-def _hint(own: Tensors, state: Tensors, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
+def _hint(
+    own: Tensors, state: Tensors, missing: list[str], unexpected: list[str], unfit: list[str], prefix: str
+) -> str:
     """Say what the user may try."""
     sizes = [enumerate(zip_longest(own[name].shape, state[name].shape)) for name in unfit]
     differing = {(axis, theirs) for both in sizes for axis, (ours, theirs) in both if ours != theirs}
@@ -224,7 +228,9 @@ def _hint(own: Tensors, state: Tensors, missing: list[str], unexpected: list[str
             return f"only the classifier differs: pass `num_classes={size}`, or `checkpoint_partial=True`"
         if axis == 1 and len(unfit) == 1 and own[unfit[0]].ndim == 4:
             return f"only the input channels differ: pass `in_chans={size}`"
-    if missing and _order_problem(own, state) is None:
+    if prefix and not missing and not unfit:
+        return f"pass `checkpoint_key={printable(prefix.strip('.'), 64)!r}` to take what is under it and no more"
+    if _order_problem(own, state) is None:
         return "all tensors pair up in order and shape: pass `match='order'`"
     if 2 * len(missing + unfit) <= len(own):
         return "pass `checkpoint_partial=True` to take what fits"

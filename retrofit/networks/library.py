@@ -36,7 +36,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, Preprocess, set_record
 from retrofit.utils.text import one_line, printable, with_class
 
-_FILES = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz", ".onnx")
+_CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
 typed: dict[str, Callable[..., Any]] = {}
 """What builds networks of one's own, by the names that were typed in this process."""
 
@@ -83,8 +83,12 @@ def split_prefix(text: str) -> tuple[str, str]:
 
 
 def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
-    if text and (Path(text).suffix in _FILES or Path(text).exists()):
-        return UsageError(f"{text} is no network's name and no artifact; give the name, and the file as its checkpoint")
+    if Path(text).suffix == ".onnx":
+        return UsageError(f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of")
+    if Path(text).suffix in _CHECKPOINTS:
+        return UsageError(f"{text} is no network's name and no artifact; give the name, and this file as its checkpoint")
+    if text and Path(text).exists():
+        return UsageError(f"{text} is no network's name; give an artifact (*.safetensors) or the name of a network")
     close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
     close.sort(key=lambda name: not name.startswith(sought.lower()))
     forms = "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact"

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
     if not problems:
         return library.class_source(model), model
     raise RetrofitError(
-        f"this network is not the one that the library builds: {min(problems)[1]}; say which it is with "
+        f"this network is not the one that the library builds: {min(problems, key=itemgetter(0))[1]}; say which it is with "
         "`save(source=NAME, model_kwargs=ARGUMENTS)`, or save it with `save(source='own')`"
     )
 

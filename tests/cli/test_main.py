@@ -114,7 +114,8 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"evaluate net.onnx {DATA} --device cuda --amp", 2, "gives no gradients; drop --device, --amp"),
         (f"evaluate net.onnx {DATA} --checkpoint w.pth --attack pgd", 2, "drop --checkpoint, --attack"),
         (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
-        ("inspect weights.pth", 2, "no artifact; give the name, and the file as its checkpoint"),
+        ("inspect weights.pth", 2, "no artifact; give the name, and this file as its checkpoint"),
+        ("inspect text.onnx", 2, "for evaluate and bench alone; give the artifact"),
         (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
         (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network
         (f"export {NET} --half --int8", 2, "choose one"),
@@ -133,7 +134,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"finetune test_vit {DATA} --img-size 9", 1, "; give another --img-size"),
         ("inspect test_resnet --skip bn1", 2, "--skip belongs to a conversion; give --to"),
         ("inspect test_resnet --no-pn-params", 2, "--pn-params belongs"),
-        ("inspect .", 2, ". is no network's name and no artifact; give"),
+        ("inspect .", 2, ". is no network's name; give an artifact"),
     ],
 )
 def test_a_refusal_is_a_line_and_a_code(

@@ -107,7 +107,7 @@ UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "save weights as .safetensors or .pth"),
     ("a.pth", _saves(nn.Linear(2, 2)), r"Python objects \(torch.nn.modules.linear.Linear\)"),
     ("a.pth", _saves({"a": Path("x")}, **OLD), r"Python objects \(pathlib"),
-    ("a.pth", lambda path: torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path), "TorchScript.*save weights as"),
+    ("a.pth", lambda path: torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path), "is a TorchScript archive.*save the model's state_dict"),
     ("a.pth", _saves([torch.zeros(2)]), "no tensors"),
     ("a.pth", _saves({"g": small_state(), "d": small_state()}), r"several sets of weights \(g, d\)"),
     ("a.pth", _saves({"a": torch.eye(3).to_sparse()}), r"sparse, .*\(a\); save them dense"),
@@ -220,7 +220,7 @@ def test_what_a_wrapper_put_before_foreign_names_is_taken_off(monkeypatch: pytes
 
 def test_a_tensor_beside_a_prefix_is_not_dropped_silently() -> None:
     state = {**under("model.", small_state()), "criterion.weight": torch.ones(3)}
-    with pytest.raises(RetrofitError, match=r"1 unexpected \(criterion.weight\); pass `checkpoint_partial=True`"):
+    with pytest.raises(RetrofitError, match=r"1 unexpected \(criterion.weight\); pass `checkpoint_key=.model.`"):
         load_into(small_net(), state)
     model = small_net()
     loaded = load_into(model, state, partial=True)
