@@ -27,7 +27,7 @@ from export_latency import spread
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.bench.cost import measure_files
+from retrofit.bench import measure_files
 from retrofit.images.dataset import sample_batches
 from retrofit.networks.models import open_model
 from retrofit.utils.onnx_runtimes import RUNTIMES

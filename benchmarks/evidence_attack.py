@@ -22,7 +22,7 @@ from evidence_table import SETUP, Line, Setup, error
 from evidence_train import file_name, machine, train
 from torch import nn
 
-from retrofit.evaluation.accuracy import Attack
+from retrofit.evaluation import Attack
 
 RESULTS = Path(__file__).parent / "results"
 AGAINST = {

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.bench.cost import measure_files
+from retrofit.bench import measure_files
 from retrofit.images.dataset import sample_batches
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.networks.models import open_model

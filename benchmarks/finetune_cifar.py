@@ -29,7 +29,7 @@ from retention import plain_swap
 from torch import nn
 
 from retrofit.errors import RetrofitError
-from retrofit.evaluation.accuracy import evaluate
+from retrofit.evaluation import evaluate
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.prepare import with_classes
 from retrofit.finetune.recipe import Recipe, load_recipe

@@ -23,7 +23,7 @@ import torch
 import yaml
 from timm.utils import random_seed
 
-from retrofit.evaluation.accuracy import evaluate
+from retrofit.evaluation import evaluate
 from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_report import RunCallback

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from retrofit.evaluation.accuracy import evaluate
+from retrofit.evaluation import evaluate
 from retrofit.images.dataset import open_images, sample_batches
 from retrofit.layers import MigratedGroupNorm
 from retrofit.networks.models import Network, open_model

@@ -29,7 +29,7 @@ from retrofit.utils.text import plural
 if TYPE_CHECKING:
     import torch
 
-    from retrofit.bench.cost import Cost, FileCost
+    from retrofit.bench import Cost, FileCost
 
     Measured = tuple[str, torch.device, dict[str, Any]]
 
@@ -65,7 +65,7 @@ def command(model: str, against: str | None, **given: Any) -> None:
 
 def _measure_networks(model: str, against: str | None, given: dict[str, Any]) -> Measured:
     """Return how, where and what was measured."""
-    from retrofit.bench.cost import MODES, Setting, measure
+    from retrofit.bench import MODES, Setting, measure
     from retrofit.cli.network import open_network, placement, taken
     from retrofit.networks.artifact import artifact_path
     from retrofit.networks.library import build
@@ -101,7 +101,7 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
 def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> Measured:
     import torch
 
-    from retrofit.bench.cost import measure_files
+    from retrofit.bench import measure_files
 
     of_files = ("model", "against", "runtime", "batch_size", "rounds", "json")
     options.refuse_flags("an exported file is run as it is", but=of_files)

@@ -49,8 +49,7 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 @options.json
 def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: Any) -> None:
     from retrofit.cli.network import open_data, open_network, placement, taken
-    from retrofit.evaluation.accuracy import attack_on, evaluate
-    from retrofit.evaluation.exported_file import ExportedFile, open_exported
+    from retrofit.evaluation import ExportedFile, attack_on, evaluate, open_exported
     from retrofit.networks.models import Network, odd_strengths
 
     network: Network | ExportedFile

@@ -11,7 +11,7 @@ import torch
 
 from retrofit.cli.console import say, waiting, warn
 from retrofit.errors import UsageError
-from retrofit.evaluation.exported_file import ExportedFile
+from retrofit.evaluation import ExportedFile
 from retrofit.images.dataset import ImageData, open_images, sample_batches
 from retrofit.networks.artifact import artifact_path
 from retrofit.networks.models import Network, open_model, strength_sentence, weights_sentence

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from retrofit.diagnose import meters
-from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter
-from retrofit.diagnose.probe import Probe, probes
+from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter, Probe, probes
 from retrofit.errors import RetrofitError
-from retrofit.evaluation.accuracy import Attack
+from retrofit.evaluation import Attack
 from retrofit.graph.sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm

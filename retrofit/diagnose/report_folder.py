@@ -1,20 +1,30 @@
-"""Write a diagnosis: PNG figures, results.json and a page that opens from disk, in one folder, whole or not at all."""
+"""Write a diagnosis of one network, or two beside each other: PNG figures, results.json and a page that opens from
+disk, in one folder, whole or not at all.
+"""
 
 from __future__ import annotations
 
 import base64
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer, mean_of
-from retrofit.diagnose.plots import TEXTS, plots
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from retrofit.diagnose.diagnosis import FEWEST, INJECTED, Diagnosis, Layer, mean_of
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import atomic_folder, ensure_writable
 from retrofit.utils.text import printable, shortlist
+
+Networks = Mapping[str, Diagnosis]  # one or two, by the name to show
 
 _RESULTS = "results.json"  # marks a folder as a report of ours, which may be replaced
 _STYLE = Path(__file__).with_name("report.css")
@@ -26,6 +36,190 @@ _FIGURES = {
 """The columns of numbers: a title, and the attribute of a layer."""
 _COLLAPSED = 0.5
 _LINEAR = 0.95
+_WIDTH = 4.4  # inches, as wide as a telephone shows at a readable size
+_LAYER = "layer (number in the table)"
+_RC: dict[str, Any] = {
+    **{"figure.constrained_layout.use": True, "savefig.dpi": 220, "axes.grid": True, "axes.axisbelow": True},
+    **{"font.size": 8, "axes.labelsize": 10, "axes.titlesize": 9, "grid.linewidth": 0.6},
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), "#d8dee4"),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#1f2328"),
+}
+_COLOURS = ("#2f81f7", "#e2701a")
+_SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
+_SHARE_NAMES = ("P1 data set", "P2 between images, mean", "P3 within images", "P4 between images, spread")
+
+TEXTS = {
+    "gaussianity": "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is "
+    "normal. Dotted: the same layers before their power transform (Eftekhari & Papyan 2025, figure 6).",
+    "qq": "The channel with the median R² at four depths. Points on the line are normal; bends at the ends are tails "
+    "heavier or lighter than normal ones (figure 5).",
+    "power": "Shares of each layer's power. P1 growing with depth is collapse: channels that are nearly constant "
+    "over the data set, on which the activation acts almost linearly (Labatie et al. 2021, figure 2).",
+    "channels": "Above: 1 where all channels have equal power, near 0 where a few have all of it. Below: the share "
+    "of the variance of the activation's output that a straight line explains; near 1 the nonlinearity is not used.",
+    "noise": f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. The "
+    "curve is the relative error that is left at that layer and those called after it. Falling curves: the network "
+    "attenuates noise (appendix A.1 follows its mean square). A layer has no mark if the noise does not reach it, or "
+    "if its output does not vary.",
+    "independence": "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted "
+    f"mutual information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} values of a channel in a "
+    "batch are left out: their figures would be chance.",
+    "lambda": "Lambda over each layer's channels as used in evaluation: median, 25 to 75% (dark), 5 to 95% (light). "
+    "At 1 the transform is the identity; below 1 it pulls in a right tail, above 1 a left one.",
+    "input-noise": "Top-1 accuracy (agreement with the clean answer, where there are no labels) under Gaussian noise "
+    "on the normalized image (table 4).",
+}
+"""What each figure shows, and how to read it."""
+
+
+class Plot(NamedTuple):
+    """A figure of a report."""
+
+    name: str  # of the file, without ending
+    title: str
+    draw: Callable[[Figure, Networks], None]
+    height: float  # inches
+
+    def png(self, networks: Networks) -> bytes:
+        """Return the figure as PNG."""
+        stream = io.BytesIO()
+        with rc_context(_RC):
+            figure = Figure(figsize=(_WIDTH, self.height))
+            self.draw(figure, networks)
+            handles, labels = figure.axes[0].get_legend_handles_labels()
+            if labels:  # below the figure, off the data
+                columns = 2 if max(map(len, labels)) < 28 else 1
+                figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+            figure.savefig(stream, format="png", metadata={"Software": None})
+        return stream.getvalue()
+
+
+def plots(networks: Networks) -> list[Plot]:
+    """Return the figures in which these networks, one or two diagnoses by the name to show, have something to show."""
+    count = len(networks)
+    layers = [layer for diagnosis in networks.values() for layer in diagnosis.layers]
+    filled = {
+        "independence": any(layer.henze_zirkler is not None for layer in layers),
+        "lambda": any(layer.lmbda for layer in layers),
+        "input-noise": any(diagnosis.input_noise for diagnosis in networks.values()),
+    }
+    every = [
+        Plot("gaussianity", "Gaussianity by layer", _gaussianity, 3.0),
+        Plot("qq", "Q-Q plots", _qq, 4.2 * count),
+        Plot("power", "Where the power lies", _power, 0.8 + 2.4 * count),
+        Plot("channels", "Channel balance, and linearity of the activation", _channels, 5.0),
+        Plot("noise", "Noise through the layers", _noise, 3.6),
+        Plot("independence", "Joint normality and dependence of channel pairs", _independence, 5.0),
+        Plot("lambda", "The transform's parameter", _lambda, 3.0),
+        Plot("input-noise", "Noise on the images", _input_noise, 3.0),
+    ]
+    return [plot for plot in every if filled.get(plot.name, True)]
+
+
+def _coloured(networks: Networks) -> Iterator[tuple[str, Diagnosis, str]]:
+    for (name, diagnosis), colour in zip(networks.items(), _COLOURS, strict=False):
+        yield name, diagnosis, colour
+
+
+def _lines(axes: Axes, networks: Networks, attribute: str, suffix: str = "", **style: Any) -> None:
+    for name, diagnosis, colour in _coloured(networks):
+        values = enumerate(map(attrgetter(attribute), diagnosis.layers))
+        points = [(number, value) for number, value in values if value is not None]
+        if points:
+            drawn = style or {"marker": "o", "markersize": 3}
+            axes.plot(*zip(*points, strict=True), color=colour, label=name + suffix, **drawn)
+    _by_layer(axes)
+    axes.set_xlim(-0.5, max(len(diagnosis.layers) for diagnosis in networks.values()) - 0.5)
+
+
+def _gaussianity(figure: Figure, networks: Networks) -> None:
+    axes = figure.subplots()
+    _lines(axes, networks, "r2")
+    _lines(axes, networks, "r2_before", ", before the transform", linestyle=":")
+    axes.set(ylabel="mean R² of the Q-Q plots", ylim=(None, 1))
+
+
+def _qq(figure: Figure, networks: Networks) -> None:
+    grid = figure.subplots(2 * len(networks), 2, squeeze=False, sharex=True, sharey=True)
+    panels = grid.reshape(len(networks), 4)
+    for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
+        drawn = [(i, layer.name, layer.plot) for i, layer in enumerate(diagnosis.layers) if layer.plot is not None]
+        for column, axes in enumerate(row if drawn else ()):
+            number, layer, plot = drawn[round(column * (len(drawn) - 1) / 3)]
+            axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
+            axes.plot(plot.theoretical, plot.ordered, ".", markersize=3, color=colour)
+            axes.set_title(f"{number}: {printable(layer, 20)}\nR² {plot.r2:.3f}", fontsize=8)
+            axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
+        row[0].set_ylabel(name, fontsize=8)
+    figure.supxlabel("normal quantiles")
+
+
+def _power(figure: Figure, networks: Networks) -> None:
+    column = figure.subplots(len(networks), 1, squeeze=False)[:, 0]
+    for axes, (name, diagnosis) in zip(column, networks.items(), strict=True):
+        shares = [[getattr(layer.power, key) for layer in diagnosis.layers] for key in ("p1", "p2", "p3", "p4")]
+        axes.stackplot(range(len(diagnosis.layers)), shares, colors=_SHARES, labels=_SHARE_NAMES)
+        _by_layer(axes)
+        axes.margins(x=0)
+        axes.set(title=name, ylim=(0, 1), ylabel="share of power")
+
+
+def _panels(figure: Figure, networks: Networks, titles: Mapping[str, str], **settings: Any) -> None:
+    """Draw figures of the layers, by attribute and title, one below the other."""
+    column = figure.subplots(len(titles), 1)
+    for axes, (attribute, title) in zip(column, titles.items(), strict=True):
+        _lines(axes, networks, attribute)
+        axes.set(title=title, **settings)
+
+
+_channels = partial(
+    _panels, titles={"power.balance": "channel balance", "linearity": "linearity of the activation"}, ylim=(0, 1.02)
+)
+_independence = partial(
+    _panels, titles={"henze_zirkler": "Henze-Zirkler statistic", "dependence": "adjusted mutual information"}
+)
+
+
+def _noise(figure: Figure, networks: Networks) -> None:
+    axes = figure.subplots()
+    for name, diagnosis, colour in _coloured(networks):
+        places = {layer.name: number for number, layer in enumerate(diagnosis.layers)}
+        for number, followed in enumerate(diagnosis.noise):
+            points = [(places[n], e) for n, e in zip(followed.layers, followed.errors, strict=True) if e > 0]
+            label = None if number else name
+            axes.plot(*zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number, label=label)
+    _by_layer(axes)
+    axes.set(ylabel="relative error", yscale="log")
+
+
+def _lambda(figure: Figure, networks: Networks) -> None:
+    axes = figure.subplots()
+    for name, diagnosis, colour in _coloured(networks):
+        points = [(i, *layer.lmbda) for i, layer in enumerate(diagnosis.layers) if layer.lmbda]
+        if points:
+            x, _, low, first, middle, third, high, _ = zip(*points, strict=True)
+            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(x, first, third, color=colour, alpha=0.35, linewidth=0)
+            axes.plot(x, middle, color=colour, label=name)
+    axes.axhline(1, linewidth=1, color="#8b949e")
+    _by_layer(axes)
+    axes.set_ylabel("lambda")
+
+
+def _input_noise(figure: Figure, networks: Networks) -> None:
+    axes = figure.subplots()
+    labelled = all(d.input_noise and d.input_noise[0].top1 is not None for d in networks.values())
+    for name, diagnosis, colour in _coloured(networks):
+        levels = [entry.level for entry in diagnosis.input_noise]
+        shares: list[Any] = [entry.top1 if labelled else entry.agreement for entry in diagnosis.input_noise]
+        axes.plot(levels, shares, "o-", color=colour, label=name)
+    what = "top-1, %" if labelled else "same answer, %"
+    axes.set(xlabel="standard deviation of the noise", ylabel=what, ylim=(0, 102))
+
+
+def _by_layer(axes: Axes) -> None:
+    axes.set_xlabel(_LAYER)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def check_folder(folder: Path, force: bool) -> None:
@@ -40,7 +234,7 @@ def check_folder(folder: Path, force: bool) -> None:
     ensure_writable(place)
 
 
-def write_report(networks: Mapping[str, Diagnosis], facts: Mapping[str, Any], folder: Path) -> None:
+def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> None:
     """Write the report of one or two diagnoses by the name to show; `facts` is what else results.json shall hold.
 
     A folder that is there is replaced once the new one is whole.
@@ -111,7 +305,7 @@ def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:
     return f"{_titled(name, model)}{whose}{origin}, {diagnosis.images} images"
 
 
-def sentences(networks: Mapping[str, Diagnosis]) -> list[str]:
+def sentences(networks: Networks) -> list[str]:
     """Put the main figures of one or two diagnoses, by the name to show, into words."""
     return [f"{name}: {text}" for name, diagnosis in networks.items() for text in _findings(diagnosis)]
 

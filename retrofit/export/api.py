@@ -237,8 +237,8 @@ def _checked_fold(request: Request) -> tuple[Program, tuple[FoldedLayer, ...], R
         what, advice = "the folded network differs from the given one", _REPORT_IT
         if request.freeze_lambda or request.degree is not None:
             what = "the approximation differs from the given network"
-            other = "leave out `freeze_lambda`" if request.freeze_lambda else "raise `degree` or leave it out"
-            advice = f"{other}, or raise `tolerance` if you can accept that"
+            way = "leave out `freeze_lambda`" if request.freeze_lambda else "raise `degree` or leave it out"
+            advice = f"{way}, or raise `tolerance` if you can accept that"
         raise ComparisonError(comparison, what, advice)
     return program, layers, reference, comparison
 

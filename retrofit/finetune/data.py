@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.evaluation.accuracy import Accuracy, evaluate, predictions
+from retrofit.evaluation import Accuracy, evaluate, predictions
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import TO_VALIDATE, ImageData, has_part, heed_no_signals, open_images, parts_in
 from retrofit.record import Preprocess

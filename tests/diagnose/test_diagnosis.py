@@ -18,11 +18,10 @@ from torch import nn
 import retrofit
 from retrofit.diagnose import meters
 from retrofit.diagnose.diagnosis import Batch, Diagnosis, diagnose, input_noise, labelled_batches, under_attack
-from retrofit.diagnose.plots import Plot, plots
-from retrofit.diagnose.probe import Probe, probes
-from retrofit.diagnose.report_folder import _table, check_folder, sentences, write_report
+from retrofit.diagnose.meters import Probe, probes
+from retrofit.diagnose.report_folder import Plot, _table, check_folder, plots, sentences, write_report
 from retrofit.errors import RetrofitError
-from retrofit.evaluation.accuracy import Attack
+from retrofit.evaluation import Attack
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network
 from retrofit.record import set_record

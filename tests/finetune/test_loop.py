@@ -22,7 +22,7 @@ from torch.optim.swa_utils import update_bn
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.evaluation.accuracy import Accuracy
+from retrofit.evaluation import Accuracy
 from retrofit.finetune import data, loop, run, run_report
 from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe, load_recipe

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.evaluation.accuracy import predictions
+from retrofit.evaluation import predictions
 from retrofit.images import dataset as module
 from retrofit.images.dataset import open_images, sample_batches
 from retrofit.record import Preprocess

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.evaluation.accuracy import Attack, Kind, attack_on, evaluate, predictions
+from retrofit.evaluation import Attack, Kind, attack_on, evaluate, predictions
 from retrofit.images.dataset import open_images
 from retrofit.record import Preprocess
 from tests.pictures import Colours, write_folder, write_tar

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from retrofit.bench.cost import Setting, Spread, measure, peak_memory
+from retrofit.bench import Setting, Spread, measure, peak_memory
 from retrofit.errors import RetrofitError
 
 CPU = torch.device("cpu")

@@ -1,1 +1,0 @@
-"""What networks and exported files cost, against each other."""
