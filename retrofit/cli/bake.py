@@ -1,7 +1,7 @@
 """Turn what a converted network estimates from each image into constants, so that it runs at its source's cost.
 
-Layers are baked in the order of the network, on half of the images; the other half judges. A layer stays as it is where
-constants would cost more than the tolerance. The artifact is exported, evaluated and trained like any other.
+Layers are baked in the order of the network, on half of the images, and checked on the other half. A layer stays as it
+is where constants would cost more than the tolerance. The artifact is exported, evaluated and trained like any other.
 
 \b
 $ retrofit bake runs/lite0-ln/best.safetensors --calibrate photos.tar

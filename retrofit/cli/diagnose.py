@@ -24,7 +24,7 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.option("--images", "Images to measure on, at most.", click.IntRange(2), default=200)
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
-@options.option("--channels", "Channels a plot.", click.IntRange(1), default=20)
+@options.option("--channels", "Channels per plot.", click.IntRange(1), default=20)
 @options.device
 @options.option("--seed", "Chooses channels, values and noise.", int, default=0)
 @options.option("-o --output folder", "Folder to write (default: NAME-diagnosis).", Path, metavar="DIR")

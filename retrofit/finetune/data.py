@@ -57,7 +57,7 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     if isinstance(train.images, IterableDataset):
         raise UsageError(f"{recipe.dataset} is a stream, in which no run can be resumed; unpack it, or use hfds/")
     if recipe.labelled and train.classes == 1:
-        raise RetrofitError(f"the data has a single class; give one folder a class, or {UNLABELLED}")
+        raise RetrofitError(f"the data has a single class; give a folder per class, or {UNLABELLED}")
     keeps_classifier = len(labels or ()) in (train.classes, recipe.num_classes) or recipe.teacher == "source"
     if recipe.labelled and keeps_classifier and train.matched == "order":
         train = train.mapped(labels=labels)

@@ -74,7 +74,7 @@ class Recipe(BaseModel):
     match: Literal["name", "order"] | None = _as(None, "Pair its tensors by name or by order (default: name).")
 
     data_dir: str | None = _as(
-        None, "Folder or .tar with train and val, each of a folder a class; or a dataset's name."
+        None, "Folder or .tar with train and val, each with a folder per class; or a dataset's name."
     )
     dataset: str = _as("", "timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
     train_split: str = _as("train", "Part of the data to train on.")

@@ -1,4 +1,4 @@
-"""Labelled images: a folder or tar with one folder a class, scikit-learn's digits, or one of timm's named datasets.
+"""Labelled images: a folder or tar with a folder per class, scikit-learn's digits, or one of timm's named datasets.
 
 timm's own dataset puts the next image in place of one that it cannot read and drops images of classes that the class
 map lacks, with a log line at most. A measured accuracy would then be that of other images than the user thinks, so here

@@ -1,4 +1,4 @@
-"""Image files in a folder or a tar, one folder a class."""
+"""Image files in a folder or a tar, a folder per class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUFFIXES = (
 )
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
-ADVICE = "give a folder or tar with one folder a class"
+ADVICE = "give a folder or tar with a folder per class"
 
 Place = tuple[int, int]  # offset and size in a file
 _WHOLE: Place = (0, -1)
