@@ -91,8 +91,8 @@ def convert(
     notes = functional_norms(network)
     if values := [layer.stored_strength for layer in earlier if not layer._code.is_meta]:
         span = " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
-        before = f"{plural(len(values), 'layer')} converted before"
-        notes.append(f"{before} keep their strength, {span}; `strength` sets the new ones alone")
+        before = f"{plural(len(values), 'layer')} converted before {'keeps its' if len(values) == 1 else 'keep their'}"
+        notes.append(f"{before} strength, {span}; `strength` sets the new ones alone")
     with unchanged_on_failure(network):
         reference, reason = reference_of(network, inputs, input_size, whole=check)
         shapes = None if reference is None else reference.shapes

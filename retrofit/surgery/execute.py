@@ -16,7 +16,7 @@ from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
 from retrofit.record import record_of, set_record
 from retrofit.surgery.families import find_norms
 from retrofit.surgery.plan_and_report import Plan, Report
-from retrofit.surgery.planning import converter_for
+from retrofit.surgery.planning import converter_for, network_in
 from retrofit.utils.running import device_of, kept_values, put_back
 from retrofit.utils.text import plural
 
@@ -33,6 +33,9 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
     RetrofitError says that the model's layers are not those of the plan. Whatever is raised, or interrupts, leaves the
     model as it was.
     """
+    if (inner := network_in(model)) is not model:
+        converted, report = apply(plan, inner, sites)
+        return model if converted is inner else converted, report
     converter = converter_for(plan.to)
     norms = {norm.name: norm for norm in find_norms(model)}
     planned = {row.name: row.source for row in plan.layers}
@@ -77,11 +80,11 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
             )
         notes += converter.finish(model, plan, places)
         notes += _call_the_norms(model, set(built.values()))
-        for norm in norms.values():
-            if norm.module in built:  # other references to it may call it
-                vars(norm.module)["forward"] = partial(
+        for row in plan.converted:
+            if (source := norms[row.name].module) in built:  # other references to it may call it
+                vars(source)["forward"] = partial(
                     _refuse,
-                    f"the network calls the source of {norm.name or 'the layer'}, which is converted, by a reference "
+                    f"the network calls the source of {row.name or 'the layer'}, which is converted, by a reference "
                     "of its own (from a list, or elsewhere besides its name); keep that layer with `skip`",
                 )
         set_record(model, **{**vars(record), "plans": (*record.plans, plan)})

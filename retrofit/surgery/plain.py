@@ -180,6 +180,8 @@ def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
     arguments or one that is no value under trace, or a value was turned into a number.
     """
     place, (_, constants) = flow.places[node], flow.variables[node]
+    if place.code is None:  # a graph's code, which is written from the graph
+        return True
     name, arguments = place.code.co_name, list[inspect.Parameter]()
     for method in [vars(cls)[name] for cls in type(place.owner).__mro__ if name in vars(cls)]:
         if not inspect.isfunction(function := inspect.unwrap(method)):

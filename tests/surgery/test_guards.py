@@ -77,6 +77,8 @@ def test_a_forward_or_a_compiled_call_of_the_source_is_not_taken_over() -> None:
     norm = nn.BatchNorm2d(8)
     norm.compile()
     assert apply(retrofit.plan(norm), norm)[0]._compiled_call_impl is None
+    wrapped = torch.compile(nn.Sequential(nn.BatchNorm2d(8)))
+    assert apply(retrofit.plan(wrapped), wrapped)[0] is wrapped
     with pytest.raises(RetrofitError, match="its forward was replaced"):
         retrofit.plan(norm)
 
@@ -162,7 +164,8 @@ def test_compiled_networks_follow_the_conversion(place: str) -> None:
 )
 def test_what_keeps_parameters_or_code_elsewhere_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    for function in (retrofit.plan, retrofit.convert):
+    made = retrofit.plan(nn.Sequential(net), "gn")
+    for function in (retrofit.plan, retrofit.convert, lambda model, _: apply(made, model)):
         with pytest.raises(RetrofitError, match="convert the network first"):
             function(nn.Sequential(wrap(net)), "ln-pn")
     assert type(net[1]) is nn.BatchNorm2d

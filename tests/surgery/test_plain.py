@@ -206,7 +206,8 @@ class Uncalled(Block):  # a norm of the block that no trace shows may come befor
 
 
 MASK = torch.arange(14.0) % 3
-USES: dict[str, tuple[type[nn.Module], list[Any]]] = {
+USES: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
+    "graph": (lambda: torch.fx.symbolic_trace(OtherMethod()), [lambda m, x: m(x)]),
     "mask": (Masked, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "mask renamed": (Renamed, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "mask inside": (MaskedInside, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),

@@ -29,7 +29,7 @@ from retrofit.layers.migrated_group_norm import group_gain, migrated_group_norm,
 from retrofit.surgery.families import NormLayer, classify
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.surgery.planning import TARGETS, Converter, Decisions, activation_problem, adopt, group_count
-from retrofit.utils.running import evaluating, hooked, images_of
+from retrofit.utils.running import evaluating, hooked, images_of, placement_of
 from retrofit.utils.text import plural, shortlist
 
 _GROUP_TOLERANCE = 0.08  # largest relative change of a layer's output that `most_groups` accepts
@@ -100,8 +100,9 @@ class BatchIndependentConverter(Converter):
             elif row.status == "converted":
                 site, norm = sites[row.norm, row.place], cast(Any, model.get_submodule(row.norm))
                 assert site.activation is not None
-                like = next(chain(norm.parameters(), norm.buffers(), model.parameters()), torch.empty(0))
-                own = {**row.options, "norm": norm, "strength": 0.0, "device": like.device, "dtype": like.dtype}
+                like = next(chain(norm.parameters(), norm.buffers()), None)
+                device, dtype = placement_of(model) if like is None else (like.device, like.dtype)
+                own = {**row.options, "norm": norm, "strength": 0.0, "device": device, "dtype": dtype}
                 proxied = ProxyNorm(site.activation.module, norm.num_channels, **own).train(norm.training)
                 replace_activation(model, site, proxied, "proxy")
                 added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
