@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrofit.utils import lazy_names
-from retrofit.version import __version__
+
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from retrofit import callbacks, layers

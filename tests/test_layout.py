@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each room may import those before it.
 ROOMS = [
-    {"errors", "version"},
+    {"errors"},
     {"utils"},
     {"record"},
     {"inputs"},

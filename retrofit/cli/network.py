@@ -14,6 +14,7 @@ from retrofit.errors import UsageError
 from retrofit.evaluation import ExportedFile
 from retrofit.images.dataset import ImageData, open_images, sample_batches
 from retrofit.networks.artifact import artifact_path
+from retrofit.networks.library import split_prefix
 from retrofit.networks.models import Network, open_model, strength_sentence, weights_sentence
 from retrofit.utils.files import ensure_writable
 from retrofit.utils.text import one_line
@@ -96,11 +97,10 @@ def output_file(given: Path | None, default: str, force: bool) -> Path:
 
 def file_stem(model: str) -> str:
     """Return the part of a MODEL string that names a file: no library prefix, no folders, no file ending."""
-    prefix, _, rest = model.partition(":")
+    prefix, rest = split_prefix(model)
     if prefix == "py":
         return rest.replace(":", "-")
-    known = prefix.replace("_", "-").lower() in ("tv", "torchvision", "hf-hub", "local-dir")
-    path = Path(rest if known else model)
+    path = Path(rest if prefix in ("tv", "torchvision", "hf-hub", "local-dir") else model)
     stem = path.name.removesuffix(".safetensors")
     in_run = stem in ("best", "last") and path.parent.name  # of a fine-tuning run, whose folder tells it from others
     return f"{path.parent.name}-{stem}" if in_run else stem

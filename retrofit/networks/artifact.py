@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from retrofit import surgery
+from retrofit import __version__, surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import contents, library
 from retrofit.networks.contents import SampledOutputs, checksum, fill, misfit, tensors_of
@@ -31,7 +31,6 @@ from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwr
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.utils.files import atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable, with_class
-from retrofit.version import __version__
 
 SCHEMA = 1
 KEY = "retrofit"
@@ -193,12 +192,10 @@ def save(
     ensure_writable(path, force)
     model = unwrapped(model)
     record = record_of(model)
-    if isinstance(source, str):
-        source = (
-            library.class_source(model)
-            if source == "own"
-            else library.with_options(library.parse(source), model_kwargs=model_kwargs)
-        )
+    if source == "own":
+        source = library.class_source(model)
+    elif isinstance(source, str):
+        source = library.with_options(library.parse(source), model_kwargs=model_kwargs)
     elif model_kwargs:
         raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
     source, structure = (source, model) if proved and source is not None else identify(model, source)
@@ -268,11 +265,12 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     return into if into is not None and unwrapped(into) is model else model
 
 
-def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, Manifest]:
-    """Return the network that `load` returns, and its manifest."""
+def opened(
+    path: str | Path, into: nn.Module | None = None, needs: str = "build that network and pass it as `into`"
+) -> tuple[nn.Module, Manifest]:
+    """Return the network that `load` returns, and its manifest; `needs` is what a file of one's own network lacks."""
     manifest = Manifest.read(path)
-    source = origin = manifest.source
-    plans = manifest.plans
+    source, plans, origin = manifest.source, manifest.plans, manifest.source
     if into is not None:
         into = unwrapped(into)
         converted = bool(surgery.plans_of(into))
@@ -282,8 +280,7 @@ def opened(path: str | Path, into: nn.Module | None = None) -> tuple[nn.Module, 
         if source.library == "own":
             origin = record_of(into).source or library.class_source(into)
     elif source.library == "own":
-        whose = f"{path} holds a network of one's own, {printable(source, 100)}"
-        raise RetrofitError(f"{whose}; build that network and pass it as `into`")
+        raise UsageError(f"{path} holds a network of one's own, {printable(source, 100)}; {needs}")
     try:
         tensors = load_file(path)
     except Exception as error:  # torch raises anything on types and shapes that it does not have

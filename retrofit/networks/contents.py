@@ -224,10 +224,8 @@ def sample_outputs_at(model: nn.Module, size: Sequence[int], layers: Collection[
         images = [_images(shape).to(placement_of(model)[1]) for shape in input_shapes(model, tuple(size), 1)]
         call = Call(tuple(images), stage="backbone" if is_detector(model) else "")
         names = [name for name, module in model.named_modules() if name and (module._parameters or module._buffers)]
-        if layers is None:
-            names = names[:: max(1, -(-len(names) // _LAYERS))]
-        else:
-            names = [name for name in names if name in layers]
+        some = names[:: max(1, -(-len(names) // _LAYERS))]
+        names = some if layers is None else [name for name in names if name in layers]
         watched = hooked(model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in names)
         with undisturbed(model), watched:
             answer = call.on(model)

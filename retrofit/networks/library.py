@@ -86,7 +86,7 @@ def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> U
     if Path(text).suffix == ".onnx":
         return UsageError(f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of")
     if Path(text).suffix in _CHECKPOINTS:
-        return UsageError(f"{text} is no network's name and no artifact; give the name, and this file as its checkpoint")
+        return UsageError(f"{text} is no network's name and no artifact; give a name, and this file as its checkpoint")
     if text and Path(text).exists():
         return UsageError(f"{text} is no network's name; give an artifact (*.safetensors) or the name of a network")
     close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
@@ -239,13 +239,10 @@ def no_waiting_for_the_hub() -> Iterator[None]:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname or "", 443)
         except OSError:
             offline = True
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
-            yield
-    finally:
-        log.setLevel(level)
+    with mock.patch.object(constants, "HF_HUB_OFFLINE", offline), ExitStack() as stack:
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        yield
 
 
 def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:

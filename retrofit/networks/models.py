@@ -52,8 +52,8 @@ class Network:
     def facts(self) -> dict[str, Any]:
         """What it is, as JSON values: `model`, `target` (what it was converted to last), `strength` and `weights`."""
         plans, strength = plans_of(self.model), artifact.common_strength(self.model)
-        source = {"model": self.source.name, "target": plans[-1].to if plans else None}
-        return {**source, "strength": strength, "weights": self.weights}
+        target = plans[-1].to if plans else None
+        return {"model": self.source.name, "target": target, "strength": strength, "weights": self.weights}
 
 
 def strength_sentence(model: nn.Module) -> str | None:
@@ -178,8 +178,5 @@ def _open_artifact(path: str, network: str | None) -> Network:
         sizes = {name: source.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
         given: dict[str, Any] = {name: size for name, size in sizes.items() if type(size) is int}
         into = build(with_options(parse(network), **given)).train()
-    elif source.library == "own":
-        whose = f"{path} holds a network of one's own, {printable(source, 100)}"
-        raise UsageError(f"{whose}; say what builds it with `network='py:MODULE:CALLABLE'`")
-    model, held = artifact.opened(path, into)
+    model, held = artifact.opened(path, into, "say what builds it with `network='py:MODULE:CALLABLE'`")
     return Network(model, (held.not_checked,) if held.not_checked else (), path)

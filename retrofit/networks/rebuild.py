@@ -87,8 +87,9 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
                 sources += _other_classes(likely, model, [ours[name] for name in unlike if name in ours])
     if not problems:
         return library.class_source(model), model
+    nearest = min(problems, key=itemgetter(0))[1]
     raise RetrofitError(
-        f"this network is not the one that the library builds: {min(problems, key=itemgetter(0))[1]}; say which it is with "
+        f"this network is not the one that the library builds: {nearest}; say which it is with "
         "`save(source=NAME, model_kwargs=ARGUMENTS)`, or save it with `save(source='own')`"
     )
 

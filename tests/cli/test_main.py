@@ -114,7 +114,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"evaluate net.onnx {DATA} --device cuda --amp", 2, "gives no gradients; drop --device, --amp"),
         (f"evaluate net.onnx {DATA} --checkpoint w.pth --attack pgd", 2, "drop --checkpoint, --attack"),
         (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
-        ("inspect weights.pth", 2, "no artifact; give the name, and this file as its checkpoint"),
+        ("inspect weights.pth", 2, "no artifact; give a name, and this file as its checkpoint"),
         ("inspect text.onnx", 2, "for evaluate and bench alone; give the artifact"),
         (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
         (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network
