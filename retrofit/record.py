@@ -34,7 +34,7 @@ class ModelSource:
 
     torchvision builds some networks differently when weights are asked for. There `kwargs` names the weights as
     `weights`, and says of detection and segmentation networks by `trained_backbone` that their backbone has some; what
-    is built then has that structure, and nothing is fetched.
+    is built then has that structure, and nothing is fetched. A UsageError says which argument would fetch or read any.
     """
 
     library: Literal["timm", "torchvision", "own"]  # "own": a network of the user's own
@@ -51,11 +51,9 @@ class ModelSource:
         source = cls(str(values["library"]), str(values["name"]), dict(values["kwargs"]))  # type: ignore[arg-type]
         if source.library != "own" and (source.library not in ("timm", "torchvision") or ":" in source.name):
             raise ValueError(f"{source.name!r} of {source.library!r} is not a registered network")
-        source.refuse_reserved()
         return source
 
-    def refuse_reserved(self) -> None:
-        """Raise UsageError if an argument would fetch or read weights."""
+    def __post_init__(self) -> None:
         if refused := sorted(RESERVED_KWARGS & self.kwargs.keys()):
             raise UsageError(f"{refused[0]!r} is not a model argument; use `pretrained=True` or `checkpoint=FILE`")
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.pictures import write_folder
+
 # The suite tries the same examples each time, so that luck decides nothing; test_properties.py looks further. What it
 # finds becomes an `@example`.
 settings.register_profile("pinned", max_examples=60, deadline=None, derandomize=True, database=None)
@@ -29,6 +31,12 @@ def heed_signals() -> None:
 def _deterministic() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # pytest-xdist already keeps every core busy
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Pictures of three classes, four each; two of the bees look like ants."""
+    return write_folder(tmp_path / "pictures")
 
 
 @pytest.fixture

@@ -14,14 +14,9 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.evaluation import Attack, Kind, attack_on, evaluate, predictions
 from retrofit.images.dataset import open_images
 from retrofit.record import Preprocess
-from tests.pictures import Colours, write_folder, write_tar
+from tests.pictures import Colours, write_tar
 
 PLAIN = Preprocess((3, 16, 16), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "pictures")
 
 
 def measure(data_dir: Path, model: nn.Module | None = None, **options: Any) -> Any:

@@ -45,7 +45,6 @@ def imported(file: Path, typing: bool = True) -> Iterator[str]:
 
     Without `typing`, what only a type checker imports is left out.
     """
-    package = ["retrofit", *file.relative_to(PACKAGE).parts[:-1]]
     tree = ast.parse(file.read_text())
     checked = {
         inner
@@ -58,9 +57,8 @@ def imported(file: Path, typing: bool = True) -> Iterator[str]:
         if node in checked and not typing:
             continue
         if isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*above, *filter(None, [node.module])])
-            names = [f"{module}.{alias.name}" for alias in node.names]
+            assert not node.level, f"{file} imports by dots"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):

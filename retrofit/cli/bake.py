@@ -23,9 +23,7 @@ from retrofit.cli.console import emit, names, say, say_written, show_table, wait
 @options.model
 @options.option("--calibrate", "Folder or .tar of images to fit and judge on.", Path, metavar="DIR", required=True)
 @options.option("--images", "How many of them at most.", click.IntRange(4), default=128)
-@options.option(
-    "--tolerance", "Largest change of the output, as a share of its standard deviation.", float, default=0.1
-)
+@options.option("--tolerance", "Largest change of the output, a share of its standard deviation.", float, default=0.1)
 @options.option("-o --output", "File to write (default: NAME-baked.safetensors).", Path)
 @options.architecture
 @options.force

@@ -85,8 +85,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         problem = "is a folder" if file.is_dir() else "does not exist"
         raise RetrofitError(f"{path} {problem}; give an artifact, which `retrofit.save` and `retrofit convert` write")
     try:
-        text = _manifest_text(file)
-        if text is None:
+        if (text := _manifest_text(file)) is None:
             raise RetrofitError(
                 f"{path} is a plain checkpoint, which holds no network; give the network's name, and "
                 f"`checkpoint='{path}'` (in Python build the network and call its load_state_dict)"

@@ -21,7 +21,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.contents import describe_misfit, fits, tensors_of
+from retrofit.networks.contents import fits, list_misfit, tensors_of
 from retrofit.utils.text import one_line, printable, shortlist
 
 # Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's order).
@@ -34,6 +34,8 @@ _GROWTH = 4  # times that a file's content may be larger than the file: torch co
 _SMALL = 2**24  # bytes that any file may unpack to
 
 Tensors = Mapping[str, Tensor]
+Names = list[str]
+Match = Literal["name", "order"]  # how a checkpoint's tensors are paired with a network's
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Checkpoint:
 class Loaded:
     """What became of a checkpoint's tensors."""
 
-    left_out: list[str] = field(default_factory=list)  # the checkpoint's tensors that the network did not take
-    left_random: list[str] = field(default_factory=list)  # the network's tensors that the checkpoint did not give
+    left_out: Names = field(default_factory=list)  # the checkpoint's tensors that the network did not take
+    left_random: Names = field(default_factory=list)  # the network's tensors that the checkpoint did not give
     warnings: list[str] = field(default_factory=list)  # sentences for the user
 
 
@@ -164,9 +166,7 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
     raise RetrofitError(f"{what}; give `checkpoint_key` one of these, or how the names of the weights begin")
 
 
-def load_into(
-    model: nn.Module, state: Tensors, match: Literal["name", "order"] = "name", partial: bool = False
-) -> Loaded:
+def load_into(model: nn.Module, state: Tensors, match: Match = "name", partial: bool = False) -> Loaded:
     """Load a checkpoint's tensors into a network: all of them, into all of its tensors, unless `partial`.
 
     By name, one prefix that the weights' names share ("model.", DistributedDataParallel's "module.") is taken off, and
@@ -205,7 +205,7 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     unexpected = _weights(result.unexpected_keys) + beside
     weights = _weights(own)
     if (missing or unexpected or unfit) and (not partial or len(missing + unfit) == len(weights)):
-        listed = describe_misfit(missing, unexpected, {name: (state[name], own[name]) for name in unfit})
+        listed = list_misfit(missing, unexpected, {name: (state[name], own[name]) for name in unfit})
         hint = _hint(own, state, missing, unexpected, unfit, prefix if beside else "")
         raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {listed}; {hint}")
     loaded = Loaded(unexpected + unfit, missing + unfit)
@@ -216,9 +216,7 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     return loaded
 
 
-def _hint(
-    own: Tensors, state: Tensors, missing: list[str], unexpected: list[str], unfit: list[str], prefix: str
-) -> str:
+def _hint(own: Tensors, state: Tensors, missing: Names, unexpected: Names, unfit: Names, prefix: str) -> str:
     """Say what the user may try."""
     sizes = [enumerate(zip_longest(own[name].shape, state[name].shape)) for name in unfit]
     differing = {(axis, theirs) for both in sizes for axis, (ours, theirs) in both if ours != theirs}

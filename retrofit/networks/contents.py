@@ -85,12 +85,10 @@ def misfit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
     """Say how given tensors differ from a network's own; empty if they do not."""
     missing, unexpected = [name for name in own if name not in given], sorted(given.keys() - own.keys())
     unfit = {name: (given[name], own[name]) for name in own if name in given and not fits(own[name], given[name])}
-    return describe_misfit(missing, unexpected, unfit)
+    return list_misfit(missing, unexpected, unfit)
 
 
-def describe_misfit(
-    missing: Iterable[str], unexpected: Iterable[str], unfit: Mapping[str, tuple[Tensor, Tensor]]
-) -> str:
+def list_misfit(missing: Iterable[str], unexpected: Iterable[str], unfit: Mapping[str, tuple[Tensor, Tensor]]) -> str:
     """Count and list the tensors that are not given, that are not the network's, and the (given, own) that differ."""
     parts = {"missing": [*missing], "unexpected": [*unexpected], "of another shape": [], "of another type": []}
     for name, (theirs, ours) in unfit.items():

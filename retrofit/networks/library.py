@@ -37,8 +37,7 @@ from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, Preprocess, se
 from retrofit.utils.text import one_line, printable, with_class
 
 _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
-typed: dict[str, Callable[..., Any]] = {}
-"""What builds networks of one's own, by the names that were typed in this process."""
+typed: dict[str, Callable[..., Any]] = {}  # what builds networks of one's own, by the names typed in this process
 
 
 def parse(text: str) -> ModelSource:
@@ -146,9 +145,7 @@ def with_options(
         raise UsageError(f"torchvision's {source.name} has no `in_chans`; take timm's network instead")
     sizes = {"num_classes": num_classes, "in_chans": in_chans, _size_argument(source): img_size}
     kwargs = {name: value for name, value in sizes.items() if name is not None and value is not None}
-    changed = replace(source, kwargs={**source.kwargs, **(model_kwargs or {}), **kwargs})
-    changed.refuse_reserved()
-    return changed
+    return replace(source, kwargs={**source.kwargs, **(model_kwargs or {}), **kwargs})
 
 
 def _size_argument(source: ModelSource) -> str | None:
@@ -163,7 +160,6 @@ def _size_argument(source: ModelSource) -> str | None:
 
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     """Build a network, with random weights or the library's trained ones; its record says where it came from."""
-    source.refuse_reserved()
     if ":" not in source.name:
         parse(str(source))
     fetches = pretrained or source.name.startswith("hf-hub:")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
-from retrofit.networks.checkpoint import load_into, read_checkpoint
+from retrofit.networks.checkpoint import Match, load_into, read_checkpoint
 from retrofit.networks.library import build, class_source, labels_of, parse, preprocess_of, weights_name, with_options
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
@@ -104,7 +104,7 @@ def open_model(
     *,
     pretrained: bool = False,
     checkpoint: str | Path | None = None,
-    match: Literal["name", "order"] | None = None,
+    match: Match | None = None,
     checkpoint_key: str | None = None,
     checkpoint_partial: bool = False,
     num_classes: int | None = None,

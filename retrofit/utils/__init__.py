@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, Collection[str]], packages: Collection[str] = ()
-) -> Callable[[str], Any]:
+def lazy_names(package: str, homes: Mapping[str, Iterable[str]], packages: Iterable[str] = ()) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which imports public names when they are first used: no timm, no onnx before.
 
     `homes` lists the names by the module, relative to the package, that has them; `packages` are submodules.

@@ -78,7 +78,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "pattern"),
+    ("words", "code", "said"),
     [
         ("convert", 2, "Missing argument 'MODEL'; see main convert --help$"),
         ("convert resnet18", 2, "Missing option '--to'.*; see main convert --help$"),
@@ -137,9 +137,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ("inspect .", 2, ". is no network's name; give an artifact"),
     ],
 )
-def test_a_refusal_is_a_line_and_a_code(
-    run: Run, here: Path, artifact: str, words: str, code: int, pattern: str
-) -> None:
+def test_a_refusal_is_a_line_and_a_code(run: Run, here: Path, artifact: str, words: str, code: int, said: str) -> None:
     write_folder(here / "pictures", wrong=0, each=2)
     for name in ("there.txt", "text.onnx", "mine.onnx", "test_resnet-bnn.safetensors"):
         Path(name).write_text("mine")
@@ -147,7 +145,7 @@ def test_a_refusal_is_a_line_and_a_code(
     result = run(*words.split())
     assert result.exit_code == code, result.stderr
     line = complaint(result)
-    assert re.search(pattern, line)
+    assert re.search(said, line)
     assert set(FLAG.findall(line)) <= {"--help", *flags_of(words.partition(" ")[0])}
     assert all(quoted.startswith("retrofit") for quoted in re.findall("`(.*?)`", line))  # and no Python argument
     assert {path: path.is_file() and path.read_bytes() for path in here.rglob("*")} == before

@@ -21,11 +21,6 @@ from tests.pictures import Colours, write_folder, write_tar
 PLAIN = Preprocess((3, 16, 16), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "pictures")
-
-
 @pytest.mark.parametrize(
     ("place", "options", "message"),
     [
@@ -136,9 +131,7 @@ def class_map(folder: Path, content: str | dict[str, Any]) -> Path:
     ],
     ids=str,
 )
-def test_class_maps_that_would_shift_the_outputs(
-    folder: Path, tmp_path: Path, content: str | dict[str, Any], message: str
-) -> None:
+def test_class_maps_that_would_shift_the_outputs(folder: Path, tmp_path: Path, content: Any, message: str) -> None:
     with refused(rf"the class map .*/map.\w+ is not one to one, with {message}"):
         open_images(folder, class_map=class_map(tmp_path, content))
 

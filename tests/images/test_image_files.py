@@ -21,11 +21,6 @@ from tests.networks.conftest import refused
 from tests.pictures import write_folder, write_tar
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "pictures")
-
-
 def read(place: Path, **options: Any) -> list[tuple[str, Any, int]]:
     """Open all images of a folder or tar: name, pixels, target."""
     images = open_images(place, **options).images

@@ -9,26 +9,19 @@ from torch import Tensor, nn
 class Block(nn.Module):
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
+        self.conv = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
+        self.norm, self.relu = nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.norm1(self.conv1(x)))
-        return self.relu(self.norm2(self.conv2(x)))
+        return self.relu(self.norm(self.conv(x)))
 
 
 class UNet(nn.Module):
-    def __init__(self, in_chans: int = 3, num_classes: int = 2, width: int = 8) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.down1 = Block(in_chans, width)
-        self.down2 = Block(width, 2 * width)
-        self.pool = nn.MaxPool2d(2)
-        self.up = nn.Upsample(scale_factor=2)
-        self.merge = Block(3 * width, width)
-        self.head = nn.Conv2d(width, num_classes, 1)
+        self.down1, self.down2, self.merge = Block(3, 8), Block(8, 16), Block(24, 8)
+        self.pool, self.up = nn.MaxPool2d(2), nn.Upsample(scale_factor=2)
+        self.head = nn.Conv2d(8, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         fine = self.down1(x)
@@ -37,7 +30,7 @@ class UNet(nn.Module):
 
 
 def build(num_classes: int = 2) -> UNet:
-    model = UNet(num_classes=num_classes)
+    model = UNet(num_classes)
     model.pretrained_cfg = {"input_size": (3, 64, 64), "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
     return model
 

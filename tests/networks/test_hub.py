@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -80,42 +81,31 @@ def test_nothing_is_overwritten_unasked_and_nothing_half_written(tmp_path: Path)
     assert (tmp_path / "model.safetensors").read_bytes() != before
 
 
-class Hub:
-    """The hub and its client, with a folder in its place."""
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of the hub, whose client writes and reads it."""
+    folder = tmp_path / "hub"
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.asked: list[tuple[str, str, str | None]] = []
-
-    def create_repo(self, repo_id: str, **_: Any) -> Any:
-        return SimpleNamespace(repo_id=f"me/{repo_id}")
-
-    def upload_folder(self, repo_id: str, folder_path: Path, **_: Any) -> Any:
-        shutil.copytree(folder_path, self.folder)
+    def upload(repo_id: str, folder_path: Path, **_: Any) -> Any:
+        shutil.copytree(folder_path, folder)
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
 
-    def download(self, repo_id: str, name: str, revision: str | None = None) -> str:
-        self.asked.append((repo_id, name, revision))
-        return str((self.folder / name).resolve(strict=True))
+    create = Mock(side_effect=lambda repo_id, **_: SimpleNamespace(repo_id=f"me/{repo_id}"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: Mock(create_repo=create, upload_folder=upload))
+    download = Mock(side_effect=lambda _repo_id, name, **_: str((folder / name).resolve(strict=True)))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return folder
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub(tmp_path / "hub")
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: hub)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
-    return hub
-
-
-def test_pushed_and_loaded_again(hub: Hub) -> None:
+def test_pushed_and_loaded_again(hub: Path) -> None:
     model = converted("bnn")
     assert retrofit.push_to_hub(model, "net") == "https://hub/me/net/commit/1"
-    assert sorted(file.name for file in hub.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
-    card = (hub.folder / "README.md").read_text()
+    assert sorted(file.name for file in hub.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    card = (hub / "README.md").read_text()
     assert "none is given" in card
     assert "US patent" not in card
     assert_same_answers(retrofit.load("hf-hub:me/net@v2"), model, X)
-    assert ("me/net", "model.safetensors", "v2") in hub.asked
+    huggingface_hub.hf_hub_download.assert_called_with("me/net", "model.safetensors", revision="v2")
     assert open_model("hf-hub:me/net").facts["target"] == "bnn"
 
 
@@ -126,8 +116,8 @@ def test_pushed_and_loaded_again(hub: Hub) -> None:
         ({"architecture": "resnet18"}, "hf-hub:me/net does not exist"),  # left to timm
     ],
 )
-def test_what_is_not_there_whole_or_not_ours(hub: Hub, config: dict[str, str], message: str) -> None:
-    hub.folder.mkdir()
-    (hub.folder / "config.json").write_text(json.dumps(config))
+def test_what_is_not_there_whole_or_not_ours(hub: Path, config: dict[str, str], message: str) -> None:
+    hub.mkdir()
+    (hub / "config.json").write_text(json.dumps(config))
     with pytest.raises(RetrofitError, match=message):
         retrofit.load("hf-hub:me/net")

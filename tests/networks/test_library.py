@@ -95,13 +95,17 @@ def test_options_become_the_builders_arguments(source: ModelSource, options: Any
         (ModelSource("torchvision", "resnet18", {"in_chans": 1}), "cannot build tv:resnet18 with in_chans=1"),
         (ModelSource("torchvision", "resnet18", {"weights": "NO_SUCH"}), "weights='NO_SUCH'"),
         (ModelSource("timm", "no_such_network"), "unknown model"),
-        (ModelSource("timm", "resnet18", {"pretrained_cfg": {"file": "/etc/passwd"}}), "not a model argument"),
-        (ModelSource("torchvision", "fcn_resnet50", {"weights_backbone": "DEFAULT"}), "not a model argument"),
     ],
 )
 def test_errors_of_building_are_one_line(source: ModelSource, message: str) -> None:
     with refused(message, UsageError):
         build(source)
+
+
+@pytest.mark.parametrize("kwargs", [{"pretrained_cfg": {"file": "/etc/passwd"}}, {"weights_backbone": "DEFAULT"}])
+def test_no_source_says_where_weights_are(kwargs: dict[str, Any]) -> None:
+    with refused("not a model argument", UsageError):
+        ModelSource("torchvision", "fcn_resnet50", kwargs)
 
 
 @pytest.mark.usefixtures("_no_network")
@@ -176,9 +180,7 @@ def test_every_torchvision_network_has_some() -> None:
         ({"in_chans": 4}, (4, 160, 160), (0.5,) * 4),
     ],
 )
-def test_timms_follows_the_networks_input(
-    kwargs: dict[str, object], size: tuple[int, ...], mean: tuple[float, ...]
-) -> None:
+def test_timms_follows_the_networks_input(kwargs: Any, size: tuple[int, ...], mean: tuple[float, ...]) -> None:
     model = build(source := ModelSource("timm", "test_vit", kwargs))
     preprocess = preprocess_of(model, source)
     assert (preprocess.input_size, preprocess.mean, len(preprocess.std)) == (size, mean, size[0])

@@ -49,9 +49,7 @@ BUILT: list[tuple[Make, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "name", "kwargs"), BUILT)
-def test_recognises_what_the_user_built(
-    make: Make, name: str, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recognises_what_the_user_built(make: Make, name: str, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
     monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: pytest.fail("nothing may be fetched"))
     source = identify(model)[0]

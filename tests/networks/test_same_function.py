@@ -48,9 +48,7 @@ class Loud(nn.ReLU):
         ("bnn", lambda m: m.layer1.register_forward_hook(lambda *args: 2 * args[-1]), "built again, test_resnet diff"),
     ],
 )
-def test_what_the_library_does_not_build_is_refused(
-    tmp_path: Path, to: str | None, change: Change, message: str
-) -> None:
+def test_what_a_library_does_not_build_is_refused(tmp_path: Path, to: str | None, change: Change, message: str) -> None:
     model = built("test_resnet", to)
     change(model)
     with refused(rf"{message}.*save\(source='own'\)"):
