@@ -158,7 +158,7 @@ def sole_feeders(
         shared = any(holders_of[parameter] > 1 for parameter in conv.parameters())
         if len(places) > 2 or methods or shared or above & flows.failures.keys() or uncalled & set(owner.modules()):
             continue
-        if not _mentioned(conv, code, above):
+        if code is not None and not _mentioned(conv, code, above):
             found[norm] = conv
     return found, flows.read.intersection(norms)
 

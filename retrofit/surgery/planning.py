@@ -212,8 +212,8 @@ def network_in(model: nn.Module) -> nn.Module:
     for part in (*model.modules(), *model.parameters()):
         if type(part).__name__.startswith(keepers) or isinstance(part, ScriptModule):
             raise RetrofitError(
-                f"{type(part).__name__} holds parameters or code that no conversion reaches; convert the network first, "
-                "then wrap, shard or script it"
+                f"{type(part).__name__} holds parameters or code that no conversion reaches; convert the network "
+                "first, then wrap, shard or script it"
             )
     return unwrapped(model)
 
