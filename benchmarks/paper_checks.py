@@ -26,8 +26,8 @@ from torch import nn
 import retrofit
 from retrofit.diagnose.diagnosis import Diagnosis, diagnose
 from retrofit.diagnose.meters import LinearityMeter, PowerMeter
-from retrofit.finetune.loop import finetune
 from retrofit.finetune.recipe import load_recipe
+from retrofit.finetune.run import finetune
 from retrofit.images.dataset import open_images, sample_loader
 from retrofit.layers import ProxyNorm, yeo_johnson
 from retrofit.networks.models import open_model

@@ -98,7 +98,7 @@ def command(recipe: str | None, folder: Path | None, resume: Path | None, networ
     given = {name: value for name, value in settings.items() if value is not None}
     with _signals() as received:
         from retrofit.cli.network import file_stem, introduce
-        from retrofit.finetune.loop import finetune, recipe_network, resume_network
+        from retrofit.finetune.run import finetune, recipe_network, resume_network
 
         if resume is not None:
             reason = f"a run that goes on keeps its settings (to start another: --recipe {resume / 'recipe.yaml'})"

@@ -1,40 +1,121 @@
-"""A run in progress: its network, images and position, and what is done with them in a step and after an epoch."""
+"""One run from its recipe to its last step, in one process or many, interrupted or not."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import gather_object
 from timm.data import create_transform
 from timm.utils import ModelEmaV3, random_seed
 from torch import Tensor, nn
 
-from retrofit.errors import RetrofitError
-from retrofit.finetune import run_report
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune import run_report, run_state
 from retrofit.finetune.data import Batches, Part, open_data, summed, validate, validation_share
 from retrofit.finetune.divergence import ChanceWatch, Fault, StepGate, Verdict, divergence_of, not_finite
 from retrofit.finetune.optim import Objective, build_optimizer, build_scheduler, source_network
 from retrofit.finetune.prepare import adjust_layers, draws_noise, fit_network, freeze_all_but_norm, scores_of
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
 from retrofit.finetune.run_report import Position, RunCallback, Step
-from retrofit.finetune.run_state import RECIPE, START, STATE, load_state, random_state, save_state, set_random_state
 from retrofit.finetune.statistics import local_norms, recentre, sync_norms, update_bn
 from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.networks import artifact
-from retrofit.networks.models import Network
+from retrofit.networks.models import Network, open_model
 from retrofit.surgery import strength_layers
 from retrofit.utils.text import shortlist
 
 _FEW = 8  # images that show whether the network answers the same to all
 _RECENTRED = 128  # images that moments are measured on before the way back, a few at a time
 _PRECISE_BATCH = 32  # images that running statistics are estimated on at a time
+
+
+def finetune(
+    network: Network,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    callback: RunCallback | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Position:
+    """Train a network as a recipe says; the run's folder is new, empty, or of a run killed before its first state.
+
+    To `resume`, from the state in the folder, give the network that `resume_network` opens. `stop` is asked after each
+    step; a true answer saves the state and ends the run. A UsageError says which setting does not fit the network or
+    the data; a RetrofitError, that the folder is in use, the data or state cannot be read, the disk is full, or the
+    loss is not finite. A run that has saved no state leaves nothing behind.
+    """
+    accelerator = make_accelerator(recipe, folder)
+    main = accelerator.is_main_process
+    with run_state.owned(folder, resume) if main else nullcontext():
+        state = run_state.load_state(folder) if resume else None
+        run = Run(network, recipe, folder, accelerator, callback if main and callback else RunCallback(), state)
+        run.begin() if state is None else run.restore(state)
+        stopped = False
+        while not (run.position.finished or stopped):
+            stopped = run.train_epoch(stop)
+            if run.position.step % run.epoch_steps == 0:
+                run.end_epoch()
+            run.checkpoint()
+        return run.end()
+
+
+def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
+    """Set up the run that `torchrun` or `accelerate launch` started; a UsageError names a missing device or tracker."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if recipe.device not in (None, "cpu") and (present is None or recipe.device != present.type):
+        have = present.type if present else "no accelerator"
+        raise UsageError(f"cannot use `device={recipe.device!r}`: there is {have}; leave it out or use cpu")
+    cpu = recipe.device == "cpu" or present is None
+    if cpu and recipe.amp_dtype == "float16":
+        raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")
+    half = {"bfloat16": "bf16", "float16": "fp16", None: "bf16" if cpu else "fp16"}[recipe.amp_dtype]
+    trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
+    if missing := [name for name in recipe.log_with if name not in trackers]:
+        have = f"installed here: {', '.join(trackers) or 'none'}"
+        raise UsageError(f"`log_with={missing[:1]!r}` is no tracker of accelerate here ({have}); install it")
+    return Accelerator(
+        cpu=cpu,
+        mixed_precision=half if recipe.amp else "no",
+        gradient_accumulation_steps=recipe.grad_accum_steps,
+        log_with=recipe.log_with or None,
+        project_dir=str(folder),
+    )
+
+
+def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
+    """Open the network that a recipe names, or raise UsageError if it names none; random weights come from its seed.
+
+    `network` is `open_model`'s: what builds it, if an artifact holds the user's own.
+    """
+    if recipe.model is None:
+        raise UsageError("there is no network to train; give MODEL, an artifact or a network's name")
+    random_seed(recipe.seed)
+    return open_model(
+        recipe.model,
+        pretrained=recipe.pretrained,
+        checkpoint=recipe.checkpoint,
+        match=recipe.match,
+        num_classes=recipe.num_classes if recipe.checkpoint else None,  # else the run replaces the classifier
+        img_size=recipe.img_size if artifact.artifact_path(recipe.model) is None else None,
+        network=network,
+    )
+
+
+def resume_network(folder: Path, network: str | None = None) -> Network:
+    """Open the network that a run in `folder` began with; `network` as for `open_model`. RetrofitError if none did."""
+    if not (folder / run_state.START).is_file():
+        raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without `resume`")
+    return open_model(str(folder / run_state.START), network=network)
 
 
 class Run:
@@ -116,9 +197,9 @@ class Run:
     def begin(self) -> None:
         """Fill the folder with what the run begins with."""
         if self.accelerator.is_main_process:
-            (self.folder / STATE).mkdir(exist_ok=True)
-            self.recipe.save(self.folder / RECIPE)
-            self._write_artifact(self.model, self.folder / START, self.network.weights)
+            (self.folder / run_state.STATE).mkdir(exist_ok=True)
+            self.recipe.save(self.folder / run_state.RECIPE)
+            self._write_artifact(self.model, self.folder / run_state.START, self.network.weights)
         self.callback.started(self.folder)
         random_seed(self.recipe.seed, self.accelerator.process_index)
         self.checkpoint()
@@ -127,22 +208,22 @@ class Run:
         """Go on from a state."""
         if changed := [name for name, value in self.kept.items() if value != state["kept"][name]]:
             what = f"{shortlist(changed)} differ from those that the run in {self.folder} began with"
-            how = f"the same images, as many processes, and the recipe in it, {RECIPE}"
+            how = f"the same images, as many processes, and the recipe in it, {run_state.RECIPE}"
             raise RetrofitError(f"{what}; resume it with {how}")
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
         self.position = Position(**{"steps": self.position.steps, **state["position"]})  # older states lack it
-        set_random_state(state["generators"][self.accelerator.process_index])
+        run_state.set_random_state(state["generators"][self.accelerator.process_index])
         self.callback.note(f"resumed at step {self.position.step} of {self.position.steps}")
 
     def checkpoint(self) -> None:
         """Write the state of all processes."""
-        generators = gather_object([random_state()])
+        generators = gather_object([run_state.random_state()])
         if self.accelerator.is_main_process:
             state = {name: part.state_dict() for name, part in self.stateful.items()}
             state |= {"generators": generators, "position": asdict(self.position), "kept": self.kept}
             state["new_tensors"] = list(self.new_tensors)
-            save_state(self.folder, state)
+            run_state.save_state(self.folder, state)
 
     def train_epoch(self, stop: Callable[[], bool]) -> bool:
         """Train to the end of the epoch; return whether to stop here, if need be before that."""
@@ -227,8 +308,8 @@ class Run:
         """Say what is not finite, which layer went first, where the last good state is, and what to do."""
         with local_norms(self.model):  # the other processes do not take part
             cause, advice = divergence_of(self.model, images, fault, self.recipe)
-        good = load_state(self.folder)["position"]["step"]
-        where = f"the last good state is {self.folder / STATE}, step {good}"
+        good = run_state.load_state(self.folder)["position"]["step"]
+        where = f"the last good state is {self.folder / run_state.STATE}, step {good}"
         return RetrofitError(
             f"{what} is not finite at step {step} of {self.position.steps}: {cause}; {where}; {advice}"
         )

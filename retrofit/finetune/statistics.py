@@ -21,13 +21,9 @@ from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
 from retrofit.utils.running import device_of, evaluating, hooked, input_of, modes_kept
 
-_CONVERTED: dict[type[nn.Module], type[nn.Module]] = {
-    ours.BatchNormalNorm1d: ours.SyncBatchNormalNorm,
-    ours.BatchNormalNorm2d: ours.SyncBatchNormalNorm,
-    ours.BatchNormalNorm3d: ours.SyncBatchNormalNorm,
+_SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
+    **dict.fromkeys((ours.BatchNormalNorm1d, ours.BatchNormalNorm2d, ours.BatchNormalNorm3d), ours.SyncBatchNormalNorm),
     ours.BatchNormalNormAct2d: ours.SyncBatchNormalNormAct,
-}
-_PLAIN: dict[type[nn.Module], type[nn.Module]] = {  # torch's own synchronization needs an accelerator
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), nn.SyncBatchNorm),
     BatchNormAct2d: SyncBatchNormAct,
 }
@@ -181,12 +177,12 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
     """
     if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
         raise RetrofitError("whitening is not synchronized between processes; leave dbn and dbnn unsynchronized")
-    place = device_of(model) if device is None else torch.device(device)
-    forms = _CONVERTED if place.type == "cpu" else _CONVERTED | _PLAIN
-    layers = [module for module in model.modules() if type(module) in forms]
+    on_cpu = (device_of(model) if device is None else torch.device(device)).type == "cpu"
+    layers = [module for module in model.modules() if type(module) in _SYNCHRONIZED]
+    layers = [layer for layer in layers if isinstance(layer, StrengthMixin) or not on_cpu]
     for layer in layers:
         vars(layer)["_retrofit_local_form"] = type(layer)
-        layer.__class__ = forms[type(layer)]
+        layer.__class__ = _SYNCHRONIZED[type(layer)]
         vars(layer).setdefault("process_group", None)
     return len(layers)
 

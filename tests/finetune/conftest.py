@@ -12,8 +12,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 import retrofit
 from retrofit.finetune import run_report
-from retrofit.finetune.loop import finetune, resume_network
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run import finetune, resume_network
 from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.networks.models import Network, open_model
 from tests.half_resnet import HALF
@@ -57,7 +57,7 @@ def _reset() -> None:
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs draw nothing, but for two in test_loop.py."""
+    """Let runs draw nothing, but for two in test_run.py."""
     monkeypatch.setattr(run_report, "draw", lambda folder, rows: None)
 
 

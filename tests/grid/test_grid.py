@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.cli import main
-from retrofit.finetune import loop
+from retrofit.finetune import run
 from retrofit.finetune.recipe import load_recipe
 from retrofit.layers import StrengthMixin
 from retrofit.networks.models import open_model
@@ -251,7 +251,7 @@ def resume(network: Network) -> None:
     begun = open_model(str(network.artifact), network=OWN if network.own else None)
     epoch = int(epochs(network.trained)[0]["step"])
     asked = iter([*[False] * (epoch - 1), True])
-    stopped = loop.finetune(begun, recipe, folder, stop=lambda: next(asked))
+    stopped = run.finetune(begun, recipe, folder, stop=lambda: next(asked))
     assert (stopped.step, stopped.finished) == (epoch, False)
     network.run("finetune", *network.own, "--resume", folder)
     for name in ("last.safetensors", "best.safetensors"):

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import update_bn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy
-from retrofit.finetune import data, loop, run, run_report
+from retrofit.finetune import data, run, run_report
 from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_report import RunCallback, Step
@@ -315,7 +315,7 @@ def work(rank: int, folder: str) -> None:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
         settings = {**SMALL, "batch_size": 2, "model_ema": average, "model_ema_decay": 0.5, "device": "cpu"}
         recipe = Recipe(data_dir=f"{folder}/pictures", **settings)
-        loop.finetune(small_network(), recipe, Path(folder) / f"run-{average}")
+        run.finetune(small_network(), recipe, Path(folder) / f"run-{average}")
     torch.save(seen, f"{folder}/{rank}.pt")
 
 
