@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from retrofit.utils import lazy_names
 
 if TYPE_CHECKING:
-    from retrofit.finetune.optim import parameter_groups
+    from retrofit.finetune.prepare import parameter_groups
     from retrofit.finetune.strength_schedule import StrengthSchedule
 
 __all__ = ["StrengthSchedule", "parameter_groups"]
 __getattr__ = lazy_names(  # a schedule alone needs no timm
-    __name__, {"optim": ("parameter_groups",), "strength_schedule": ("StrengthSchedule",)}
+    __name__, {"prepare": ("parameter_groups",), "strength_schedule": ("StrengthSchedule",)}
 )

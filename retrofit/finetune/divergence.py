@@ -151,11 +151,9 @@ def divergence_of(model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe
     diverged.sort(key=lambda module: 0 if isinstance(module, _NORMS) else 1 + bool(list(module.children())))
     if diverged:
         return f"{names[diverged[0]] or 'the network'} ({type(diverged[0]).__name__}) went first", advice
-    if fault != "gradient":
-        return (
-            "all layers are finite, the loss alone is not" if fault == "loss" else "no layer's output is affected",
-            advice,
-        )
+    others = {"loss": "all layers are finite, the loss alone is not", "state": "no layer's output is affected"}
+    if fault in others:
+        return others[fault], advice
     retry = "start again with `amp=False`" if recipe.amp else "start again on another `device`"
     return "the loss and all layers are finite, so the cause is not `lr`", retry
 

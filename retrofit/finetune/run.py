@@ -19,11 +19,9 @@ from timm.utils import ModelEmaV3, random_seed
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune import run_report, run_state
+from retrofit.finetune import prepare, run_report, run_state
 from retrofit.finetune.data import Batches, Part, open_data, summed, validate, validation_share
 from retrofit.finetune.divergence import ChanceWatch, Fault, StepGate, Verdict, divergence_of, not_finite
-from retrofit.finetune.optim import Objective, build_optimizer, build_scheduler, source_network
-from retrofit.finetune.prepare import adjust_layers, draws_noise, fit_network, freeze_all_but_norm, scores_of
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
 from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.finetune.statistics import local_norms, recentre, sync_norms, update_bn
@@ -139,14 +137,14 @@ class Run:
         for note in images.notes:
             callback.note(note)
         if state is None:
-            network, self.new_tensors = fit_network(network, images, recipe, callback.note)
+            network, self.new_tensors = prepare.fit_network(network, images, recipe, callback.note)
         else:
             self.new_tensors = tuple(state["new_tensors"])
-        self.network, outputs = network, scores_of(network)
+        self.network, outputs = network, prepare.scores_of(network)
         self.layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.model = network.model.to(self.device).to(memory_format=self.layout).train()
-        teacher = source_network(network, state is not None) if recipe.teacher == "source" else None
-        self.objective = Objective(recipe, outputs, teacher)
+        teacher = prepare.source_network(network, state is not None) if recipe.teacher == "source" else None
+        self.objective = prepare.Objective(recipe, outputs, teacher)
         self.val = validation_share(images.val, network.preprocess, None if recipe.labelled else teacher, accelerator)
         as_validated = create_transform(**network.preprocess.to_dict())
         self.plain_images = Part(images.train.images, transform=as_validated)
@@ -170,9 +168,9 @@ class Run:
     def _prepare_training(self) -> None:
         """Set up what changes the weights, and what follows them."""
         recipe, callback, accelerator = self.recipe, self.callback, self.accelerator
-        adjust_layers(self.model, recipe, self.position.steps * recipe.grad_accum_steps, callback.note)
+        prepare.adjust_layers(self.model, recipe, self.position.steps * recipe.grad_accum_steps, callback.note)
         frozen = recipe.freeze == "all-but-norm"
-        self.frozen_norms = freeze_all_but_norm(self.model, self.new_tensors, callback.note) if frozen else []
+        self.frozen_norms = prepare.freeze_all_but_norm(self.model, self.new_tensors, callback.note) if frozen else []
         self.average: Any = ModelEmaV3(self.model, recipe.model_ema_decay) if recipe.model_ema else None
         self.networks = [self.model] if self.average is None else [self.model, self.average.module]
         self.validated: nn.Module = self.networks[-1]
@@ -180,14 +178,14 @@ class Run:
         if strength_layers(self.model):
             walk = {name: getattr(recipe, f"strength_{name}") for name in ("ramp", "start", "end")}
             walk |= {"noise_start": recipe.noise_start, "noise_ramp": recipe.noise_ramp}
-            noise = recipe.noise if draws_noise(self.model) else None
+            noise = recipe.noise if prepare.draws_noise(self.model) else None
             walk |= {"shape": recipe.strength_sched, "noise": noise}
             self.schedule = StrengthSchedule(nn.ModuleList(self.networks), self.position.steps, **walk)
         if recipe.sync_norm and not sync_norms(self.model, self.device):
             raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
-        optimizer = build_optimizer(self.model, recipe)
+        optimizer = prepare.build_optimizer(self.model, recipe)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.scheduler = build_scheduler(optimizer, recipe, self.epoch_steps)
+        self.scheduler = prepare.build_scheduler(optimizer, recipe, self.epoch_steps)
         self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
         accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.finetune.divergence import Fault, StepGate, all_alike, at_chance, divergence_of, explanation, not_finite
-from retrofit.finetune.optim import build_optimizer
+from retrofit.finetune.prepare import build_optimizer
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.layers import BatchNormalNorm2d

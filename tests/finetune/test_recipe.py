@@ -17,13 +17,13 @@ from torch import nn
 from retrofit.cli.convert import command
 from retrofit.conversion_options import OPTIONS
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.optim import build_optimizer
+from retrofit.finetune.prepare import build_optimizer
 from retrofit.finetune.recipe import load_recipe, recipe_summaries, recipe_text
 from retrofit.layers import ProxyNorm
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.networks.cifar import resnet18
 from retrofit.surgery import apply, plan
-from tests.finetune.test_optim import by_parameter
+from tests.finetune.test_prepare import by_parameter
 
 
 def test_flags_win_and_come_as_text() -> None:
