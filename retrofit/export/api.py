@@ -19,10 +19,9 @@ import retrofit
 from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import choose
-from retrofit.export.capture import Program, capture, layer_of
+from retrofit.export.capture import Fit, Polynomial, Program, capture, layer_of
 from retrofit.export.fold_constants import fold as fold_program
 from retrofit.export.onnx_file import OPSETS, HalfRun, to_float16, to_int8, to_onnx, written
-from retrofit.export.power_forms import Fit, Polynomial
 from retrofit.export.request import SCHEMA, ExportReport, Fold, FoldedLayer, Precision, Request, check_report
 from retrofit.inputs import Call, Inputs
 from retrofit.layers.base import lambda_values

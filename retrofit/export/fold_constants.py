@@ -18,8 +18,19 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from retrofit.export.capture import ATEN, POWER, Program, arguments, attribute_of, layer_of, shape_of, users_of
-from retrofit.export.power_forms import Fit, Transform, exact_form
+from retrofit.export.capture import (
+    ATEN,
+    POWER,
+    Fit,
+    Program,
+    Transform,
+    arguments,
+    attribute_of,
+    exact_form,
+    layer_of,
+    shape_of,
+    users_of,
+)
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
 from retrofit.layers.forms import ChannelAffine, ConstantNorm
 

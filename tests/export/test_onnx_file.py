@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.export import api, onnx_file
-from retrofit.export.power_forms import Polynomial
+from retrofit.export.capture import Polynomial
 from tests.export.networks import converted, images, norm, slow
 
 

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from retrofit.compare import largest_gap, scale_of, tensors_of
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.fit import MAX_SIZE, LayerFunction, LineFitter, Observer, PolynomialFitter
-from retrofit.export.capture import POWER, shape_of
-from retrofit.export.power_forms import Fit, Transform
+from retrofit.export.capture import POWER, Fit, Transform, shape_of
 from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.onnx_runtimes import Runtime

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from retrofit.export.power_forms import INF, Fit, Polynomial, Transform, limits
+from retrofit.export.capture import INF, Fit, Polynomial, Transform, limits
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.forms import ChannelAffine
 from retrofit.layers.power_transform import yeo_johnson

@@ -20,9 +20,8 @@ from torch.fx import Graph
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import Candidate, allocations, answers, choose
-from retrofit.export.capture import capture, layer_of
+from retrofit.export.capture import Fit, capture, layer_of
 from retrofit.export.fold_constants import fold
-from retrofit.export.power_forms import Fit
 from retrofit.inputs import Call
 from tests.export.networks import norm
 
