@@ -190,10 +190,9 @@ def work(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12's, of threads
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    """This one and a fork of it, which imports nothing again."""
-    other = multiprocessing.get_context("fork").Process(target=work, args=(1, tmp_path))
+    """This one and another, no fork of it: autograd's threads, which an earlier test may have started, forbid that."""
+    other = multiprocessing.get_context("spawn").Process(target=work, args=(1, tmp_path))
     other.start()
     work(0, tmp_path)
     other.join()
