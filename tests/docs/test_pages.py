@@ -1,8 +1,9 @@
-"""What README and the pages say is run as written, and the figures of README stand in the recorded results."""
+"""What README, CONTRIBUTING and the pages say is run as written; README's figures stand in the recorded results."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import json
 import re
@@ -16,9 +17,13 @@ import pytest
 import timm
 import torch
 from click.testing import CliRunner
+from torch import nn
 
 import retrofit
 from retrofit.cli import COMMANDS, main
+from retrofit.errors import RetrofitError
+from retrofit.surgery import TARGETS
+from tests.networks.conftest import built
 from tests.pictures import write_folder, write_tar
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +101,47 @@ def test_readme_runs_as_written(folder: Path, real_weights: Path, monkeypatch: p
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create(name))  # there is no hub here
     exec(compile("".join(blocks(PAGES[0])), "README.md", "exec"), {"total_steps": 2})
     assert Path("resnet50-ln.onnx").is_file()
+
+
+# --- the target of CONTRIBUTING
+
+
+@pytest.fixture
+def target() -> Iterator[str]:
+    names: dict[str, object] = {"__name__": "mean_only"}
+    exec("from retrofit.surgery.planning import TARGETS, Converter, adopt", names)
+    exec(blocks(ROOT / "CONTRIBUTING.md")[0], names)
+    yield "mean-only"
+    del TARGETS["mean-only"]
+
+
+@pytest.mark.parametrize("name", ["test_efficientnet", pytest.param("test_resnet", marks=pytest.mark.slow)])
+def test_the_target_works(name: str, target: str, tmp_path: Path) -> None:
+    source, x = built(name).eval(), torch.randn(2, 3, 64, 64)
+    model, report = retrofit.convert(copy.deepcopy(source), target)
+    assert {row.status for row in report.plan.layers} == {"converted"}
+    torch.testing.assert_close(model(x), source(x))
+    for module in source.modules():  # at strength 1: no division
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.fill_(1 - module.eps)  # type: ignore[union-attr]
+    retrofit.set_strength(model, 1.0)
+    torch.testing.assert_close(model(x), source(x))
+    retrofit.save(model, tmp_path / "a.safetensors")
+    torch.testing.assert_close(retrofit.load(tmp_path / "a.safetensors").eval()(x), model(x))
+    retrofit.set_strength(model, 0.5)
+    retrofit.export_onnx(model, tmp_path / "a.onnx", input_size=(3, 64, 64))
+    with pytest.raises(RetrofitError, match="nobody has said what a MeanOnly"):  # it is no FrozenBatchNorm any more
+        retrofit.plain(model)
+
+
+def test_it_keeps_a_source_that_has_no_affine(target: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    torch.testing.assert_close(retrofit.convert(model, target, check=False)[0](x), expected)
+
+
+# --- what every page is held to
 
 
 @pytest.mark.parametrize("page", sorted([*PAGES, *(ROOT / "docs").rglob("*.md")]), ids=lambda page: page.stem)

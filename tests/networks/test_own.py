@@ -1,8 +1,9 @@
-"""Networks of one's own: saved, loaded into what the user built, and named on the command line."""
+"""Networks of one's own: saved, loaded into what the user built, named on the command line; and their records."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from retrofit.networks import contents, library
 from retrofit.networks.artifact import read_manifest
 from retrofit.networks.library import build
 from retrofit.networks.models import open_model
-from retrofit.record import ModelSource, record_of
+from retrofit.record import ModelSource, Record, record_of, set_record, unwrapped
 from tests.networks import mynet
 from tests.networks.conftest import assert_same_answers, refused, same_tensors
 
@@ -81,9 +82,7 @@ def _extractor(node: str = "layer2") -> nn.Module:
         (_extractor, "ln-pn", lambda: _extractor("layer1"), "made for another model|do not fit|does not come back"),
     ],
 )
-def test_it_comes_back_in_the_network_that_it_was_alone(
-    tmp_path: Path, make: Make, to: str, other: Make, message: str
-) -> None:
+def test_it_comes_back_in_its_own_network_alone(tmp_path: Path, make: Make, to: str, other: Make, message: str) -> None:
     model, report = retrofit.convert(make(), to, input_size=(3, 64, 64))
     assert to != "ln-pn" or "5 of 9 activations" in report.plan.activations
     retrofit.set_strength(model, 1.0)
@@ -199,3 +198,39 @@ def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(saved: Path, mon
     monkeypatch.setattr(contents.SampledOutputs, "difference", interrupt)
     with left_as_it_was(into), pytest.raises(KeyboardInterrupt):
         retrofit.load(saved, into=into)
+
+
+# --- the record travels with a network: through wrappers, copies and conversions
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+
+@pytest.mark.parametrize("carry", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_carry_it(carry: Callable[[nn.Module], nn.Module]) -> None:
+    net, _ = retrofit.convert(_net(), "bnn", input_size=(3, 8, 8))
+    set_record(net, labels=["a", "b"])
+    twin = carry(net)
+    assert record_of(twin) == record_of(net)
+    set_record(twin, labels=None)
+    assert record_of(net).labels == ["a", "b"]
+
+
+def test_a_wrapped_network_keeps_its_record_inside(tmp_path: object) -> None:
+    def wrap(net: nn.Module) -> nn.Module:
+        return torch.compile(nn.DataParallel(net))
+
+    net = _net()
+    set_record(net, labels=["a", "b", "c", "d"])
+    model, report = retrofit.convert(wrap(net), "bnn", input_size=(3, 8, 8))
+    assert unwrapped(model) is net is not model
+    assert [row.name for row in report.plan.layers] == ["1"]  # the network's own name, not the wrapper's
+    assert record_of(model) is record_of(net)
+    assert record_of(net) == Record(labels=["a", "b", "c", "d"], plans=(report.plan,))
+    retrofit.save(model, f"{tmp_path}/a.safetensors")
+    into = wrap(_net())
+    assert retrofit.load(f"{tmp_path}/a.safetensors", into=into) is into
+    again = unwrapped(into)
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(again.eval()(images), net.eval()(images))
