@@ -179,6 +179,8 @@ class RunningNormality(NormalityMixin, RunningStatistics):
 
     def _by_running_statistics(self, x: Tensor) -> Tensor:
         layer: Any = self
+        if self.running_mean is None:  # an instance norm that was set to track after it was built
+            raise ValueError("running statistics are needed outside training")
         mean, var, affine, eps = layer.running_mean, layer.running_var, (self.weight, self.bias), vars(self)["eps"]
         lmbda = 1 + self.effective_alpha * (layer.running_lambda - 1)
         # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.

@@ -244,11 +244,11 @@ class EstimatedTransform(nn.Module):
         """Return the transform by the estimate: `power_transform.first_step` in operations that every runtime has."""
         h, v, extremes = _standardize(values, dims, self.eps)
         mean = partial(torch.mean, dim=dims, keepdim=True)
-        tiny = torch.finfo(h.dtype).tiny
-        low, high = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
         a = h.abs()
         sign, log = _sign_and_log(h, a)
         signed = sign * log
+        tiny = torch.finfo(h.dtype).tiny
+        low, high = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
         share = a * _SHARE
         grown = (share + _SHARE) * log
         d = grown - share  # an eighth, as what follows of it

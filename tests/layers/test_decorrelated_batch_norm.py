@@ -11,7 +11,7 @@ from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm, inverse_sq
 from tests import oracles as oracle
 from tests.layers.cases import EPS, randomise
 
-SHAPES = {"1d": (40, 12), "1d maps": (9, 12, 7), "2d": (5, 12, 4, 3), "3d": (4, 12, 2, 3, 3)}
+SHAPES = {"1d": (40, 12), "1d singular": (9, 12), "1d maps": (9, 12, 7), "2d": (5, 12, 4, 3), "3d": (4, 12, 2, 3, 3)}
 KIND = pytest.mark.parametrize("kind", SHAPES)
 NORMAL = pytest.mark.parametrize("normal", [False, True], ids=["dbn", "dbnn"])
 
@@ -44,11 +44,12 @@ def roots(covariances: Tensor) -> Tensor:
 @KIND
 @pytest.mark.parametrize(("strength", "asked", "size"), [(0.0, 4, 4), (0.35, 5, 4), (1.0, 16, 12), (1.0, 1, 1)])
 def test_is_zca_as_scipy_has_it(kind: str, strength: float, asked: int, size: int) -> None:
-    layer = build(kind, False, strength=strength, group_size=asked).double()
+    layer = build(kind, False, strength=strength, momentum=1.0, group_size=asked).double()
     assert layer.group_size == size
     x = data(SHAPES[kind], torch.float64)
     expected = oracle.decorrelate(x, size, EPS, strength)
     torch.testing.assert_close(layer(x), expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(layer.running_whitening, roots(layer.running_covariance), rtol=1e-7, atol=1e-7)
 
 
 @NORMAL

@@ -173,3 +173,10 @@ def test_the_options_show_where_they_are_not_the_papers() -> None:
     make = CASES["group"].ours
     assert repr(make()).endswith("noise=0.4)")
     assert repr(make(noise_kind="unscaled", alpha=0.5)).endswith("noise=0.4, noise_kind=unscaled, alpha=0.5)")
+
+
+def test_instance_norms_set_to_track_without_buffers_say_what_is_missing() -> None:
+    layer = CASES["instance2d"].ours().eval()
+    layer.track_running_stats = True
+    with pytest.raises(ValueError, match="running statistics are needed outside training"):
+        layer(CASES["instance2d"].input())
