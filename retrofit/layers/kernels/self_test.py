@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrofit.layers.kernels import build, eager
+from retrofit.layers.kernels import cpp, eager
 from retrofit.layers.kernels.eager import KernelOptions
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
 def _record(what: str) -> Path | None:
     """Return the file that says that a test was passed, whether it is there or not; None where none can be kept."""
     try:
-        folder = build.cache_folder()
+        folder = cpp.cache_folder()
     except OSError:
         return None
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))

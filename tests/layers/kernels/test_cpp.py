@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from retrofit.layers import kernels
-from retrofit.layers.kernels import VARIABLE, build, cpp, eager
-from retrofit.layers.kernels.build import cache_folder
+from retrofit.layers.kernels import VARIABLE, cpp, eager
+from retrofit.layers.kernels.cpp import cache_folder
 
 pytestmark = pytest.mark.compiler
 REPOSITORY = Path(__file__).parents[3]
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).parents[3]
 @pytest.fixture(scope="session")
 def library() -> Path:
     """The library that this machine has."""
-    build.load()
+    cpp.load()
     return max(cache_folder().glob("kernels-*-*.so"), key=lambda file: file.stat().st_mtime)
 
 
@@ -46,7 +46,7 @@ def cache(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def works() -> bool:
-    return build.load().width() in (4, 8, 16)
+    return cpp.load().width() in (4, 8, 16)
 
 
 def kept(cache: Path) -> list[str]:
@@ -68,7 +68,7 @@ def test_built_once_and_private_and_then_needs_no_compiler_and_no_right_to_write
     assert (cache / "retrofit").stat().st_mode & 0o777 == 0o700
     assert built.stat().st_mode & 0o022 == 0
     Path(os.environ["CXX"]).unlink()
-    monkeypatch.setattr(build, "locked", refused)
+    monkeypatch.setattr(cpp, "locked", refused)
     monkeypatch.setattr(Path, "unlink", refused)
     assert works()
 
@@ -86,7 +86,7 @@ def test_where_nothing_can_be_kept_a_temporary_folder_serves(
     place: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if place == "cache":
-        monkeypatch.setattr(build, "locked", refused)
+        monkeypatch.setattr(cpp, "locked", refused)
     elif place == "home":  # as a user that has neither HOME nor an entry
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)
@@ -104,8 +104,8 @@ def test_where_nothing_can_be_kept_a_temporary_folder_serves(
 
 def test_a_lock_that_nobody_gives_back_is_not_waited_for_for_ever(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a process was stopped while it built."""
-    monkeypatch.setattr(build, "_PATIENCE", 0.2)
-    with build.locked(cache_folder()):
+    monkeypatch.setattr(cpp, "_PATIENCE", 0.2)
+    with cpp.locked(cache_folder()):
         assert works()
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_library_is_built_again(cache: Path) -> None:
 def test_many_processes_build_once(cache: Path) -> None:
     compiler = Path(os.environ["CXX"])
     compiler.write_text(compiler.read_text().replace("\ncp ", "\nsleep 0.5\ncp "))
-    command = [sys.executable, "-c", "from retrofit.layers.kernels import build; print(build.load().width())"]
+    command = [sys.executable, "-c", "from retrofit.layers.kernels import cpp; print(cpp.load().width())"]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY, text=True) for _ in range(3)]
     assert all(rank.communicate()[0].strip() in ("4", "8", "16") for rank in ranks)
     assert builds(cache) == 1
@@ -157,10 +157,10 @@ def test_nothing_is_loaded_from_another_users_folder(cache: Path, monkeypatch: p
 
 
 def test_a_compiler_that_hangs_is_ended(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_LIMIT", 0.2)
+    monkeypatch.setattr(cpp, "_LIMIT", 0.2)
     Path(os.environ["CXX"]).write_text(f"#!/bin/sh\n(sleep 1; touch {cache}/survived) &\nwait\n")
-    with pytest.raises(build.UnavailableError, match="took more than"):
-        build.load()
+    with pytest.raises(cpp.UnavailableError, match="took more than"):
+        cpp.load()
     time.sleep(1.2)
     assert not (cache / "survived").exists()
     assert kept(cache) == []
@@ -180,8 +180,8 @@ def test_a_broken_compiler_leaves_nothing_behind(
     compiler: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(build.UnavailableError, match=message):
-        build.load()
+    with pytest.raises(cpp.UnavailableError, match=message):
+        cpp.load()
     assert kept(cache) == []
 
 
@@ -189,8 +189,8 @@ def test_a_broken_compiler_leaves_nothing_behind(
 def test_other_platforms_are_refused(system: str, libc: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, ""))  # musl has no answer
-    with pytest.raises(build.UnavailableError, match="Linux with glibc only"):
-        build.load()
+    with pytest.raises(cpp.UnavailableError, match="Linux with glibc only"):
+        cpp.load()
 
 
 def forget() -> None:
@@ -252,8 +252,8 @@ TESTS = ("tests/layers/kernels/test_channelwise.py", "tests/layers/kernels/test_
 # With less optimisation, for which sanitizers take long
 RUN = """
 import sys, pytest
-from retrofit.layers.kernels import build
-build._FLAGS, build._LIMIT = (*(flag for flag in build._FLAGS if flag != "-O3"), "-O1"), 900.0
+from retrofit.layers.kernels import cpp
+cpp._FLAGS, cpp._LIMIT = (*(flag for flag in cpp._FLAGS if flag != "-O3"), "-O1"), 900.0
 sys.exit(pytest.main(["-n", "0", "-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 
