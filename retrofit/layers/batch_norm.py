@@ -23,6 +23,10 @@ from retrofit.layers.normality_norm import Statistics, apply_statistics
 from retrofit.layers.transforms import transformed
 
 
+_SYNC = "call retrofit.sync_norms(model) in its place"
+_INSTEAD = {"convert_sync_batchnorm": _SYNC, "convert_splitbn_model": "leave it out"}
+
+
 class EpsOfNoBatchNorm:
     """The eps of a layer above strength 0, to be shown and compared. Arithmetic with it raises a RetrofitError: code
     that adds it to a variance, to fuse the layer for example, takes the layer for a BatchNorm.
@@ -82,10 +86,10 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return the children; freeze or thaw if timm's function calls, refuse one that would replace the layer."""
         caller = sys._getframe(1).f_code.co_name
-        if caller in ("convert_sync_batchnorm", "convert_splitbn_model"):
+        if caller in _INSTEAD:
             raise RetrofitError(
                 f"{caller} would put a plain BatchNorm in the place of {type(self).__name__}, without its transform; "
-                "leave it out, or call retrofit.sync_norms(model) in its place"
+                f"{_INSTEAD[caller]}"
             )
         if caller in ("freeze_batch_norm_2d", "unfreeze_batch_norm_2d"):
             self.frozen = caller == "freeze_batch_norm_2d"

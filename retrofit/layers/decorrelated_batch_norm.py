@@ -17,7 +17,7 @@ from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form, channel_view
-from retrofit.layers.kernels.formulas import affine, compute_dtype
+from retrofit.layers.kernels.eager import affine, compute_dtype
 from retrofit.layers.normality_norm import Statistics, gaussianize, memory_format_of
 from retrofit.layers.power_transform import yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed

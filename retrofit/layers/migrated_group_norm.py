@@ -17,7 +17,7 @@ from retrofit.layers.converted_layer import _ThenActivate, check_groups, hold_se
 from retrofit.layers.forms import ConstantNorm, MigratedForm, channel_view
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise
-from retrofit.layers.kernels.formulas import compute_dtype
+from retrofit.layers.kernels.eager import compute_dtype
 from retrofit.layers.transforms import differentiable_once, needed, transformed
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from retrofit.layers import kernels
-from retrofit.layers.kernels import formulas
-from retrofit.layers.kernels.eager import KernelOptions, blocks
-from retrofit.layers.kernels.formulas import Noise, affine, compute_dtype, normal
+from retrofit.layers.kernels import eager
+from retrofit.layers.kernels.eager import KernelOptions, Noise, affine, blocks, compute_dtype, normal
 from retrofit.layers.kernels.layout import layout_of
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
@@ -124,7 +123,7 @@ class _NormalityNorm(torch.autograd.Function):
             device = x.device if ctx.layout is None else "cpu"
             seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device).to(x.device)
         if ctx.layout is None:
-            out, stats = formulas.forward(x, weight, bias, t, eps, _noise(x, factor, seed), Reductions(dim, group))
+            out, stats = eager.normalized(x, weight, bias, t, eps, _noise(x, factor, seed), Reductions(dim, group))
             statistics = stats[:4]
         else:
             gamma, beta = (None if p is None else ctx.layout.view(p, ctx.layout.affine) for p in (weight, bias))
@@ -142,7 +141,7 @@ class _NormalityNorm(torch.autograd.Function):
         x, weight, bias, t, factor, seed, stats = ctx.saved_tensors
         if ctx.layout is None:
             over = Reductions(ctx.dim, ctx.group)
-            grad_x, y = formulas.backward(grads[0], x, weight, t, stats, _noise(x, factor, seed), over)
+            grad_x, y = eager.pulled_back(grads[0], x, weight, t, stats, _noise(x, factor, seed), over)
             grad = grads[0].to(y.dtype)
             grad_weight, grad_bias = grad * y, grad
         else:
@@ -189,7 +188,7 @@ class _OneStep(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         y, kept = torch.empty_like(h), []
         for block in blocks(h, dim):  # on a CPU a third faster than the whole tensor at once
-            part, step, gradient = formulas.gaussianized(block(h), t, Reductions(dim))
+            part, step, gradient = eager.gaussianized(block(h), t, Reductions(dim))
             block(y).copy_(part)
             kept.append(torch.stack([step, *gradient]))
         stats = torch.cat(kept, block.axis + 1)
@@ -206,7 +205,7 @@ class _OneStep(torch.autograd.Function):
         grad_h = torch.empty_like(h)
         for block in blocks(h, ctx.dim):
             step, *gradient = (block.of(s) for s in stats)
-            _, direct, to_lmbda, shift = formulas.pulls(block(grads[0]), block(h), t, step, StepGradient(*gradient))
+            _, direct, to_lmbda, shift = eager.pulls(block(grads[0]), block(h), t, step, StepGradient(*gradient))
             block(grad_h).copy_(direct + t * to_lmbda.mean(ctx.dim, True) * shift)
         return grad_h, None, None
 

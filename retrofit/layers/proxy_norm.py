@@ -16,7 +16,7 @@ from retrofit.layers.converted_layer import hold_settings
 from retrofit.layers.forms import ChannelAffine, FunctionModule, constant_copy
 from retrofit.layers.frozen_batch_norm import ConstantAffine
 from retrofit.layers.kernels import channelwise
-from retrofit.layers.kernels.formulas import compute_dtype
+from retrofit.layers.kernels.eager import compute_dtype
 
 
 class ProxyNorm(StrengthMixin):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from retrofit.layers.base import StrengthMixin
 from retrofit.layers.forms import constant_copy
-from retrofit.layers.kernels.formulas import compute_dtype
+from retrofit.layers.kernels.eager import compute_dtype
 
 
 class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):

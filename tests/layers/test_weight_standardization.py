@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,25 +15,25 @@ from retrofit import layers
 from retrofit.layers import WeightStandardizedConv2d
 
 
-@pytest.mark.parametrize("options", [{}, {"groups": 2, "stride": 2}, {"dilation": 2, "bias": False}])
-def test_at_strength_1_it_is_timms_std_conv(options: dict[str, Any]) -> None:
-    reference = StdConv2d(4, 6, 3, padding=1, **options).double()
+@pytest.mark.parametrize(
+    ("timms", "options", "scale"),
+    [
+        *((StdConv2d, options, 1.0) for options in ({}, {"groups": 2, "stride": 2}, {"dilation": 2, "bias": False})),
+        (partial(ScaledStdConv2d, gamma=1.7), {"bias": True}, 1.7 * (4 * 9) ** -0.5),
+    ],
+)
+def test_at_strength_1_it_is_timms_std_conv(
+    timms: Callable[..., nn.Module], options: dict[str, Any], scale: float
+) -> None:
+    reference = timms(4, 6, 3, padding=1, **options).double()
     conv = WeightStandardizedConv2d(4, 6, 3, padding=1, **{"bias": False} | options).double()
     conv.load_state_dict(reference.state_dict(), strict=False)
+    conv.restore_scale.fill_(scale)
     x = torch.randn(2, 4, 7, 7, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(conv(x), reference(x))
     upstream = torch.randn_like(reference(x))
     got, wanted = (torch.autograd.grad(c(x), [x, c.weight], upstream) for c in (conv, reference))
     torch.testing.assert_close(got, wanted)
-
-
-def test_with_its_scale_it_is_timms_scaled_std_conv() -> None:
-    reference = ScaledStdConv2d(4, 6, 3, gamma=1.7, padding=1).double()
-    conv = WeightStandardizedConv2d(4, 6, 3, padding=1).double()
-    conv.load_state_dict(reference.state_dict(), strict=False)
-    conv.restore_scale.fill_(1.7 * (4 * 9) ** -0.5)
-    x = torch.randn(2, 4, 7, 7, dtype=torch.float64)
-    torch.testing.assert_close(conv(x), reference(x))
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])

@@ -1,14 +1,15 @@
 """The formulas in C++: the library of the C++ files, built by the machine's own compiler when it is first needed.
 
-It is read from the cache folder, or built there, or in a temporary folder where that fails, for the instruction set that
-torch reports. Its name holds a hash of what it was made from and one of its own content: a machine that has it needs no
-compiler, and one that is damaged is built again. One process builds while others that need the same library wait.
+It is read from the cache folder, or built there, or in a temporary folder where that fails, for the instruction set
+that torch reports. Its name holds a hash of what it was made from and one of its own content: a machine that has it
+needs no compiler, and one that is damaged is built again. One process builds while others that need the same library
+wait.
 
 It is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose sets lie regularly
-enough; `forward`, `backward` and `apply` hand anything else to `eager`. Where ranks share the sets, it runs in stages. A
-stage leaves parts, a row a quantity and a column a set: means over the rank's own values. They become means over all
-ranks, in the order and the dtype in which `formulas` reduces them: ranks with and without the library may mix, also
-where a rank has no values.
+enough; `forward`, `backward` and `apply` hand anything else to `eager`. Where ranks share the sets, it runs in stages.
+A stage leaves parts, a row a quantity and a column a set: means over the rank's own values. They become means over all
+ranks, in the order and the dtype in which `eager` reduces them: ranks with and without the library may mix, also where
+a rank has no values.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers import power_transform
 from retrofit.layers.kernels import eager
-from retrofit.layers.kernels.eager import KernelOptions
-from retrofit.layers.kernels.formulas import FIELDS
+from retrofit.layers.kernels.eager import FIELDS, KernelOptions
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 
 _log = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ def _over_ranks(stage: int, own: Tensor, count: int, group: ProcessGroup) -> Ten
         offset, power = _average(torch.stack([apart, own[1] + apart * apart]), count, group)
         return torch.stack([mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)])
     if stage == 1:
-        extremes = power_transform.widest(own[5], own[6], group)  # first, as `formulas` does
+        extremes = power_transform.widest(own[5], own[6], group)  # first, as `eager` does
         return torch.stack([*_average(own[:5], count, group), *extremes])
     return _average(own, count, group)
 

@@ -1,5 +1,5 @@
 // Normality normalization over the sets of a tensor in memory order (Eftekhari & Papyan 2025, algorithm 1): forward,
-// closed-form backward, and evaluation by given statistics. `formulas.py` states the same operation by operation.
+// closed-form backward, and evaluation by given statistics. `eager.py` states the same operation by operation.
 //
 // A set is `runs` stretches of memory, worked on while they are in cache: each pass below goes over one set. Either a
 // stretch is `length` elements of the one set and vector lanes are summed at the end, or (COLUMNS) neighbouring lanes
@@ -29,7 +29,7 @@ enum { MEAN, VAR, RSTD, STEP, C1, C2, C3, C45, CV, SPREAD, FIELDS };  // rows of
 
 inline U mix(U key, int shift) { return key ^ (key >> shift); }
 
-// See formulas.py.
+// See eager.py.
 constexpr float NUMERATOR[] = {2.928853064076975e-05f, 0.0009993967832997441f, 0.011874854564666748f,
                                0.08982928842306137f, 0.4523918926715851f, 1.2533142566680908f};
 constexpr float DENOMINATOR[] = {1.0084270343213575e-06f, 0.00016978503845166415f, 0.0022797624114900827f,

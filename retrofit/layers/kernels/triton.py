@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrofit.layers.kernels import eager
-from retrofit.layers.kernels.eager import KernelOptions
-from retrofit.layers.kernels.formulas import DENOMINATOR, FIELDS, NUMERATOR
+from retrofit.layers.kernels.eager import DENOMINATOR, FIELDS, NUMERATOR, KernelOptions
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
 
@@ -31,7 +30,7 @@ _PROGRAMS_PER_PROCESSOR = 4
 _ROUNDS = 4  # tiles that a program goes through at least before a set is shared
 
 _LOG_STRETCH, _MIN_CURVATURE, _TINY = tl.constexpr(LOG_STRETCH), tl.constexpr(MIN_CURVATURE), tl.constexpr(TINY)
-# What is kept of each set, as `formulas.FIELDS` has it: `_GRADIENT` is the first of five. Rows of the forward's partial
+# What is kept of each set, as `eager.FIELDS` has it: `_GRADIENT` is the first of five. Rows of the forward's partial
 # sums: `_MOMENTS` is the first of five; rows of the backward's: five sums, and the gradients of gamma and beta.
 _MEAN, _RSTD, _STEP, _GRADIENT, _SPREAD = map(tl.constexpr, (0, 2, 3, 4, 9))
 _MEANS, _SQUARES, _MOMENTS, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, (0, 1, 2, 7, 8, 9, 10))
@@ -84,7 +83,7 @@ def _expm1(u):
 
 @triton.jit
 def _normal(position, Seed):
-    """See `formulas.normal`."""
+    """See `eager.normal`."""
     key = position.to(tl.uint32) + tl.load(Seed).to(tl.uint32, bitcast=True)
     key = (key ^ (key >> 17)) * 0xED5AD4BB
     key = ((key ^ (key >> 11)) + tl.load(Seed + 1).to(tl.uint32, bitcast=True)) * 0xAC4C1B51
@@ -231,7 +230,7 @@ def _total(tile):
 
 @triton.jit
 def _own_mean(X, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return mean and sum of squared deviations of a program's share, as `formulas.forward` corrects them."""
+    """Return mean and sum of squared deviations of a program's share, as `eager.normalized` corrects them."""
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     total, offset_total, power = zero, zero, zero
     for e in range(at.start, at.stop, ROWS):
@@ -405,7 +404,7 @@ def _forward(
 def _backward(
     GradX, X, Grad, Weight, Stats, Parts, given, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Stage 0 leaves sums: of what `formulas.backward` takes means of (the gradient of lambda, and `direct` and
+    """Stage 0 leaves sums: of what `eager.pulled_back` takes means of (the gradient of lambda, and `direct` and
     `shift`, plain and times h), of grad * y and of grad. Stage 1 writes; -1 does both at once.
     """
     at = _sets(where, COLUMNS)
