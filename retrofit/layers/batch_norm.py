@@ -22,7 +22,6 @@ from retrofit.layers.frozen_batch_norm import trained_affine
 from retrofit.layers.normality_norm import Statistics, apply_statistics
 from retrofit.layers.transforms import transformed
 
-
 _SYNC = "call retrofit.sync_norms(model) in its place"
 _INSTEAD = {"convert_sync_batchnorm": _SYNC, "convert_splitbn_model": "leave it out"}
 
