@@ -67,9 +67,7 @@ def normality_norm(
     return out if bias is None else out + bias
 
 
-def sample_moments(
-    phi: Callable[[np.ndarray], np.ndarray], mean: float, std: float, samples: int = 256
-) -> tuple[float, float]:
+def sample_moments(phi: Callable[..., np.ndarray], mean: float, std: float, samples: int = 256) -> tuple[float, float]:
     """Mean and variance of phi over the paper's samples of N(mean, std^2), uniform in probability."""
     values = phi(mean + std * norm.ppf((np.arange(samples) + 0.5) / samples))
     return float(np.mean(values)), float(np.var(values))
@@ -88,16 +86,13 @@ def migrated_group_norm(
     gain: Tensor,
 ) -> Tensor:
     """Standardise with torch's BatchNorm, then blend the group moments one sample and one group at a time."""
+
+    def blended(g: Tensor) -> Tensor:
+        return (g - t * g.mean()) / (1 - t + t * (g.var(correction=0) + eps)).sqrt()
+
     shape = (1, -1) + (1,) * (x.ndim - 2)
     x = F.batch_norm(x, mean, var, eps=source_eps) * gain.view(shape)
-    out = torch.stack(
-        [
-            torch.cat(
-                [(g - t * g.mean()) / (1 - t + t * (g.var(correction=0) + eps)).sqrt() for g in sample.chunk(groups)]
-            )
-            for sample in x
-        ]
-    )
+    out = torch.stack([torch.cat([*map(blended, sample.chunk(groups))]) for sample in x])
     return out * (weight / gain).view(shape) + bias.view(shape)
 
 

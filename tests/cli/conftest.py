@@ -20,7 +20,7 @@ import retrofit
 from retrofit.cli import main
 from retrofit.finetune import run_report
 from tests.conftest import heed_signals
-from tests.half_resnet import HALF
+from tests.networks.conftest import HALF
 from tests.pictures import write_folder
 
 Run = Callable[..., Result]

@@ -27,7 +27,7 @@ from retrofit.cli import main
 from retrofit.cli.finetune import _GROUPS
 from retrofit.finetune.recipe import Recipe
 from tests.cli.conftest import Run, Start, answer, done
-from tests.half_resnet import FLAGS
+from tests.networks.conftest import FLAGS
 from tests.pictures import write_folder
 
 QUICK = ["--epochs", "2", "-b", "4", "-j", "0", "--val-split", "0.25", "--lr", "1e-3"]

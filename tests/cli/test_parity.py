@@ -15,7 +15,7 @@ import retrofit
 from retrofit.images.dataset import sample_batches
 from retrofit.networks.models import Network, open_model
 from tests.cli.conftest import Run, answer, complaint, done
-from tests.half_resnet import FLAGS
+from tests.networks.conftest import FLAGS
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

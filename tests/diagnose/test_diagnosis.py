@@ -25,7 +25,7 @@ from retrofit.evaluation import Attack
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network
 from retrofit.record import set_record
-from tests.half_resnet import HALF
+from tests.networks.conftest import HALF
 from tests.pictures import write_folder
 from tests.pretend_device import pretended
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.layers import BatchNormalNorm2d
-from tests.half_resnet import HALF
+from tests.networks.conftest import HALF
 
 
 def slow(*values: Any) -> list[Any]:

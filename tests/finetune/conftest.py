@@ -16,7 +16,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import finetune, resume_network
 from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.networks.models import Network, open_model
-from tests.half_resnet import HALF
+from tests.networks.conftest import HALF
 from tests.pictures import write_folder
 
 Train = Callable[..., Position]

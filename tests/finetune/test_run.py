@@ -34,7 +34,7 @@ from retrofit.networks.models import open_model
 from retrofit.record import record_of
 from retrofit.surgery import strength_layers
 from tests.finetune.conftest import DRAW, SMALL, Listener, Train, assert_same, small_network
-from tests.half_resnet import HALF
+from tests.networks.conftest import HALF
 
 
 def weights(folder: Path, name: str = "last") -> dict[str, Tensor]:

@@ -20,6 +20,10 @@ from retrofit.networks.contents import checksum
 from retrofit.networks.library import build
 from retrofit.record import ModelSource
 
+HALF: dict[str, Any] = {"layers": [1, 1, 0, 0], "channels": [32, 48, 48, 48]}
+"""Half of timm's test_resnet, for tests in which the number of layers counts: exports, reports and training runs."""
+FLAGS = [word for name, value in HALF.items() for word in ("--model-kwargs", f"{name}={value}")]
+
 
 def spread(model: nn.Module) -> nn.Module:
     """Give all tensors, statistics too, values that show in the output."""
