@@ -272,10 +272,10 @@ def opened(
     source, plans, origin = manifest.source, manifest.plans, manifest.source
     if into is not None:
         into = unwrapped(into)
-        converted = bool(surgery.plans_of(into))
-        if converted or any(tensor.is_meta for tensor in tensors_of(into).values()):
-            problem = "is converted already" if converted else "is on the meta device, without memory"
-            raise RetrofitError(f"the network to load into {problem}; pass it as it was built, on the CPU say")
+        if surgery.plans_of(into):
+            raise RetrofitError("the network to load into is converted already; pass it as it was before that")
+        if any(tensor.is_meta for tensor in tensors_of(into).values()):
+            raise RetrofitError("the network to load into is on the meta device, without memory; build it on the CPU")
         if source.library == "own":
             origin = record_of(into).source or library.class_source(into)
     elif source.library == "own":
