@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torchvision.datasets import ImageFolder
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.data import Batches, Images, Order, Part, open_data
+from retrofit.finetune.data import Batches, Images, Part, open_data
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_state import random_state
 from retrofit.images import dataset
@@ -43,15 +44,19 @@ def parts(root: Path, pictures: Path, *names: str) -> Path:
     return root
 
 
+def drawn(size: int, rank: int = 0, world: int = 1, seed: int = 1, epoch: int = 0) -> list[list[tuple[int, int]]]:
+    """The batches of an epoch of 22 images."""
+    found = Batches(UserList(range(22)), Recipe(batch_size=size, seed=seed, workers=0), PREPROCESS, rank, world)
+    found.epoch(epoch)
+    return list(found)
+
+
 def test_an_epoch_holds_every_image_once_and_the_processes_share_it() -> None:
-    shares = [list(Order(22, 3, rank, 2, seed=1)) for rank in range(2)]
-    whole = list(Order(22, 6, 0, 1, seed=1))
+    whole, shares = drawn(6), [drawn(3, rank, 2) for rank in range(2)]
     assert [a + b for a, b in zip(*shares, strict=True)] == whole
-    drawn = [index for batch in whole for _, index in batch]
-    assert len(drawn) == len(set(drawn)) == 18  # what makes no whole batch is left out
-    second, other = Order(22, 6, 0, 1, seed=1), Order(22, 6, 0, 1, seed=2)
-    second.epoch = 1
-    assert len({tuple(index for batch in order for _, index in batch) for order in (whole, second, other)}) == 3
+    epochs = [[number for batch in of for _, number in batch] for of in (whole, drawn(6, epoch=1), drawn(6, seed=2))]
+    assert len(epochs[0]) == len(set(epochs[0])) == 18  # what makes no whole batch is left out
+    assert len(set(map(tuple, epochs))) == 3
 
 
 def test_the_pictures_do_not_depend_on_workers_start_or_what_was_drawn_before(pictures: Path) -> None:
