@@ -65,13 +65,21 @@ def test_frozen_statistics_are_not_estimated_anew(estimate: Callable[..., object
     torch.testing.assert_close(statistics(network), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "replace", [nn.SyncBatchNorm.convert_sync_batchnorm, convert_sync_batchnorm, convert_splitbn_model]
-)
+SYNC = "call retrofit.sync_norms"
+REPLACE = {
+    nn.SyncBatchNorm.convert_sync_batchnorm: SYNC,
+    convert_sync_batchnorm: SYNC,
+    convert_splitbn_model: "leave it",
+}
+
+
+@pytest.mark.parametrize(("replace", "advice"), REPLACE.items())
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_would_replace_a_layer_is_refused(name: str, replace: Callable[[nn.Module], nn.Module]) -> None:
+def test_what_would_replace_a_layer_is_refused(
+    name: str, replace: Callable[[nn.Module], nn.Module], advice: str
+) -> None:
     network = model(name)
-    with pytest.raises(retrofit.RetrofitError, match=f"in the place of {type(network[0]).__name__}, without its tr"):
+    with pytest.raises(retrofit.RetrofitError, match=f"{type(network[0]).__name__}, without its transform; {advice}"):
         replace(network)
     assert type(network[0]) is type(LAYERS[name]())
 
