@@ -63,7 +63,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.
 
 
 PACKAGE = Path(retrofit.__file__).parent
-OTHERS = {"cli", "build.py"}  # which names the compiler's -o
+OTHERS = {"cli", "cpp.py"}  # which names the compiler's -o
 LIBRARY = [file for file in sorted(PACKAGE.rglob("*.py")) if OTHERS.isdisjoint(file.relative_to(PACKAGE).parts)]
 FLAG = re.compile(r"(?<![\w-])(?:--[a-z][a-z0-9-]*|-[a-z](?![\w-]))")
 COMMAND = re.compile(r"`retrofit ([a-z]+) ([^`]*)`")
