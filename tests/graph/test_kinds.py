@@ -6,11 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import (
+    BatchNormAct2d,
+    DropBlock2d,
+    DropPath,
+    EvoNorm2dS0,
+    FilterResponseNormTlu2d,
+    InplaceAbn,
+    LayerNorm2d,
+)
 from timm.layers.activations import hard_mish
 from timm.layers.activations_me import HardSwishMe, swish_me
 from timm.layers.std_conv import StdConv2d
 from timm.models.metaformer import SquaredReLU, StarReLU
 from torch import Tensor, fx, nn
+from torchvision import ops
 
 from retrofit.graph import kinds
 
@@ -125,3 +135,13 @@ def test_weights_that_are_changed_in_forward_take_no_fold() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 1))
     assert all(map(kinds.is_plain_affine, (nn.Conv2d(2, 2, 1), type("Simple", (nn.Conv3d,), {})(2, 2, 1))))
     assert not any(map(kinds.is_plain_affine, (StdConv2d(2, 2, 1), normed, halved, nn.BatchNorm2d(2))))
+
+
+def test_norms_and_drops_of_every_library() -> None:
+    norms = nn.BatchNorm1d(2), nn.InstanceNorm2d(2), nn.LayerNorm(2), LayerNorm2d(2), BatchNormAct2d(2)
+    others = EvoNorm2dS0(32), FilterResponseNormTlu2d(2), InplaceAbn(2), ops.FrozenBatchNorm2d(2)
+    assert all(map(kinds.is_norm, (*norms, *others)))
+    drops = nn.Dropout2d(), nn.AlphaDropout(), DropPath(), DropBlock2d(), ops.DropBlock2d(0.1, 3)
+    assert all(map(kinds.is_drop, (*drops, ops.StochasticDepth(0.1, "row"))))
+    assert not any(map(kinds.is_norm, drops))
+    assert not any(map(kinds.is_drop, norms))

@@ -279,6 +279,14 @@ def test_a_fresh_network_becomes_the_trained_one(to: str) -> None:
     torch.testing.assert_close(again.eval()(x), model.eval()(x), rtol=1e-5, atol=1e-6)
 
 
+def test_a_state_dict_holds_parameters_and_buffers_alone_that_may_be_swapped() -> None:
+    model, x = retrofit.convert(Net(), "ln-pn", check=False)[0].eval(), torch.randn(2, 3, 12, 12)
+    other, _ = retrofit.convert(dying(), "ln-pn", check=False, strength=1.0)
+    assert set(model.state_dict()) == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    swapped = torch.func.functional_call(model, other.state_dict(), x)
+    torch.testing.assert_close(swapped, other.eval()(x), rtol=1e-5, atol=1e-6)
+
+
 def test_casting_rounds_no_setting() -> None:
     model, _ = retrofit.convert(dying(), "gn", check=False)
     eps = [model.bn1.eps.item(), model.bn1.group_eps.item()]

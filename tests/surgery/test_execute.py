@@ -93,13 +93,15 @@ def test_a_container_that_is_named_after_what_it_holds_is_no_layer() -> None:
     assert statuses(plan(nn.Sequential(ConvNormAct(3, 8)))) == {"0.bn": "converted"}
 
 
-def test_a_model_keeps_its_class_and_methods() -> None:
+def test_a_model_keeps_its_class_and_methods(tmp_path: Any) -> None:
     model = timm.create_model("densenet121", num_classes=7, growth_rate=8, block_config=(2, 2))
     retrofit.convert(model, "gn-pn", check=False)
     model.reset_classifier(3)
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(model.eval().forward_head(model.forward_features(x)), model(x))
     assert type(model).__name__ == "DenseNet"
+    torch.save(model, tmp_path / "whole.bin")
+    assert torch.equal(torch.load(tmp_path / "whole.bin", weights_only=False)(x), model(x))
 
 
 def test_strength() -> None:

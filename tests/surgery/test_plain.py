@@ -96,6 +96,14 @@ def test_layers_alone(source: nn.Module, target: str, shape: tuple[int, ...]) ->
         close(source, plain, x)
 
 
+def test_a_network_that_was_written_with_group_norm_takes_the_state_dict() -> None:
+    model, _ = retrofit.convert(network("tv:resnet18"), "gn", groups=8, strength=1.0)
+    written = torchvision.models.resnet18(num_classes=5, norm_layer=lambda channels: nn.GroupNorm(8, channels))
+    missing, unexpected = written.load_state_dict(retrofit.plain(model).state_dict(), strict=False)
+    assert not missing
+    assert all(key.endswith(".bias") for key in unexpected)  # of convolutions: the constants that went into them
+
+
 def test_what_has_no_plain_form_is_refused() -> None:
     model, _ = retrofit.convert(network("test_resnet"), "bnn", strength=0.5)
     with pytest.raises(RetrofitError, match=r"conv1.1 does \(and 14 more layers\): it has a power transform"):

@@ -149,6 +149,8 @@ def test_groups_of_a_group_norm_are_not_asked_for() -> None:
 
 def test_group_norm_of_one_group_alone_suits_ln_pn() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8, affine=False), nn.ReLU())
+    steps = nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False)
+    model[0]._parameters = {"steps": steps, **model[0]._parameters}  # which says nothing of the proxy's type
     report: Any = retrofit.convert(model, "ln-pn", input_size=(3, 8, 8))[1]
     assert report.check.passed
     assert isinstance(model[2], ProxyNorm)
