@@ -133,9 +133,10 @@ def test_group_norm_that_is_there_stays(build: Callable[[], nn.Module], proxied:
 
 def test_proxy_norm_follows_a_norm_that_is_converted_again() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU())
-    for to in ("gn-pn", "gnn"):
-        retrofit.convert(model, to, input_size=(3, 8, 8))
+    retrofit.convert(model, "gn-pn", input_size=(3, 8, 8))
+    _, report = retrofit.convert(model, "gnn", input_size=(3, 8, 8))
     assert model[2].norm is model[1]
+    assert "1 layer converted before keeps its strength, 0; `strength` sets the new ones alone" in report.notes
 
 
 def test_groups_of_a_group_norm_are_not_asked_for() -> None:
@@ -245,6 +246,11 @@ def test_the_longer_branch_ends_a_block_and_equal_ones_are_listed() -> None:
         assert rows["read"].reason == "its parameters are read elsewhere too"
         assert type(model.read) is nn.Conv2d
         assert any("convolutions are standardised" in note for note in report.notes)
+
+
+def test_whether_what_comes_last_ends_a_block_is_unknown() -> None:
+    (row,) = plan(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)), "gn", ws=True).edits
+    assert "unknown whether it ends a block" in row.reason
 
 
 def test_only_the_blocks_whose_norms_are_converted() -> None:
