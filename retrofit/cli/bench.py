@@ -69,6 +69,7 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
     from retrofit.cli.network import open_network, placement, taken
     from retrofit.networks.artifact import artifact_path
     from retrofit.networks.library import build
+    from retrofit.record import set_record
 
     if given["runtime"] is not None:
         raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")
@@ -79,7 +80,9 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
         size = {"img_size": network.preprocess.input_size[-1]}
         reference = open_network(against, size if artifact_path(against) is None else {"network": own})
     elif network.artifact is not None:
-        against, reference = network.source.name, replace(network, model=build(network.source), artifact=None)
+        source = build(network.source)
+        set_record(source, preprocess=network.preprocess)  # so that it gets images of the artifact's size
+        against, reference = network.source.name, replace(network, model=source, artifact=None)
     else:
         raise UsageError(f"{model} is no artifact, whose source would be the reference; give --against MODEL")
     networks = {model: network, against: reference}

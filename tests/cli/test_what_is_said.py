@@ -84,6 +84,7 @@ def test_an_artifact_is_measured_against_its_source(run: Run) -> None:
         assert converted["memory_ratio"] == converted["bytes"] / source["bytes"]
         assert source["time_ratio"] is None
     assert "time ratio" in result.stderr
+    assert "batches of 2 at 3 x 64 x 64, " in result.stderr
 
 
 def test_another_network_gets_images_of_the_same_size(run: Run) -> None:
