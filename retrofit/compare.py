@@ -1,7 +1,5 @@
 """Are two networks the same function? Both answer the same inputs, and every tensor in the answers counts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext

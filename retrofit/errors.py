@@ -1,7 +1,5 @@
 """The one exception that a user's mistake raises."""
 
-from __future__ import annotations
-
 
 class RetrofitError(Exception):
     """Something the user can mend.

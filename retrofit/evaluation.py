@@ -4,8 +4,6 @@ It may be an exported file, run by ONNX Runtime or OpenVINO, whose images are pr
 Attacks stay within eps of each pixel: FGSM (Goodfellow et al. 2015) and PGD (Madry et al. 2018).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields

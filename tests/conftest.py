@@ -1,7 +1,5 @@
 """Fixtures every test may use."""
 
-from __future__ import annotations
-
 import importlib.util
 import signal
 from pathlib import Path

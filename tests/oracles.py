@@ -4,8 +4,6 @@ Independent of the package: the transform and the whitening are scipy's, the lik
 differences of scipy's, the proxy's moments those of the samples, and the normality layer is algorithm 1 line by line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Folders of small pictures whose class can be read off their colour."""
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
 

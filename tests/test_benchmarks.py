@@ -1,7 +1,5 @@
 """The scripts for days with a GPU: one goes through all of its parts, the other repeats the papers' tables."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """The comparison passes what is the same function and nothing else, and says where nothing was compared."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

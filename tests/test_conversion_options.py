@@ -1,7 +1,5 @@
 """One place for an option: the signatures, the flags, the record and the checks all come from it."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Accuracy against pictures whose right answers are known, and images that cannot be read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Property tests on examples that no one chose."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

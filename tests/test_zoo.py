@@ -1,7 +1,5 @@
 """One small architecture of every timm family, and every torchvision one, converted for real."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The strength in Lightning's trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer

@@ -1,7 +1,5 @@
 """The strength in transformers' Trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -5,8 +5,6 @@ People read stderr, programs read stdout. A user's mistake ends as one line, `er
 exit code 1 (refused, failed check, nothing to do) or 2 (usage); RETROFIT_DEBUG=1 adds the traceback.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

@@ -8,8 +8,6 @@ $ retrofit bake runs/lite0-ln/best.safetensors --calibrate photos.tar
 $ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o baked.safetensors
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

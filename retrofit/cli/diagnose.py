@@ -7,8 +7,6 @@ $ retrofit diagnose resnet50 --pretrained --data-dir photos
 $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --data-dir photos
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -20,8 +20,6 @@ $ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map class
     --attack pgd --eps 4/255
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -19,8 +19,6 @@ $ torchrun --nproc-per-node 4 -m retrofit finetune resnet50-bnn.safetensors \\
     --recipe imagenet-bnn-resnet50 --data-dir imagenet --sync-norm
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

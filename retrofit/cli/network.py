@@ -1,7 +1,5 @@
 """The network and the images that a command line names, and the file that it writes; imported when a command runs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

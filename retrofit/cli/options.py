@@ -3,8 +3,6 @@
 Importing this imports no torch: `--help` and the shell's completion answer at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fractions import Fraction
 from functools import reduce

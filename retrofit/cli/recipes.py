@@ -7,8 +7,6 @@ $ retrofit recipes copy digits mine.yaml
 $ retrofit finetune resnet18-bnn.safetensors --recipe mine.yaml
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

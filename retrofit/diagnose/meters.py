@@ -16,8 +16,6 @@ computes from the layer's parameters without its hooks, its dropout or its fused
 touched, and no running statistic moves.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 disk, in one folder, whole or not at all.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

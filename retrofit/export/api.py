@@ -1,7 +1,5 @@
 """`retrofit.fold` and `retrofit.export_onnx`."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections import Counter

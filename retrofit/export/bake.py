@@ -7,8 +7,6 @@ strength. All layers are fitted in one pass through the network, in its order: t
 the layers as they are and by the layers baked so far, so that each layer makes up for the ones before it.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter

@@ -6,8 +6,6 @@ and what runtimes fuse with them are quantized, and elementwise operations with 
 steps of polynomials, whose channels share their limits, where the runtime has integer kernels for them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What a user requests to be folded and exported, and the report of what became of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise

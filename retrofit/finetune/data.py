@@ -4,8 +4,6 @@ The order of an epoch and the augmentation of an image depend on the seed, the e
 number of workers or processes, and not on whether the run was interrupted.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Runs that fail: steps that are not finite, which layer diverged first, and why a network stays at chance."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator

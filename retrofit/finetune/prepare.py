@@ -2,8 +2,6 @@
 step minimizes, and by which optimizer and schedule of timm's.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import replace

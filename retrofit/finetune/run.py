@@ -1,7 +1,5 @@
 """One run from its recipe to its last step, in one process or many, interrupted or not."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What a run tells: those who watch it, how it goes and how it ended; and in its folder, the figures of each epoch."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import dataclass, field

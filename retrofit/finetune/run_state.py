@@ -1,7 +1,5 @@
 """A run on the disk: its folder, which has one owner, and the state in it, everything that the next step depends on."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Statistics of a network's norms, converted or not: estimated again, held where they are, or shared by processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial

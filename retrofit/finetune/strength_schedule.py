@@ -1,7 +1,5 @@
 """The walk itself: how strength and noise of converted layers change from step to step."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, get_args
 

@@ -1,7 +1,5 @@
 """What a module or a call is: a normalization, an elementwise activation, a dropout, or something fx must not enter."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

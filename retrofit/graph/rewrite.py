@@ -1,7 +1,5 @@
 """Replace one call of an activation: a child that serves this call only, or the call in a block's code."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Where the norms are, at the level of calls: which activation follows each, and what is left and why."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress

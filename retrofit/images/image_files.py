@@ -1,7 +1,5 @@
 """Image files in a folder or a tar, a folder per class."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

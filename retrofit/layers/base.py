@@ -5,8 +5,6 @@ are the same function, whatever they were converted from. Noise and momentum, wh
 layer, as the p of a dropout does.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, ClassVar, Self, get_args
 

@@ -1,7 +1,5 @@
 """BatchNormalNorm1d, 2d, 3d and their synchronized form (Eftekhari & Papyan 2025, algorithm 1)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

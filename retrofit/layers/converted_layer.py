@@ -1,7 +1,5 @@
 """What a converted layer says of itself: its source's layer, its constant map, its inference form, its plain layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ClassVar, NoReturn

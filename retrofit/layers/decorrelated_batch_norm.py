@@ -3,8 +3,6 @@
 ZCA whitening multiplies centred values by the inverse square root of their covariance.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

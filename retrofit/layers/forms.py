@@ -10,8 +10,6 @@ of h is the sign as well, wherever that matters, at the cost of a multiplication
 The forms are right in float16 too: no value of a set is squared before it is divided by the set's largest.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

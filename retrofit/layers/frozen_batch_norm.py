@@ -1,7 +1,5 @@
 """BatchNorm whose statistics no longer move: constants per channel, and gamma and beta, which are trained."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ adds the scaled noise and applies the affine; `apply_statistics` does the same w
 backward is the closed form of the whole chain, so that only the input and a few numbers a set are kept for it.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, NamedTuple
 

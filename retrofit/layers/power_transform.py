@@ -16,8 +16,6 @@ and at lambda = 1
     e = (1 + a) * l^2 - 2 * d     d^2 psi / d lambda^2, but for its sign s
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Proxy-normalized activations (Labatie et al., NeurIPS 2021, eq. 7), without batch statistics."""
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Layer, group and instance normality normalization: each normalized set lies in one sample."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -5,8 +5,6 @@ value, no constant kept from an earlier call. Layers have a plain path of torch 
 derivatives of any order.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Convolutions with standardised weights (Qiao et al. 2019), able to start as the convolution they replace."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

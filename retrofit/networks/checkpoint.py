@@ -1,7 +1,5 @@
 """Weights from files that others wrote: what a file holds, which of it is taken, and how it fits a network."""
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import sys

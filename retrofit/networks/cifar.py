@@ -3,8 +3,6 @@
 For the command line it is `py:retrofit.networks.cifar:resnet18`.
 """
 
-from __future__ import annotations
-
 import timm
 from torch import nn
 

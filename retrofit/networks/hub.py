@@ -1,7 +1,5 @@
 """A network for the Hugging Face hub: the folder that goes there, with its model card."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

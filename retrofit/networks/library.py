@@ -4,8 +4,6 @@ One's own is `py:package.module:callable`, imported because the user typed it, a
 such a network holds that name for people to read: what builds the network is said anew each time.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

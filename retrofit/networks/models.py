@@ -1,7 +1,5 @@
 """MODEL as the command line takes it -> a network, its preprocessing, and whose weights it has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ A manifest names a network and its sizes in a few bytes; building a network of a
 holds sixty tensors, would take minutes and gigabytes. So the file's tensors bound the building.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

@@ -12,8 +12,6 @@ Running statistics are constants here, part of the model that training starts fr
 private data.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """`retrofit.convert`: plan, apply, look at one run of the network, and compare it with its source."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Carry out a plan on a network, whole or not at all, and set the strength of what it converted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial

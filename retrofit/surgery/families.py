@@ -5,8 +5,6 @@ not in the table may compute something else: it is taken for a known class where
 (`same_formula.py`), and reported otherwise.
 """
 
-from __future__ import annotations
-
 import re
 import types
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Plain networks: the layers of a converted network that the libraries have themselves, as theirs, to train on."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections import Counter, OrderedDict

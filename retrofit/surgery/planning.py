@@ -1,7 +1,5 @@
 """Decide what becomes of every normalization layer, and say why: the registry of converters, and their plan."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections import Counter

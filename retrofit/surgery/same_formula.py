@@ -7,8 +7,6 @@ training, contiguous and not, with random parameters and with the layer's own. O
 statistics have to agree.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Small tools that the other folders share."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

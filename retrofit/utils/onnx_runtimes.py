@@ -1,7 +1,5 @@
 """ONNX models run on the CPU by ONNX Runtime or OpenVINO, in float32 on every processor, and what their files say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress

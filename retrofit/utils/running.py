@@ -1,7 +1,5 @@
 """Run a network of anyone: where it lies, what it takes, what passes through it, and how it is left as it was."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """Text on one line: counts, lists, exceptions, JSON, and names from files, which may hold anything."""
 
-from __future__ import annotations
-
 import json
 import math
 import reprlib

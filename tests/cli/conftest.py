@@ -1,7 +1,5 @@
 """Running the command line inside the test's process, in a folder of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What people see: tables on narrow and wide terminals, progress, and flags where the library names arguments."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """`retrofit convert`: what it writes and says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`retrofit evaluate`: the figures, what is said about the data, and exported files."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

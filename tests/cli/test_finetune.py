@@ -1,7 +1,5 @@
 """`retrofit finetune`: whole runs through the command line, and interruptions from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

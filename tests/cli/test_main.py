@@ -1,7 +1,5 @@
 """The command line as a whole: help, completion, exit codes, what is refused in one line, signals, and slow imports."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

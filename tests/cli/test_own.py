@@ -1,7 +1,5 @@
 """A network of one's own through every command."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

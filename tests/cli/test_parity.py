@@ -1,7 +1,5 @@
 """A command gives what the Python function of its name gives: the same answer, and the same file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `retrofit inspect`, `bench` and `export` say, to people and to programs; inspect writes nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What README, CONTRIBUTING and the pages say is run as written; README's figures stand in the recorded results."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib

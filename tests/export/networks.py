@@ -1,7 +1,5 @@
 """Layers and networks with trained-looking statistics for the export tests, and images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

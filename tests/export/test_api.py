@@ -1,7 +1,5 @@
 """ONNX files and reports: right against PyTorch, deterministic, both or neither; failures in a few lines."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import json

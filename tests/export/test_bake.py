@@ -1,7 +1,5 @@
 """Baking: least squares against numpy's own, the whole network against itself, and what stays as it is."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Faults that folding and exporting once had, each in the network that showed it and in another of its kind."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

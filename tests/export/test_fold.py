@@ -1,7 +1,5 @@
 """Folding keeps the function, whatever stands around a norm, whatever calls it, and whatever its constants are."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Files in float16 and INT8: what is quantized, what stays, and how they are judged."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny networks and pictures, whole runs on them, and a clean slate for accelerate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Order, augmentation and division of the images."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

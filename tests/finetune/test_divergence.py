@@ -1,7 +1,5 @@
 """Steps that are not finite, which layer diverged first, and a run that learns nothing."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """A network that a run trains: its classes, images, loss and decay, and what is refused before the first step."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """Recipes: what is wrong is said all at once, and each that is shipped trains what the paper says."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

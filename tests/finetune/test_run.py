@@ -1,7 +1,5 @@
 """Whole runs on a few pictures: what they leave behind, and that an interruption changes nothing."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

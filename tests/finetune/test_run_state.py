@@ -1,7 +1,5 @@
 """A run's folder has one owner; a killed run neither blocks it nor leaves anything in it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Running statistics estimated again, recentred, frozen, and taken over two processes by `sync_norms`."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 from datetime import timedelta

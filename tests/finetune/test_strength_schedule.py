@@ -1,7 +1,5 @@
 """The course of strength and noise, step by step; with a trainer around it: tests/integrations/test_callbacks.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

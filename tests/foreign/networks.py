@@ -1,7 +1,5 @@
 """Networks of other libraries, small and with random weights, each with example inputs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

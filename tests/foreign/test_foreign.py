@@ -5,8 +5,6 @@ made plain, folded and exported; what comes out is compared with the converted n
 comparisons that retrofit makes. Folding is tried by itself where `export`, which writes the folded network, is refused.
 """
 
-from __future__ import annotations
-
 import collections
 import re
 from collections.abc import Mapping

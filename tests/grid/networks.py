@@ -1,7 +1,5 @@
 """A network of a user's own, with the layers that no small classifier of timm or torchvision holds."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

@@ -1,7 +1,5 @@
 """Opening labelled images: what is found, what is refused, and which images a sample takes."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import nullcontext
 from pathlib import Path

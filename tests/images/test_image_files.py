@@ -1,7 +1,5 @@
 """Which files are images of which class, and what their pixels are: no file is dropped or counted twice."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """Moving averages of weights, as others keep them, evaluate at the strength of their model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Lightning's and transformers' trainers raise the strength, are killed, and go on at the right one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

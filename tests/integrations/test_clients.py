@@ -4,8 +4,6 @@ The table is what is tested: a row without a client here, or a client without a 
 "refused", or at which strength it is "yes"; below it stands the message of each refusal.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

@@ -1,7 +1,5 @@
 """Two processes that train a converted network by DDP and by FSDP2, against one process with the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

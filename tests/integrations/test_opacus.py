@@ -1,7 +1,5 @@
 """Opacus with what `import retrofit.opacus` registers: the validator, the fixer and per-sample gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every normality-normalized layer beside torch's own, with an input that both take; and a layer of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -2,8 +2,6 @@
 gloo processes with shares of a batch against one process with the whole batch.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

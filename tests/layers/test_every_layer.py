@@ -1,7 +1,5 @@
 """What a layer of every kind owes: types, memory formats, torch.compile, torch.func, traces, torch's defaults."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What each layer says of itself: its form in plain operations, its constant map, its plain and its source's layer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """MigratedGroupNorm against torch's own layers at both ends of its path, and against the plain formula between."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ProxyNorm against scipy, and what a layer that borrows another layer's parameters has to survive."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

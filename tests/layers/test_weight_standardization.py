@@ -1,7 +1,5 @@
 """Weight-standardized convolutions against timm's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Networks with values that show, artifacts of them, and what must hold of a network that comes back."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A network of a user's own: a small U-Net with BatchNorm, as it might stand in a file of theirs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

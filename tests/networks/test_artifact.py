@@ -1,7 +1,5 @@
 """Artifacts: what is saved comes back, and nothing else is read as one."""
 
-from __future__ import annotations
-
 import copy
 import os
 import struct

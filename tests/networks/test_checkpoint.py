@@ -1,7 +1,5 @@
 """Checkpoints: what is read of a file, which of its weights, how they get into a network, and what is said if not."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

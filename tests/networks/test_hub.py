@@ -1,7 +1,5 @@
 """The folder of the hub: opened by us, by timm where it can, and refused by it where it would build another."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Networks found by name and built, and what they expect of their images."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

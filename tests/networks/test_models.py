@@ -1,7 +1,5 @@
 """MODEL on the command line -> a network and whose weights it has."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files that were damaged or made to do harm: refused in one short line, soon, or read as what they are."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """Networks of one's own: saved, loaded into what the user built, named on the command line; and their records."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """A network built again: recognised by building what it claims to be, and never larger than a file's tensors."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

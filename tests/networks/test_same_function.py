@@ -1,7 +1,5 @@
 """What an artifact gives back is the function that was saved, also where no tensor says so; or it is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

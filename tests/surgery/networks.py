@@ -1,7 +1,5 @@
 """Small networks that several of the tests here convert."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 

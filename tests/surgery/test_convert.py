@@ -1,7 +1,5 @@
 """What `retrofit.convert` does beyond plan and apply: it checks, converts whole or not at all, and reports."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Code that would compute a converted layer's source without calling it."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Plain networks: the same function, of layers that the libraries have, to train on."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

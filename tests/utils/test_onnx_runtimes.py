@@ -1,7 +1,5 @@
 """ONNX models in the runtimes: the same numbers on every processor, and one line for what they refuse."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Words for one line, whatever comes in."""
 
-from __future__ import annotations
-
 import json
 import math
 

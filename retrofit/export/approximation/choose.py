@@ -3,8 +3,6 @@
 An error that the network can bear is spread to where it is cheapest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

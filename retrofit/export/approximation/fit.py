@@ -23,8 +23,6 @@ values to come, one in as many as were seen is expected to exceed them all. By h
 exponential tail with the mean excess of those, as of peaks over a threshold.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import accumulate
 

@@ -7,8 +7,6 @@ run once they have passed a self-test there. The choice depends on the tensor al
 repeats its bits. The log says once what was chosen for a kind of device, as a warning where it is not the fastest.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

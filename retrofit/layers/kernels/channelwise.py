@@ -4,8 +4,6 @@ They take contiguous tensors and channels_last ones as they lie, in float32 and 
 torch operations for everything else; `layout_of` says which it is.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import lru_cache
 from math import inf

@@ -12,8 +12,6 @@ ranks, in the order and the dtype in which `eager` reduces them: ranks with and 
 a rank has no values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

@@ -11,8 +11,6 @@ of i, mapped through the normal quantile: whoever computes it, on whatever devic
 number (to the rounding of a logarithm). Tails reach 6.3 standard deviations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar

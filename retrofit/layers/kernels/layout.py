@@ -1,7 +1,5 @@
 """Views of a tensor in the order of its memory, with as few dimensions as its normalized sets allow."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from functools import lru_cache

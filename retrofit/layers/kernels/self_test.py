@@ -5,8 +5,6 @@ it, and are compared with the formulas on the same device. They run twice: the b
 remembered in the cache folder, by device, versions and source.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata

@@ -6,8 +6,6 @@ leads to them from BatchNorm, and a converted network does not start as its sour
 can say is carried over (`_migrate`); of a network that was not trained that makes timm's own first values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ ProxyNorm, every activation that directly follows a converted layer is replaced 
 network has already stays as it is, and its activation becomes a proxy-normalized one.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet

@@ -5,8 +5,6 @@ is no strength. Networks whose BatchNorm is frozen already, torchvision's detect
 back as parameters.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ And dbn and dbnn: BatchNorm to decorrelated batch normalization, plain and with 
 source layer, so that the network computes the same function, in training too, until its strength is raised.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Approximations of whole networks: as little computation as the tolerance allows, where errors cost least."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable

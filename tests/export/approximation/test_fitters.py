@@ -1,7 +1,5 @@
 """Polynomials and lines stay near the transform where the data is, and sane where it is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

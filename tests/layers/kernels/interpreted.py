@@ -1,7 +1,5 @@
 """The Triton kernels in Triton's interpreter, which takes about a second a program; `test_triton.py` runs this file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The C++ maps behind ProxyNorm and MigratedGroupNorm against the same layers in float64 torch operations."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

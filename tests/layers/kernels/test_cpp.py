@@ -1,7 +1,5 @@
 """The library is built once, found whole again without a compiler, never where others could have put it, and clean."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -1,7 +1,5 @@
 """BatchNorm and its activation to EvoNorm-S0 and to FRN with a thresholded linear unit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

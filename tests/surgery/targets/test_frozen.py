@@ -1,7 +1,5 @@
 """BatchNorm to the constant affine of its running statistics, and frozen BatchNorm as a source of other targets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
