@@ -91,7 +91,7 @@ class Recipe(BaseModel):
 
     opt: str = _as("adamw", "timm's optimizer.")
     lr: Positive = _as(
-        3e-4, "Learning rate; take 1e-4 in batches of 1 (of 2: see the guide), 1e-3 with batch statistics."
+        3e-4, "Learning rate; 1e-4 in batches of 1 (of 2: see the guide), 1e-3 with batch statistics."
     )
     weight_decay: NotNegative = _as(0.05, "Weight decay of all but biases and norms; ProxyNorm's parameters have it.")
     decay_norms: bool = _as(False, "Decay biases, gamma and beta too: everything that is trained.")
