@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.evaluation import Attack, Kind, attack_on, evaluate, predictions
 from retrofit.images.dataset import open_images
-from retrofit.record import Preprocess
-from tests.pictures import Colours, write_tar
-
-PLAIN = Preprocess((3, 16, 16), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0)
+from tests.pictures import PLAIN, Colours, write_tar
 
 
 def measure(data_dir: Path, model: nn.Module | None = None, **options: Any) -> Any:
@@ -157,4 +154,4 @@ def test_the_accuracy_stands_beside_the_clean_one(folder: Path) -> None:
 @pytest.mark.parametrize(("kind", "eps", "problem"), [(None, 0.1, "name one with"), ("pgd", 0.0, "above 0")])
 def test_what_is_no_attack(kind: Kind | None, eps: float, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        attack_on(Preprocess((3, 16, 16), MEANS, STDS, "nearest", 1.0), kind, eps)
+        attack_on(PLAIN, kind, eps)

@@ -17,21 +17,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each room may import those before it.
 ROOMS = [
-    {"errors"},
-    {"utils"},
-    {"record"},
-    {"inputs"},
-    {"compare"},
-    {"layers"},
+    {"errors"}, {"utils"}, {"record"}, {"inputs"}, {"compare"}, {"layers"},
     {"conversion_options"},  # names types of the layers; imports none of them at run time
-    {"graph"},
-    {"surgery"},
-    {"networks"},
-    {"images"},
-    {"evaluation"},
-    {"bench", "diagnose", "export", "finetune"},
-    {"callbacks", "opacus", "cli"},
-]
+    {"graph"}, {"surgery"}, {"networks"}, {"images"}, {"evaluation"},
+    {"bench", "diagnose", "export", "finetune"}, {"callbacks", "opacus", "cli"},
+]  # fmt: skip
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 ANYWHERE = {"__init__", "__main__"}  # the public API, imported lazily
 
