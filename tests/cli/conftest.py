@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 import retrofit
 from retrofit.cli import main
-from retrofit.finetune import run_report
 from tests.conftest import heed_signals
+from tests.finetune.conftest import undrawn  # noqa: F401
 from tests.networks.conftest import HALF
 from tests.pictures import write_folder
 
@@ -38,12 +38,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(here: Path) -> Run:
     """Run a command line, given as words."""
     return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
-
-
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs draw nothing, as in tests/finetune."""
-    monkeypatch.setattr(run_report, "draw", lambda folder, rows: None)
 
 
 @pytest.fixture

@@ -89,27 +89,21 @@ def example(**_: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("lower `batch_size`", "lower --batch-size"),
-        ("add `source='bn'`", "add --from bn"),
-        ("drop `pretrained`", "drop --pretrained"),
-        ("pass `pretrained=True`", "pass --pretrained"),
+        *(("lower `batch_size`", "lower --batch-size"), ("add `source='bn'`", "add --from bn")),
+        *(("drop `pretrained`", "drop --pretrained"), ("pass `pretrained=True`", "pass --pretrained")),
         ("start again with `amp=False`", "start again with --no-amp"),
         ("pass `checkpoint=FILE`", "pass --checkpoint FILE"),
         ("pass `checkpoint='a b.pth'`", "pass --checkpoint 'a b.pth'"),
         ("pass `model_kwargs={'a': 1, 'b': 'x'}`", "pass --model-kwargs a=1 --model-kwargs b=x"),
         ("`batch_size=7`, `batch_size=(8,)`", "--batch-size 7, --batch-size 8"),
-        ("`into` and `strength=1`", "`into` and `strength=1`"),
+        *((text, text) for text in ("`into` and `strength=1`", "an open ` and source")),
         ("`retrofit convert` and `save(source='own')`", "`retrofit convert` and `save(source='own')`"),
-        ("an open ` and source", "an open ` and source"),
     ],
 )
 def test_arguments_become_flags(text: str, expected: str) -> None:
     assert in_flags(text, example) == expected
     assert in_flags(text) == text  # no command runs
-
-
-def test_a_group_has_the_options_of_its_commands() -> None:
-    assert in_flags("pass `force=True`", command("recipes")) == "pass --force"
+    assert in_flags("pass `force=True`", command("recipes")) == "pass --force"  # a group has its commands' options
 
 
 def texts(node: ast.AST) -> Iterator[str]:

@@ -5,6 +5,8 @@ import math
 import re
 import socket
 import urllib.request
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,36 +37,22 @@ def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # --- names
 
 
-@pytest.mark.parametrize(
-    ("text", "library", "name"),
-    [
-        ("resnet50.a1_in1k", "timm", "resnet50.a1_in1k"),
-        ("torchvision:resnet18", "torchvision", "resnet18"),
-        ("googlenet", "torchvision", "googlenet"),
-        ("tf_efficientnet_b0_ns", "timm", "tf_efficientnet_b0.ns_jft_in1k"),  # what timm calls it today
-        ("hf_hub:timm/resnet18.a1_in1k", "timm", "hf-hub:timm/resnet18.a1_in1k"),
-    ],
-)
-def test_finds(text: str, library: str, name: str) -> None:
-    assert parse(text) == ModelSource(library, name)  # type: ignore[arg-type]
+FOUND = {
+    "resnet50.a1_in1k": ModelSource("timm", "resnet50.a1_in1k"),
+    "torchvision:resnet18": ModelSource("torchvision", "resnet18"),
+    "googlenet": ModelSource("torchvision", "googlenet"),
+    "tf_efficientnet_b0_ns": ModelSource("timm", "tf_efficientnet_b0.ns_jft_in1k"),  # what timm calls it today
+    "hf_hub:timm/resnet18.a1_in1k": ModelSource("timm", "hf-hub:timm/resnet18.a1_in1k"),
+}
+CLOSEST = {
+    "resnet500": "resnet50", "ResNet50": "resnet50", "resnet50.a1": "resnet50.a1_in1k", "tv:resnet5": "tv:resnet50",
+    "googlnet": "tv:googlenet", "": "local-dir:", "hf-hub:": "local-dir:", "local-dir:/absent/folder": "/absent/folder",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "closest"),
-    [
-        ("resnet500", "resnet50"),
-        ("ResNet50", "resnet50"),
-        ("resnet50.a1", "resnet50.a1_in1k"),
-        ("tv:resnet5", "tv:resnet50"),
-        ("googlnet", "tv:googlenet"),
-        ("", "local-dir:"),
-        ("hf-hub:", "local-dir:"),
-        ("local-dir:/no/such/folder", "/no/such/folder"),
-    ],
-)
-def test_unknown_names_get_the_closest(text: str, closest: str) -> None:
-    with refused(re.escape(closest), UsageError):
-        parse(text)
+@pytest.mark.parametrize(("text", "source"), FOUND.items())
+def test_finds(text: str, source: ModelSource) -> None:
+    assert parse(text) == source
 
 
 # --- options
@@ -87,23 +75,24 @@ def test_options_become_the_builders_arguments(source: ModelSource, options: Any
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("ask", "message"),
     [
-        (ModelSource("timm", "resnet18", {"img_size": 64}), "cannot build resnet18 with img_size=64: .*img_size"),
-        (ModelSource("torchvision", "resnet18", {"in_chans": 1}), "cannot build tv:resnet18 with in_chans=1"),
-        (ModelSource("torchvision", "resnet18", {"weights": "NO_SUCH"}), "weights='NO_SUCH'"),
-        (ModelSource("timm", "no_such_network"), "unknown model"),
+        *((partial(parse, text), re.escape(closest)) for text, closest in CLOSEST.items()),
+        (
+            lambda: build(ModelSource("timm", "vgg11", {"img_size": 64})),
+            "cannot build vgg11 with img_size=64: .*img_size",
+        ),
+        (lambda: build(ModelSource("torchvision", "vgg11", {"in_chans": 1})), "cannot build tv:vgg11 with in_chans=1"),
+        (lambda: build(ModelSource("torchvision", "resnet18", {"weights": "NO_SUCH"})), "weights='NO_SUCH'"),
+        (lambda: build(ModelSource("timm", "no_such_network")), "unknown model"),
+        # A source never says where weights are.
+        (lambda: ModelSource("torchvision", "fcn_resnet50", {"pretrained_cfg": {"file": "/"}}), "not a model argument"),
+        (lambda: ModelSource("torchvision", "fcn_resnet50", {"weights_backbone": "DEFAULT"}), "not a model argument"),
     ],
 )
-def test_errors_of_building_are_one_line(source: ModelSource, message: str) -> None:
+def test_unknown_names_get_the_closest_and_errors_of_building_one_line(ask: Callable[[], object], message: str) -> None:
     with refused(message, UsageError):
-        build(source)
-
-
-@pytest.mark.parametrize("kwargs", [{"pretrained_cfg": {"file": "/etc/passwd"}}, {"weights_backbone": "DEFAULT"}])
-def test_no_source_says_where_weights_are(kwargs: dict[str, Any]) -> None:
-    with refused("not a model argument", UsageError):
-        ModelSource("torchvision", "fcn_resnet50", kwargs)
+        ask()
 
 
 @pytest.mark.usefixtures("_no_network")
@@ -169,19 +158,16 @@ def test_every_torchvision_network_has_some() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "size", "mean"),
+    ("kwargs", "size"),
     [
-        ({}, (3, 160, 160), (0.5, 0.5, 0.5)),
-        ({"img_size": 96}, (3, 96, 96), (0.5, 0.5, 0.5)),
-        ({"img_size": [96, 64]}, (3, 96, 64), (0.5, 0.5, 0.5)),
-        ({"in_chans": 1}, (1, 160, 160), (0.5,)),
-        ({"in_chans": 4}, (4, 160, 160), (0.5,) * 4),
+        *(({}, (3, 160, 160)), ({"img_size": 96}, (3, 96, 96)), ({"img_size": [96, 64]}, (3, 96, 64))),
+        *(({"in_chans": 1}, (1, 160, 160)), ({"in_chans": 4}, (4, 160, 160))),
     ],
 )
-def test_timms_follows_the_networks_input(kwargs: Any, size: tuple[int, ...], mean: tuple[float, ...]) -> None:
+def test_timms_follows_the_networks_input(kwargs: Any, size: tuple[int, ...]) -> None:
     model = build(source := ModelSource("timm", "test_vit", kwargs))
     preprocess = preprocess_of(model, source)
-    assert (preprocess.input_size, preprocess.mean, len(preprocess.std)) == (size, mean, size[0])
+    assert (preprocess.input_size, preprocess.mean, len(preprocess.std)) == (size, (0.5,) * size[0], size[0])
     model(torch.zeros(1, *preprocess.input_size))
 
 
