@@ -15,19 +15,9 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune import prepare
 from retrofit.finetune.data import open_data
-from retrofit.finetune.prepare import (
-    Objective,
-    adjust_layers,
-    build_optimizer,
-    build_scheduler,
-    fit_network,
-    freeze_all_but_norm,
-    parameter_groups,
-    scores_of,
-    source_network,
-    with_classes,
-)
+from retrofit.finetune.prepare import Objective, build_optimizer
 from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, ProxyNorm
 from retrofit.layers.frozen_batch_norm import TrainedAffine
@@ -41,8 +31,8 @@ from tests.finetune.conftest import assert_same, small_network
 def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
     network = open_model(name) if "squeeze" in name else small_network()
     old = {key: tensor.clone() for key, tensor in network.model.state_dict().items()}
-    changed, fresh = with_classes(network, 7)
-    assert scores_of(changed) == 7
+    changed, fresh = prepare.with_classes(network, 7)
+    assert prepare.scores_of(changed) == 7
     new = changed.model.state_dict()
     assert new.keys() == old.keys()
     for key, tensor in new.items():
@@ -53,7 +43,7 @@ def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
 @pytest.mark.slow
 def test_what_torchvision_builds_for_weights_stays() -> None:
     source = build(ModelSource("torchvision", "googlenet", {"weights": "IMAGENET1K_V1"}))
-    changed, fresh = with_classes(Network(retrofit.convert(source, "bnn", check=False)[0]), 7)
+    changed, fresh = prepare.with_classes(Network(retrofit.convert(source, "bnn", check=False)[0]), 7)
     assert fresh == ("fc.weight", "fc.bias")
     assert changed.source.kwargs == {"weights": "IMAGENET1K_V1", "num_classes": 7}
     assert (changed.model.transform_input, changed.model.aux1) == (True, None)
@@ -62,12 +52,12 @@ def test_what_torchvision_builds_for_weights_stays() -> None:
 def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() -> None:
     network = small_network()
     network.model.layer1[0].bn1.noise, network.model.bn1.momentum = 0.25, 0.01
-    changed, _ = with_classes(network, 7)
+    changed, _ = prepare.with_classes(network, 7)
     assert (changed.model.layer1[0].bn1.noise, changed.model.bn1.momentum) == (0.25, 0.01)
     assert changed.model.fc.out_features == 7
     network.model.bn1.eps = 0.3
     with pytest.raises(RetrofitError, match=r"eps of bn1 is 0.3 here, 1e-05 in test_resnet"):
-        with_classes(network, 7)
+        prepare.with_classes(network, 7)
 
 
 def standing_for(network: Network, model: nn.Module) -> Network:
@@ -78,7 +68,7 @@ def standing_for(network: Network, model: nn.Module) -> Network:
 
 def test_a_network_whose_classifier_cannot_be_told() -> None:
     with pytest.raises(RetrofitError, match="cannot tell the classifier"):
-        with_classes(standing_for(small_network(), nn.Sequential(nn.BatchNorm2d(3))), 7)
+        prepare.with_classes(standing_for(small_network(), nn.Sequential(nn.BatchNorm2d(3))), 7)
 
 
 class TwoHeads(nn.Sequential):
@@ -94,14 +84,14 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     network = standing_for(small_network(None), TwoHeads(body))
     before = copy.deepcopy(network.model.state_dict())
     with pytest.raises(RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"):
-        scores_of(network, (3, 16, 16))
+        prepare.scores_of(network, (3, 16, 16))
     assert_same(network.model.state_dict(), before)
     assert all(module.training for module in network.model.modules())
     network = standing_for(network, body)
-    assert scores_of(network, (3, 16, 16)) == 4 * 12 * 12
+    assert prepare.scores_of(network, (3, 16, 16)) == 4 * 12 * 12
     set_record(network.model, preprocess=replace(network.preprocess, input_size=(3, 4, 4)))
     with pytest.raises(RetrofitError, match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size"):
-        scores_of(network, (3, 16, 16))
+        prepare.scores_of(network, (3, 16, 16))
 
 
 def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:
@@ -109,7 +99,7 @@ def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:
     network.model.layer1[0].bn1.running_lambda[0] = math.inf
     message = r"^layer1.0.bn1.running_lambda of test_resnet holds NaN or infinity before the first step; train from oth"
     with pytest.raises(RetrofitError, match=message):
-        fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
+        prepare.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
 
 
 DISTILLED = {"teacher": "source"}
@@ -147,9 +137,9 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
     unlike = rf"the data's classes \(ant, bee, cat\) are not what the network calls its outputs \({labels[0]}, "
     if said == "error":
         with pytest.raises(RetrofitError, match=rf"{unlike}.*; give `class_map`, .* `task_loss_weight=0`"):
-            fit_network(network, images, recipe, notes.append)
+            prepare.fit_network(network, images, recipe, notes.append)
         return
-    network, _ = fit_network(network, images, recipe, notes.append)
+    network, _ = prepare.fit_network(network, images, recipe, notes.append)
     found = [note for note in notes if "new classifier" not in note]
     assert len(found) == bool(said), notes
     assert all(re.match(rf"{unlike}.*if that is wrong, give `class_map`", note) for note in found)
@@ -162,7 +152,7 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
 
 def test_a_network_gets_the_recipes_images(pictures: Path) -> None:
     network, recipe = small_network(), Recipe(data_dir=str(pictures), img_size=48, crop_pct=0.9)
-    network, _ = fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
+    network, _ = prepare.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
     assert (network.preprocess.input_size, network.preprocess.crop_pct) == ((3, 48, 48), 0.9)
 
 
@@ -183,7 +173,7 @@ def test_settings_that_do_nothing_are_said(to: str | None, settings: dict[str, A
     model, notes = small_network(to).model, list[str]()
     if to == "bnn":
         retrofit.set_strength(model, 0.02531)
-    adjust_layers(model, Recipe(**{"bn_momentum": 0.9, **settings}), 8, notes.append)
+    prepare.adjust_layers(model, Recipe(**{"bn_momentum": 0.9, **settings}), 8, notes.append)
     assert len(notes) == (said is not None), notes
     assert said is None or said in notes[0]
 
@@ -192,14 +182,14 @@ def test_settings_that_do_nothing_are_said(to: str | None, settings: dict[str, A
 def test_the_teacher_is_the_source(to: str) -> None:
     source = timm.create_model("test_resnet").eval()
     with pytest.raises(RetrofitError, match="needs layers that have a strength"):
-        source_network(Network(source))
+        prepare.source_network(Network(source))
     images = torch.randn(2, 3, 32, 32)
     scores = source(images)
     model, _ = retrofit.convert(source, to, check=False)
     retrofit.set_strength(model, 1.0)
     with pytest.raises(RetrofitError, match="convert the source anew"):
-        source_network(Network(model))
-    teacher = source_network(Network(model), resumed=True)
+        prepare.source_network(Network(model))
+    teacher = prepare.source_network(Network(model), resumed=True)
     torch.testing.assert_close(teacher(images), scores, rtol=1e-4, atol=1e-5)
     assert not teacher.training
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
@@ -228,7 +218,7 @@ def by_parameter(groups: list[dict[str, Any]], setting: str) -> dict[int, float]
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
 def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | None) -> None:
     model = converted("ln-pn")
-    groups = parameter_groups(model, 0.1, layer_decay)
+    groups = prepare.parameter_groups(model, 0.1, layer_decay)
     decay = by_parameter(groups, "weight_decay")
     assert sorted(decay) == sorted(id(parameter) for group in groups for parameter in group["params"])
     proxies = [module for module in model.modules() if isinstance(module, ProxyNorm)]
@@ -240,7 +230,7 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
         scale = by_parameter(groups, "lr_scale")
         assert scale[id(model.fc.weight)] == 1.0
         assert scale[id(proxies[0].proxy_bias)] < scale[id(proxies[-1].proxy_bias)]
-    everything = by_parameter(parameter_groups(model, 0.1, layer_decay, decay_norms=True), "weight_decay")
+    everything = by_parameter(prepare.parameter_groups(model, 0.1, layer_decay, decay_norms=True), "weight_decay")
     assert everything == dict.fromkeys(map(id, model.parameters()), 0.1)
     assert everything.keys() == decay.keys()
 
@@ -248,14 +238,14 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
 def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
     """It has three dimensions there, as the weights of convolutions have."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), FrozenBatchNorm(8).plain_layer()[1])
-    decay = by_parameter(parameter_groups(model, 0.1), "weight_decay")
+    decay = by_parameter(prepare.parameter_groups(model, 0.1), "weight_decay")
     (affine,) = (module for module in model.modules() if isinstance(module, TrainedAffine))
     assert (decay[id(affine.weight)], decay[id(affine.bias)], decay[id(model[0].weight)]) == (0.0, 0.0, 0.1)
 
 
 def test_only_converted_norms_are_left_to_train() -> None:
     model = converted("ln-pn", ws=True, skip=["layer4"])
-    frozen = freeze_all_but_norm(model, ["fc.weight"], lambda note: None)
+    frozen = prepare.freeze_all_but_norm(model, ["fc.weight"], lambda note: None)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {"bn1.weight", "fc.weight"} <= trained
     assert any("proxy_bias" in name for name in trained)
@@ -263,7 +253,7 @@ def test_only_converted_norms_are_left_to_train() -> None:
     assert not any(name.startswith("layer4") for name in trained)
     assert frozen == [m for m in model.layer4.modules() if isinstance(m, nn.BatchNorm2d)]
     with pytest.raises(RetrofitError, match="nothing to train"):
-        freeze_all_but_norm(nn.Linear(2, 2), (), lambda note: None)
+        prepare.freeze_all_but_norm(nn.Linear(2, 2), (), lambda note: None)
 
 
 def test_the_optimizer_is_timm_s() -> None:
@@ -284,9 +274,9 @@ def test_a_constant_rate_is_warmed_up_and_decays_with_the_layers(sched: str) -> 
     """A capital, which timm does not take, changes nothing."""
     recipe = Recipe(opt="sgd", lr=0.1, sched=sched, warmup_epochs=1, warmup_lr=0.0, layer_decay=0.5, epochs=4)
     optimizer = build_optimizer(converted("bnn"), recipe)
-    scheduler = build_scheduler(optimizer, recipe, steps_per_epoch=4)
+    scheduler = prepare.build_scheduler(optimizer, recipe, steps_per_epoch=4)
     for step, rate in ((2, 0.05), (4, 0.1), (15, 0.1)):
         scheduler.step_update(step)
         for group in optimizer.param_groups:
             assert group["lr"] == pytest.approx(rate * group["lr_scale"])
-    assert build_scheduler(optimizer, Recipe(sched="none"), steps_per_epoch=4) is None
+    assert prepare.build_scheduler(optimizer, Recipe(sched="none"), steps_per_epoch=4) is None

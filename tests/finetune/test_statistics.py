@@ -18,15 +18,11 @@ from torch.optim.swa_utils import update_bn as torchs
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune.statistics import local_norms, sync_norms
-from retrofit.layers import (
-    BatchNormalNorm2d,
-    BatchNormalNormAct2d,
-    MigratedGroupNorm,
-    SyncBatchNormalNorm,
-    SyncBatchNormalNormAct,
-)
+from retrofit.layers import BatchNormalNorm2d, BatchNormalNormAct2d, SyncBatchNormalNorm, SyncBatchNormalNormAct
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedBatchNorm2d
+from retrofit.layers.migrated_group_norm import MigratedGroupNorm
 from tests.finetune.conftest import assert_same
+from tests.layers.cases import statistics
 
 LOADER = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) * 2 + 1 for i in range(4)]
 
@@ -39,10 +35,6 @@ def network(to: str | None, strength: float = 0.5) -> nn.Module:
         retrofit.convert(model, to, check=False)
         retrofit.set_strength(model, strength)
     return model
-
-
-def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in model.named_buffers() if "running" in name}
 
 
 @pytest.mark.parametrize("to", [None, "bnn", "dbn"])

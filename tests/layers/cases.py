@@ -131,6 +131,11 @@ def randomise(module: nn.Module) -> nn.Module:
     return module
 
 
+def statistics(module: nn.Module) -> dict[str, Tensor]:
+    """The running statistics as they are now."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers() if "running" in name}
+
+
 def as_sets(case: Case, x: Tensor) -> Tensor:
     """View `x` so that `case.dim` spans the normalized set (groups of channels get a dimension of their own)."""
     return x.unflatten(1, (case.groups, -1)) if case.groups else x

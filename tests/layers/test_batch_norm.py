@@ -17,13 +17,9 @@ from torch.nn.utils import fuse_conv_bn_eval
 from torch.optim.swa_utils import update_bn
 
 import retrofit
-from retrofit.layers import (
-    BatchNormalNorm2d,
-    BatchNormalNormAct2d,
-    DecorrelatedBatchNormalNorm2d,
-    SyncBatchNormalNorm,
-    kernels,
-)
+from retrofit.layers import BatchNormalNorm2d, BatchNormalNormAct2d, DecorrelatedBatchNormalNorm2d, SyncBatchNormalNorm
+from retrofit.layers.kernels import VARIABLE
+from tests.layers.cases import statistics
 
 LAYERS = {
     "bnn": lambda: BatchNormalNorm2d(8, noise=0.0),
@@ -36,10 +32,6 @@ BATCHES = [torch.randn(16, 8, 4, 4).exp() for _ in range(3)]
 
 def model(name: str) -> nn.Sequential:
     return nn.Sequential(LAYERS[name](), nn.BatchNorm2d(8)).train()
-
-
-def statistics(layer: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in layer.named_buffers() if "running" in name}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -172,7 +164,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Return what each of two processes computed of its share."""
     folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as environment:  # of the processes
-        environment.setenv(kernels.VARIABLE, request.param)
+        environment.setenv(VARIABLE, request.param)
         mp.spawn(work, args=(str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 

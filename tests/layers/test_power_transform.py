@@ -9,18 +9,9 @@ from scipy.integrate import quad
 from torch import Tensor, nn
 
 from retrofit import layers
+from retrofit.layers import power_transform
 from retrofit.layers.base import lambda_values
 from retrofit.layers.normality_norm import normality_norm
-from retrofit.layers.power_transform import (
-    LOG_STRETCH,
-    MIN_CURVATURE,
-    Reductions,
-    StepGradient,
-    first_step,
-    lmbda_derivative,
-    step_derivative,
-    yeo_johnson,
-)
 from tests import oracles as oracle
 
 SETS = {
@@ -39,8 +30,8 @@ def standardised(x: np.ndarray, variance: float = 1.0) -> Tensor:
     return torch.tensor((x - x.mean()) / x.std() * np.sqrt(variance))
 
 
-def step_of(h: Tensor) -> tuple[Tensor, StepGradient]:
-    return first_step(h, Reductions((0,)))
+def step_of(h: Tensor) -> tuple[Tensor, power_transform.StepGradient]:
+    return power_transform.first_step(h, power_transform.Reductions((0,)))
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -49,8 +40,8 @@ def test_the_step_is_newtons_by_scipys_likelihood(name: str, variance: float) ->
     h = standardised(SETS[name](np.random.default_rng(0)), variance)
     slope, curvature = oracle.likelihood_derivatives(h.numpy())
     step, gradient = step_of(h)
-    assert step.item() == pytest.approx(-slope / max(curvature, MIN_CURVATURE), rel=1e-4, abs=1e-5)
-    assert gradient.by_m1.item() == pytest.approx(1 / max(curvature, MIN_CURVATURE), rel=1e-4)
+    assert step.item() == pytest.approx(-slope / max(curvature, power_transform.MIN_CURVATURE), rel=1e-4, abs=1e-5)
+    assert gradient.by_m1.item() == pytest.approx(1 / max(curvature, power_transform.MIN_CURVATURE), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +57,7 @@ def test_step_derivative_is_autograds(values: np.ndarray, variance: float) -> No
     h = standardised(values, variance).requires_grad_()
     (expected,) = torch.autograd.grad(step_of(h)[0].sum(), h)
     (_, gradient), a = step_of(h.detach()), h.detach().abs()
-    ours = step_derivative(h.detach(), a, a.log1p(), 1 / (1 + a), gradient) / len(h)
+    ours = power_transform.step_derivative(h.detach(), a, a.log1p(), 1 / (1 + a), gradient) / len(h)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -96,7 +87,7 @@ def test_hard_sets_stay_finite_and_within_the_stretch_and_are_torchs_without_spr
     assert x.grad.isfinite().all()
     h = (x.detach() - found.mean) / (found.var + 1e-5).sqrt()
     stretch = ((found.lmbda - 1) * torch.where(h < 0, -1.0, 1.0) * h.abs().log1p()).exp()
-    assert stretch.max() <= math.exp(LOG_STRETCH) * 1.001
+    assert stretch.max() <= math.exp(power_transform.LOG_STRETCH) * 1.001
     if name in ("dead", "constant"):
         assert found.lmbda.item() == 1.0
         torch.testing.assert_close(x.grad, plain.grad, rtol=1e-5, atol=1e-4)
@@ -108,7 +99,7 @@ LMBDAS = [-3.0, -1.0, -1e-6, 0.0, 1e-9, 1e-4, 0.4, 1.0, 1.6, 2 - 1e-5, 2.0, 2 + 
 @pytest.mark.parametrize("lmbda", LMBDAS)
 def test_matches_scipy(lmbda: float) -> None:
     h = np.concatenate([np.linspace(-50, 50, 2001), [0.0, 1e-12, -1e-12, np.inf, -np.inf, np.nan]])
-    ours = yeo_johnson(torch.tensor(h), torch.tensor(lmbda, dtype=torch.float64)).numpy()
+    ours = layers.yeo_johnson(torch.tensor(h), torch.tensor(lmbda, dtype=torch.float64)).numpy()
     np.testing.assert_allclose(ours, oracle.psi(h, lmbda), rtol=1e-9, atol=1e-24)
 
 
@@ -116,8 +107,8 @@ def test_matches_scipy(lmbda: float) -> None:
 def test_gradients(lmbda: float) -> None:
     h = torch.tensor([-4.0, -0.7, -1e-3, 0.0, 2e-3, 0.3, 6.0], dtype=torch.float64, requires_grad=True)
     lam = torch.full_like(h, lmbda).requires_grad_()
-    assert torch.autograd.gradcheck(yeo_johnson, (h, lam))
-    assert torch.autograd.gradgradcheck(yeo_johnson, (h, lam))
+    assert torch.autograd.gradcheck(layers.yeo_johnson, (h, lam))
+    assert torch.autograd.gradgradcheck(layers.yeo_johnson, (h, lam))
 
 
 @pytest.mark.parametrize("u", [0.0, 1e-8, 1e-3, 0.3, 0.4999, 0.5001, 1.0, 5.0, -0.4999, -0.5001, -20.0])
@@ -126,7 +117,7 @@ def test_lmbda_derivative_has_no_cancellation(u: float) -> None:
     expected, _ = quad(lambda x: x * np.exp(u * x), 0, 1)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
         at = torch.tensor(u, dtype=dtype)
-        got = lmbda_derivative(at, torch.ones((), dtype=dtype), at.expm1()).item()
+        got = power_transform.lmbda_derivative(at, torch.ones((), dtype=dtype), at.expm1()).item()
         assert got == pytest.approx(expected, rel=tolerance)
 
 
