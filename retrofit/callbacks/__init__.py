@@ -7,59 +7,6 @@ Their arguments are `StrengthSchedule`'s; `total_steps` is the trainer's own unl
 refused: at its turn it needs `retrofit.recentre`, and images.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
-
-from retrofit.errors import UsageError
-from retrofit.finetune.strength_schedule import StrengthSchedule
-from retrofit.utils import lazy_names
-
-if TYPE_CHECKING:
-    from retrofit.callbacks.lightning import LightningStrength
-    from retrofit.callbacks.transformers import TransformersStrength
-
-__all__ = ["LightningStrength", "TransformersStrength"]
-
-__getattr__ = lazy_names(__name__, {"lightning": ("LightningStrength",), "transformers": ("TransformersStrength",)})
-
-
-class Walk:
-    """What the callbacks share: at each optimizer step the layers get the strength that the schedule has for it.
-
-    A UsageError says that the way leads back, before which constants are estimated anew: a callback has no images.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        if options.get("shape") == "there-and-back":
-            what = "a callback cannot go there-and-back, which needs `retrofit.recentre` on images at its turn"
-            own = "`StrengthSchedule` in a loop of your own"
-            raise UsageError(f"{what}; take `retrofit finetune --strength-sched there-and-back`, or {own}")
-        self.options = options
-        self._schedule: StrengthSchedule | None = None
-        self._state: dict[str, Any] = {}
-
-    @property
-    def strength(self) -> float | None:
-        """The strength that was set last."""
-        return None if self._schedule is None else self._schedule.strength
-
-    def begin(self, model: nn.Module, total_steps: int, step: int) -> None:
-        """Start on a network, at `step` of a run; a resumed one goes on from where its layers began."""
-        self._schedule = StrengthSchedule(model, **{"total_steps": total_steps, **self.options})
-        self.go(step)
-
-    def go(self, step: int) -> None:
-        """Set the layers to what `step` optimizer steps make of them, whatever has become of their strength since."""
-        if self._schedule is not None:
-            self._schedule.load_state_dict({**self._schedule.state_dict(), **self._state, "steps": step})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return self._state if self._schedule is None else {"starts": self._schedule.state_dict()["starts"]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from another run's state, when it begins."""
-        self._state = state_dict
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

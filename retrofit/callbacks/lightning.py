@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retrofit.callbacks import Walk
+from retrofit.callbacks.walk import Walk
 
 
 class LightningStrength(Walk, Callback):

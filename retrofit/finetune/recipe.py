@@ -90,9 +90,7 @@ class Recipe(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = _as(42, "Seed of every random choice.")
 
     opt: str = _as("adamw", "timm's optimizer.")
-    lr: Positive = _as(
-        3e-4, "Learning rate; 1e-4 in batches of 1 (of 2: see the guide), 1e-3 with batch statistics."
-    )
+    lr: Positive = _as(3e-4, "Learning rate; 1e-4 in batches of 1 (of 2: see the guide), 1e-3 with batch statistics.")
     weight_decay: NotNegative = _as(0.05, "Weight decay of all but biases and norms; ProxyNorm's parameters have it.")
     decay_norms: bool = _as(False, "Decay biases, gamma and beta too: everything that is trained.")
     opt_eps: Positive | None = _as(None, "The optimizer's eps (default: timm's).")

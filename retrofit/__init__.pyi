@@ -1,0 +1,14 @@
+from . import callbacks, layers
+from .errors import RetrofitError, UsageError
+from .export import export_onnx, fold
+from .export.bake import bake
+from .finetune.statistics import freeze_norms, recentre, sync_norms, update_bn
+from .networks.artifact import load, save
+from .networks.hub import push_to_hub, save_for_hub
+from .surgery import convert, plan, set_strength, strength_of
+from .surgery.plain import plain
+
+__version__: str
+__all__ = ["RetrofitError", "UsageError", "__version__", "bake", "callbacks", "convert", "export_onnx", "fold"]
+__all__ += ["freeze_norms", "layers", "load", "plain", "plan", "push_to_hub", "recentre", "save", "save_for_hub"]
+__all__ += ["set_strength", "strength_of", "sync_norms", "update_bn"]

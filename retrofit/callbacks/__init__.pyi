@@ -1,0 +1,2 @@
+from .lightning import LightningStrength as LightningStrength
+from .transformers import TransformersStrength as TransformersStrength
