@@ -101,11 +101,8 @@ def test_the_state_of_something_else_changes_nothing(state: Any) -> None:
     [
         ({"shape": "square"}, "linear, cosine, there-and-back, off"),
         ({"shape": "there-and-back"}, "returns to a strength below 1"),
-        ({"ramp": 1.5}, "`ramp` is a fraction"),
-        ({"noise_start": -0.1}, "`noise_start` is a fraction"),
-        ({"end": 2.0}, "strength must lie"),
-        ({"noise": -1.0}, "noise must be"),
-        ({"total_steps": 0}, "total_steps"),
+        *(({"ramp": 1.5}, "`ramp` is a fraction"), ({"noise_start": -0.1}, "`noise_start` is a fraction")),
+        *(({"end": 2.0}, "strength must lie"), ({"noise": -1.0}, "noise must be"), ({"total_steps": 0}, "total_steps")),
     ],
 )
 def test_refusals(options: dict[str, object], pattern: str) -> None:

@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from timm.layers import (
-    BatchNormAct2d,
-    DropBlock2d,
-    DropPath,
-    EvoNorm2dS0,
-    FilterResponseNormTlu2d,
-    InplaceAbn,
-    LayerNorm2d,
-)
+from timm import layers
 from timm.layers.activations import hard_mish
 from timm.layers.activations_me import HardSwishMe, swish_me
 from timm.layers.std_conv import StdConv2d
@@ -25,31 +17,18 @@ from torchvision import ops
 from retrofit.graph import kinds
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "F.relu in place": lambda x: F.relu(x, True),
-    "F.relu keyword": lambda x: F.relu(input=x, inplace=True),
-    "torch.relu": torch.relu,
-    "in-place method": lambda x: x.relu_(),
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "leaky": lambda x: F.leaky_relu(x, 0.3, True),
-    "celu": lambda x: F.celu(x, 0.7),
-    "softplus": lambda x: F.softplus(x, 2.0, threshold=15.0),
-    "hardtanh": lambda x: F.hardtanh(x, 0.0, 6.0),
-    "threshold": lambda x: F.threshold(x, 0.1, -1.0),
-    "logsigmoid": F.logsigmoid,
-    "sigmoid": torch.sigmoid,
-    "clamp": lambda x: x.clamp(0, 6),
+    "torch.relu": torch.relu, "logsigmoid": F.logsigmoid, "sigmoid": torch.sigmoid,
+    "timm's swish": swish_me, "timm's hard mish": hard_mish, "in-place method": lambda x: x.relu_(),
+    "F.relu in place": lambda x: F.relu(x, True), "F.relu keyword": lambda x: F.relu(input=x, inplace=True),
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "leaky": lambda x: F.leaky_relu(x, 0.3, True),
+    "celu": lambda x: F.celu(x, 0.7), "softplus": lambda x: F.softplus(x, 2.0, threshold=15.0),
+    "hardtanh": lambda x: F.hardtanh(x, 0.0, 6.0), "threshold": lambda x: F.threshold(x, 0.1, -1.0),
+    "clamp": lambda x: x.clamp(0, 6), "clamp below": lambda x: x.clamp(min=0),
     "clamp keywords": lambda x: torch.clamp(x, min=-1.0, max=1.0),
-    "clamp below": lambda x: x.clamp(min=0),
-    "timm's swish": swish_me,
-    "timm's hard mish": hard_mish,
-}
+}  # fmt: skip
 NOT_ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
-    lambda x: F.softmax(x, -1),
-    F.glu,
-    lambda x: x.clamp(min=1e-6),
-    lambda x: torch.clamp(x, x.mean(), x.amax()),
-    lambda x: F.prelu(x, x.mean()),
-    lambda x: x + 1,
+    *(F.glu, lambda x: F.softmax(x, -1), lambda x: F.prelu(x, x.mean()), lambda x: x + 1),
+    *(lambda x: x.clamp(min=1e-6), lambda x: torch.clamp(x, x.mean(), x.amax())),
 ]
 
 
@@ -138,10 +117,10 @@ def test_weights_that_are_changed_in_forward_take_no_fold() -> None:
 
 
 def test_norms_and_drops_of_every_library() -> None:
-    norms = nn.BatchNorm1d(2), nn.InstanceNorm2d(2), nn.LayerNorm(2), LayerNorm2d(2), BatchNormAct2d(2)
-    others = EvoNorm2dS0(32), FilterResponseNormTlu2d(2), InplaceAbn(2), ops.FrozenBatchNorm2d(2)
+    norms = nn.BatchNorm1d(2), nn.InstanceNorm2d(2), nn.LayerNorm(2), layers.LayerNorm2d(2), layers.BatchNormAct2d(2)
+    others = layers.EvoNorm2dS0(32), layers.FilterResponseNormTlu2d(2), layers.InplaceAbn(2), ops.FrozenBatchNorm2d(2)
     assert all(map(kinds.is_norm, (*norms, *others)))
-    drops = nn.Dropout2d(), nn.AlphaDropout(), DropPath(), DropBlock2d(), ops.DropBlock2d(0.1, 3)
+    drops = nn.Dropout2d(), nn.AlphaDropout(), layers.DropPath(), layers.DropBlock2d(), ops.DropBlock2d(0.1, 3)
     assert all(map(kinds.is_drop, (*drops, ops.StochasticDepth(0.1, "row"))))
     assert not any(map(kinds.is_norm, drops))
     assert not any(map(kinds.is_drop, norms))

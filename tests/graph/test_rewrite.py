@@ -64,13 +64,9 @@ def assert_same(source: nn.Module, model: nn.Module, x: Tensor = X) -> None:
 
 
 SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "shared": (blocks.Shared, 2),
-    "functional": (blocks.Functional, 2),
-    "indexed": (blocks.Indexed, 2),
-    "norm twice": (blocks.NormTwice, 2),
-    "behind dropout": (blocks.BehindDropout, 2),
-    "sequences": (blocks.Sequences, 3),
-}
+    "shared": (blocks.Shared, 2), "functional": (blocks.Functional, 2), "sequences": (blocks.Sequences, 3),
+    "indexed": (blocks.Indexed, 2), "norm twice": (blocks.NormTwice, 2), "behind dropout": (blocks.BehindDropout, 2),
+}  # fmt: skip
 GRAPHS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a graph": (lambda: torch.fx.symbolic_trace(blocks.Functional()), 2),
     "a graph in a network": (lambda: nn.Sequential(torch.fx.symbolic_trace(blocks.Indexed()), blocks.Shared()), 4),

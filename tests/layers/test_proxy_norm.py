@@ -16,21 +16,11 @@ from retrofit.layers.proxy_norm import ProxyNorm
 from tests.oracles import sample_moments
 
 ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-    "relu": nn.ReLU,
-    "relu_in_place": lambda: nn.ReLU(inplace=True),
-    "relu6": nn.ReLU6,
-    "silu": nn.SiLU,
-    "gelu": nn.GELU,
-    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
-    "hardswish": nn.Hardswish,
-    "hardtanh": lambda: nn.Hardtanh(-0.5, 2.0),
-    "leaky_relu": lambda: nn.LeakyReLU(0.2),
-    "silu_function": lambda: F.silu,
-    "elu": nn.ELU,
-    "mish": nn.Mish,
-    "prelu": nn.PReLU,
-    "function": lambda: torch.sigmoid,
-}
+    "relu": nn.ReLU, "relu6": nn.ReLU6, "silu": nn.SiLU, "gelu": nn.GELU, "hardswish": nn.Hardswish, "elu": nn.ELU,
+    "mish": nn.Mish, "prelu": nn.PReLU, "silu_function": lambda: F.silu, "function": lambda: torch.sigmoid,
+    "relu_in_place": lambda: nn.ReLU(inplace=True), "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "hardtanh": lambda: nn.Hardtanh(-0.5, 2.0), "leaky_relu": lambda: nn.LeakyReLU(0.2),
+}  # fmt: skip
 GAMMA = (1.0, 0.3, -2.0, 0.0, 1.5)
 BETA = (0.0, 1.0, 0.5, -0.7, -2.0)
 

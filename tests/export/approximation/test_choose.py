@@ -144,22 +144,18 @@ def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"fold": "cubic"}, "use exact or poly"),
-        ({"degree": 3}, "add `fold=.poly.`"),
+        *(({"degree": 3}, "add `fold=.poly.`"), ({"freeze_lambda": True}, "`calibrate`")),
         ({"fold": "poly", "runtime": "tflite"}, "use onnxruntime or openvino"),
-        ({"fold": "poly", "degree": 1}, "use 2 to 8"),
-        ({"fold": "poly", "degree": 9}, "use 2 to 8"),
-        ({"freeze_lambda": True}, "`calibrate`"),
+        *(({"fold": "poly", "degree": degree}, "use 2 to 8") for degree in (1, 9)),
         ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
         ({"calibrate": [torch.zeros(2, 4, 8, 9)]}, r"of one size, \(N, 4, 9, 9\); got images of \(4, 8, 9\)$"),
         ({"dynamic_size": True, "calibrate": [torch.zeros(1, 4, n, 9) for n in (8, 9)]}, r"8, 9\) and \(4, 9, 9\)$"),
-        ({"batch": 0}, "no number of samples"),
+        *(({"fold": "cubic"}, "use exact or poly"), ({"batch": 0}, "no number of samples")),
         ({"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]}, "takes 4 `calibrate` images or more; got 3"),
         ({"tolerance": -1.0}, "more than 0, not -1.0; 0.0001 is usual"),
         ({"precision": "int8", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "is fitted and judged on `calibrate`"),
         ({"precision": "int4"}, "no precision 'int4'; use float32, float16, int8"),
-        ({"opset": 17}, "use 18 to 22"),
-        ({"opset": 23}, "use 18 to 22"),
+        *(({"opset": opset}, "use 18 to 22") for opset in (17, 23)),
     ],
 )
 def test_arguments(options: dict[str, Any], complaint: str, tmp_path: Path) -> None:

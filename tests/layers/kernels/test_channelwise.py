@@ -19,13 +19,8 @@ pytestmark = on("cpp", ids=["compiled"])
 
 TORCHS = ("elu", "gelu_tanh", "mish", "prelu", "function")
 """Activations that stay with torch."""
-SHAPES = {
-    "maps": (3, 21, 9, 7),
-    "maps of one": (3, 21, 1, 1),
-    "large": (2, 5, 65, 33),
-    "flat": (9, 21),
-    "alone": (1, 3, 4, 4),
-}
+SHAPES = {"maps": (3, 21, 9, 7), "maps of one": (3, 21, 1, 1), "large": (2, 5, 65, 33), "flat": (9, 21)}
+SHAPES["alone"] = (1, 3, 4, 4)
 
 
 def proxy(activation: Callable[[Tensor], Tensor], channels: int, norm: nn.Module | None = None, **options: Any) -> Any:
