@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import RetrofitError
 from retrofit.evaluation import Attack, Kind, attack_on, evaluate, predictions
 from retrofit.images.dataset import open_images
 from tests.pictures import PLAIN, Colours, write_tar
@@ -149,9 +149,3 @@ def test_the_accuracy_stands_beside_the_clean_one(folder: Path) -> None:
     weak, strong = (measure(folder, model, attack=attack_on(PLAIN, "pgd", eps)) for eps in (1 / 255, 1.0))
     assert weak.correct1 == strong.correct1 == clean.correct1
     assert strong.attacked_top1 < weak.attacked_top1 == clean.top1
-
-
-@pytest.mark.parametrize(("kind", "eps", "problem"), [(None, 0.1, "name one with"), ("pgd", 0.0, "above 0")])
-def test_what_is_no_attack(kind: Kind | None, eps: float, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        attack_on(PLAIN, kind, eps)

@@ -61,9 +61,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], ob
     save_file(tensors, path, metadata={"format": "pt", "retrofit": json.dumps(manifest)})
 
 
-def refused(
-    message: str, error: type[RetrofitError] = RetrofitError, names: object = ""
-) -> pytest.RaisesExc[RetrofitError]:
+def refused(message: str, error: type[RetrofitError] = RetrofitError, names: object = "") -> pytest.RaisesExc[Any]:
     """Expect an error of one line that is not too long and, if asked for, names the file."""
 
     def as_it_should_be(error: RetrofitError) -> bool:

@@ -148,23 +148,6 @@ def test_network_says_what_builds_an_artifacts_network(tmp_path: Path) -> None:
         open_model(path, network="py:tests.networks.mynet:small")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("py:", "names no callable; write py:package.module:callable"),
-        ("py:tests.networks.mynet:build()", "names no callable"),
-        ("py:no_such_module_here:build", "cannot import no_such_module_here .*ModuleNotFoundError.* PYTHONPATH"),
-        ("py:tests.networks.mynet:bild", r"has no bild; it has build"),
-        ("py:tests.networks.mynet:NUMBER", "is a int; name a function or class"),
-        ("py:tests.networks.mynet:broken", r"broken builds no network \(RuntimeError: no weights at all\)"),
-        ("py:tests.networks.mynet:nothing", "returns a str; let it return a torch.nn.Module"),
-    ],
-)
-def test_names_that_build_nothing(text: str, message: str) -> None:
-    with refused(message):
-        open_model(text)
-
-
 class Activated(nn.Module):
     """Its activation has parameters, which ProxyNorm's state dict gives other names."""
 
