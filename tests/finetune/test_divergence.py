@@ -176,12 +176,10 @@ def test_what_went_first(broken: str | None, fault: Fault, amp: bool, said: tupl
 @pytest.mark.parametrize(
     ("top1", "loss", "images", "classes", "expected"),
     [
-        (10.0, math.log(10), 300, 10, True),
+        *((10.0, math.log(10), 300, 10, True), (20.0, math.log(10), 300, 10, False)),
         (12.0, 5.0, 300, 10, True),  # sure of itself and wrong
-        (20.0, math.log(10), 300, 10, False),
         (20.0, math.log(10), 10, 10, True),  # of ten images that may be luck
-        (10.0, 1.8, 300, 10, False),
-        (100.0, 0.0, 10, 1, False),
+        *((10.0, 1.8, 300, 10, False), (100.0, 0.0, 10, 1, False)),
     ],
 )
 def test_at_chance(top1: float, loss: float, images: int, classes: int, expected: bool) -> None:

@@ -109,14 +109,12 @@ SORTED = ["ant", "bee", "cat"]
 @pytest.mark.parametrize(
     ("labels", "settings", "said", "expected"),
     [
-        (["x", "y", "z"], {}, "note", SORTED),
-        (["x", "y", "z"], DISTILLED, "error", None),
+        *((["x", "y", "z"], {}, "note", SORTED), (["x", "y", "z"], DISTILLED, "error", None)),
         (["x", "y", "z"], {**DISTILLED, "task_loss_weight": 0}, "", ["x", "y", "z"]),
         (["x", "y", "z"], {**DISTILLED, "class_map": "map.txt"}, "", SORTED),
         (["cat", "bee", "ant"], DISTILLED, "", ["cat", "bee", "ant"]),
         (["w", "x", "y", "z"], {}, "", SORTED),  # the classifier is new
-        (["w", "x", "y", "z"], {"num_classes": 4}, "note", None),
-        (["w", "x", "y", "z"], {"num_classes": 5}, "", None),
+        *((["w", "x", "y", "z"], {"num_classes": number}, said, None) for number, said in ((4, "note"), (5, ""))),
         (["cat", "dog", "bee", "ant"], {"num_classes": 4}, "", ["cat", "dog", "bee", "ant"]),
         (["cat", "dog", "bee", "ant"], DISTILLED, "", ["cat", "dog", "bee", "ant"]),
         (["cat", "dog", "bee", "ant"], {}, "", SORTED),
@@ -159,12 +157,10 @@ def test_a_network_gets_the_recipes_images(pictures: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "settings", "said"),
     [
-        (None, {}, "this is plain training"),
-        ("bnn", {}, None),
-        ("bnn", {"noise": 0.4, "noise_kind": "unscaled"}, None),
+        *((None, {}, "this is plain training"), ("ln", {"precise_bn": 8}, "`precise_bn` does nothing")),
+        *(("bnn", {}, None), ("bnn", {"noise": 0.4, "noise_kind": "unscaled"}, None)),
         ("gn", {"noise": 0.4}, "no layer of the network draws noise"),
         ("bnn", {"bn_momentum": 0.01}, "after 8 batches 92% of them are those from before; raise `bn_momentum`"),
-        ("ln", {"precise_bn": 8}, "`precise_bn` does nothing"),
         ("bnn", {"strength_sched": "off"}, "layers stand at strength 0.0253"),  # as an average of weights leaves it
     ],
     ids=str,

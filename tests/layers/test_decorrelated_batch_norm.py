@@ -126,16 +126,12 @@ def test_evaluation_uses_the_running_averages(normal: bool, strength: float) -> 
 def degenerate() -> dict[str, Tensor]:
     x = data((4, 16, 3, 3))
     return {
-        "fewer values than channels": data((3, 16, 1, 1)),
-        "two values": data((2, 16, 1, 1)),
+        "fewer values than channels": data((3, 16, 1, 1)), "two values": data((2, 16, 1, 1)),
         "dead channels": torch.where(torch.arange(16).view(1, 16, 1, 1) % 3 > 0, x, 0.0),
-        "constant": torch.full_like(x, 3.7),
-        "equal channels": x[:, :1].expand(4, 16, 3, 3).clone(),
-        "far from zero": x + 1e4,
-        "large": x * 1e6,
-        "tiny": x * 1e-8,
+        "constant": torch.full_like(x, 3.7), "equal channels": x[:, :1].expand(4, 16, 3, 3).clone(),
+        "far from zero": x + 1e4, "large": x * 1e6, "tiny": x * 1e-8,
         "outlier": torch.where(torch.rand(x.shape) < 0.02, 1e5, x),
-    }
+    }  # fmt: skip
 
 
 @NORMAL

@@ -26,9 +26,8 @@ def proxy(**options: Any) -> nn.Module:
 
 
 RUNNING: dict[str, Callable[[], nn.Module]] = {
-    "bnn1d": lambda: layers.BatchNormalNorm1d(C),
+    "bnn1d": lambda: layers.BatchNormalNorm1d(C), "bnn3d": lambda: layers.BatchNormalNorm3d(C),
     "bnn2d": lambda: layers.BatchNormalNorm2d(C, affine=False),
-    "bnn3d": lambda: layers.BatchNormalNorm3d(C),
     "sync": lambda: layers.SyncBatchNormalNorm(C, alpha=0.7),
     "bnn act": lambda: _activated(layers.BatchNormalNormAct2d(C)),
     "inn tracked": lambda: layers.InstanceNormalNorm2d(C, affine=True, track_running_stats=True),
@@ -36,18 +35,16 @@ RUNNING: dict[str, Callable[[], nn.Module]] = {
     "dbnn": lambda: layers.DecorrelatedBatchNormalNorm2d(C, group_size=4),
     "dbnn flat": lambda: layers.DecorrelatedBatchNormalNorm1d(C, group_size=4),
     "dbnn act": lambda: _activated(layers.DecorrelatedBatchNormalNormAct2d(C, group_size=2)),
-}
+}  # fmt: skip
 ESTIMATING: dict[str, Callable[[], nn.Module]] = {
     "bnn untracked": lambda: layers.BatchNormalNorm2d(C, track_running_stats=False),
     "sync untracked": lambda: layers.SyncBatchNormalNorm(C, track_running_stats=False),
-    "lnn": lambda: layers.LayerNormalNorm((C, 5)),
-    "lnn2d": lambda: layers.LayerNormalNorm2d(C, eps=0.5),
+    "lnn": lambda: layers.LayerNormalNorm((C, 5)), "lnn2d": lambda: layers.LayerNormalNorm2d(C, eps=0.5),
     "lnn act": lambda: _activated(layers.LayerNormalNormAct(5, alpha=0.5)),
     "lnn act 2d": lambda: _activated(layers.LayerNormalNormAct2d(C)),
-    "gnn": lambda: layers.GroupNormalNorm(2, C),
-    "gnn act": lambda: _activated(layers.GroupNormalNormAct(2, C)),
+    "gnn": lambda: layers.GroupNormalNorm(2, C), "gnn act": lambda: _activated(layers.GroupNormalNormAct(2, C)),
     "inn": lambda: layers.InstanceNormalNorm2d(C, affine=True),
-}
+}  # fmt: skip
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "gn": lambda: layers.MigratedGroupNorm(2, C, group_eps=0.02),
     "ln act": lambda: _activated(layers.MigratedGroupNormAct(1, C, bias=False)),

@@ -120,14 +120,12 @@ class Swish(nn.Module):
 
 
 PARAMETRIC: dict[str, Callable[[], nn.Module]] = {
-    "prelu": nn.PReLU,
-    "prelu per channel": lambda: nn.PReLU(5),
+    "prelu": nn.PReLU, "prelu per channel": lambda: nn.PReLU(5), "own": Swish,
     "timm prelu": lambda: timm.layers.activations.PReLU(1),
     "timm prelu per channel": lambda: timm.layers.activations.PReLU(5),
     "star relu": lambda: metaformer.StarReLU(scale_learnable=True, bias_learnable=True),
-    "own": Swish,
     "sequence": lambda: nn.Sequential(nn.PReLU(5), nn.Tanh()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
