@@ -173,14 +173,18 @@ class _Folding:
         return node
 
     def fold_into_consumer(self, node: Node) -> None:
-        """Fold a map into the layer that alone takes its output; no shift where that layer puts zeros beside it."""
+        """Fold a map into the layer that alone takes its output; where that puts zeros beside it, only the scale."""
         one, users = self.maps[node], users_of(node)
         consumer = self._linear(users[0]) if len(users) == 1 and users[0].args[0] is node else None
         if consumer is None or not _fits(users[0], one, consumer.weight.shape[:3:2]):
             return
-        if not (consumer.pads_zeros and bool(one.shift.any())):
-            self._set(users[0], consumer.after(one.scale, one.shift))
-            self._replace(node, node.args[0])
+        rest = torch.zeros_like(one.shift)
+        if consumer.pads_zeros and bool(one.shift.any()):
+            if one.is_norm or not bool((one.scale > 0).all()):
+                return
+            rest = one.shift / one.scale
+        self._set(users[0], consumer.after(one.scale, one.shift if not rest.any() else 0 * rest))
+        self.maps[node] = Affine(torch.ones_like(rest), rest, one.dim, one.layers)
 
     def lower_affine_maps(self) -> None:
         """Put operations in the place of the maps that are left, and note which layers are folded."""

@@ -1,5 +1,7 @@
 """What README, CONTRIBUTING and the pages say is run as written; README's figures stand in the recorded results."""
 
+from __future__ import annotations  # for the pages' code too, which leaves out imports of types
+
 import ast
 import copy
 import importlib
