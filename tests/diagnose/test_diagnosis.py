@@ -281,11 +281,8 @@ def test_layers_that_cannot_be_followed_image_by_image_are_named() -> None:
 @pytest.mark.parametrize(
     ("labels", "matched", "classes", "known"),
     [
-        (["ant", "bee", "cat"], "order", 3, True),
-        (None, "order", 3, True),
-        (["ant", "bat", "bee"], "order", 3, False),
-        (None, "order", 5, False),
-        (None, "order", None, False),
+        *((["ant", "bee", "cat"], "order", 3, True), (["ant", "bat", "bee"], "order", 3, False)),
+        *((None, "order", 3, True), (None, "order", 5, False), (None, "order", None, False)),
         (None, "class map", 5, True),
     ],
 )

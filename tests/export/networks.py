@@ -25,13 +25,8 @@ def norm(channels: int, **changes: Any) -> BatchNormalNorm2d:
         return low + (high - low) * torch.rand(channels, generator=generator)
 
     layer = BatchNormalNorm2d(channels, noise=0.0).eval()
-    values = {
-        "running_mean": spread(-1, 1),
-        "running_var": spread(0.3, 3),
-        "running_lambda": spread(-0.5, 2.4),
-        "weight": spread(-1.5, 1.5),
-        "bias": spread(-1, 1),
-    }
+    values = {"running_mean": spread(-1, 1), "running_var": spread(0.3, 3), "running_lambda": spread(-0.5, 2.4)}
+    values |= {"weight": spread(-1.5, 1.5), "bias": spread(-1, 1)}
     with torch.no_grad():
         for name, value in {**values, **changes}.items():
             getattr(layer, name).copy_(torch.as_tensor(value))

@@ -202,10 +202,8 @@ def test_json_is_the_report(model: nn.Module, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("calibrate", "options", "judged"),
     [
-        (6, {}, "9 random inputs and images"),
-        (0, {"fold": "poly"}, "3 random inputs"),
-        (1, {"precision": "float16"}, "3 random inputs"),
-        (6, {"precision": "float16"}, "3 images"),
+        *((6, {}, "9 random inputs and images"), (0, {"fold": "poly"}, "3 random inputs")),
+        *((1, {"precision": "float16"}, "3 random inputs"), (6, {"precision": "float16"}, "3 images")),
     ],
 )
 def test_what_it_was_judged_on(calibrate: int, options: Any, judged: str, model: nn.Module, tmp_path: Path) -> None:

@@ -168,9 +168,8 @@ class Gate(nn.Module):  # a squeeze-excite with a norm, and a sigmoid gate after
     def __init__(self) -> None:
         super().__init__()
         self.bn, self.fc1, self.bn_se, self.act = nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2), nn.SiLU()
-        self.fc2, self.conv, self.bn_gate, self.gate = (
-            nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Sigmoid(),
-        )  # fmt: skip
+        self.fc2, self.conv = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1)
+        self.bn_gate, self.gate = nn.BatchNorm2d(4), nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(x)

@@ -15,15 +15,12 @@ from retrofit.layers.normality_norm import normality_norm
 from tests import oracles as oracle
 
 SETS = {
-    "gaussian": lambda g: g.normal(size=4000),
-    "exponential": lambda g: g.exponential(size=4000),
-    "negative lognormal": lambda g: -g.lognormal(0, 0.5, size=4000),
-    "uniform": lambda g: g.uniform(size=4000),
+    "gaussian": lambda g: g.normal(size=4000), "exponential": lambda g: g.exponential(size=4000),
+    "uniform": lambda g: g.uniform(size=4000), "negative lognormal": lambda g: -g.lognormal(0, 0.5, size=4000),
     "heavy tails": lambda g: g.standard_t(4, size=4000),
     # as trained channels, which no bound may hold
-    "skewed": lambda g: g.beta(0.3, 3, size=6000),
-    "negative, skewed": lambda g: -g.gamma(0.2, size=6000),
-}
+    "skewed": lambda g: g.beta(0.3, 3, size=6000), "negative, skewed": lambda g: -g.gamma(0.2, size=6000),
+}  # fmt: skip
 
 
 def standardised(x: np.ndarray, variance: float = 1.0) -> Tensor:

@@ -39,12 +39,8 @@ def close(one: nn.Module, other: nn.Module, *x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "to", "strength"),
     [
-        ("test_efficientnet", "gn", 1.0),
-        ("tv:resnet18", "gn-pn", 1.0),
-        ("test_efficientnet", "ln-pn", 1.0),
-        ("test_resnet", "ln-pn", 0.0),
-        ("tv:resnet18", "ln", 0.0),
-        ("test_resnet", "frozen", None),
+        *(("test_efficientnet", "gn", 1.0), ("tv:resnet18", "gn-pn", 1.0), ("test_efficientnet", "ln-pn", 1.0)),
+        *(("test_resnet", "ln-pn", 0.0), ("tv:resnet18", "ln", 0.0), ("test_resnet", "frozen", None)),
     ],
 )
 def test_batch_independent_targets(name: str, to: str, strength: float | None) -> None:
@@ -67,8 +63,7 @@ def test_batch_independent_targets(name: str, to: str, strength: float | None) -
 @pytest.mark.parametrize(
     ("source", "target", "shape"),
     [
-        (nn.SyncBatchNorm(6), "bnn", (4, 6, 5, 5)),
-        (nn.LayerNorm(6), "lnn", (4, 6)),
+        *((nn.SyncBatchNorm(6), "bnn", (4, 6, 5, 5)), (nn.LayerNorm(6), "lnn", (4, 6))),
         (timm.layers.LayerNormAct2d(6), "lnn", (4, 6, 5, 5)),
         (timm.layers.GroupNormAct(6, 2), "gnn", (4, 6, 5, 5)),
         (timm.layers.BatchNormAct2d(6), "dbn", (4, 6, 5, 5)),
@@ -160,10 +155,12 @@ class Sized(Block):  # a size decides, as a number
         return self.act(self.bn(h if int(x.shape[-1]) > 40 else 2 * h))
 
 
-class OtherMethod(Block):
+class Called(Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.bn(self.conv(x)))
 
+
+class OtherMethod(Called):
     def embed(self, x: Tensor) -> Tensor:
         return self.conv(x)
 
@@ -242,10 +239,6 @@ def test_every_call_is_the_same_function(use: str, to: str) -> None:
 
 
 def test_what_is_proved_goes_into_the_convolution() -> None:
-    class Called(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(self.bn(self.conv(x)))
-
     class Override(Called):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
