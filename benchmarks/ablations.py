@@ -114,7 +114,7 @@ def network(channels: int, width: int, blocks: int, classes: int) -> nn.Module:
 
 @cache
 def data(train: str | None, test: str | None, each: int, side: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images, standardised by channel, and labels, to train on and to test on."""
+    """Return images, standardized by channel, and labels, to train on and to test on."""
     parts: list[Tensor] = []
     for archive, split in ((train, "train"), (test, "validation")):
         mode = {"channels": 3} if archive else {"channels": 1, "dataset": "digits"}

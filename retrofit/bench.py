@@ -3,8 +3,6 @@
 All are measured in turns, so that whatever else the machine does hits all of them alike.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import time
@@ -55,7 +53,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, figures: Sequence[float]) -> Spread:
+    def of(cls, figures: Sequence[float]) -> "Spread":
         """Summarise at least two figures."""
         low, _, high = quantiles(figures, n=4, method="inclusive")
         return cls(median(figures), low, high)

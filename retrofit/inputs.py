@@ -1,7 +1,5 @@
 """What a network is run on: the example inputs that its user gives, or random ones that it is known to take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,20 +45,20 @@ class Call:
         """The tensors among the arguments, at any depth."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Call:
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Call":
         """Return the call with its tensors on a device, floating-point numbers in a precision."""
         return self._mapped(lambda x: x.detach().to(device, dtype if x.is_floating_point() else x.dtype))
 
-    def select(self, rows: Tensor) -> Call:
+    def select(self, rows: Tensor) -> "Call":
         """Return the call with some of its samples: rows of each tensor that has as many as the first."""
         batch = self.batch
         return self._mapped(lambda x: x[rows.to(x.device)] if x.ndim and len(x) == batch else x)
 
-    def resized(self, rows: int) -> Call:
+    def resized(self, rows: int) -> "Call":
         """Return the call with another number of samples, its own in turn."""
         return self if rows == self.batch else self.select(torch.arange(rows, device="cpu") % self.batch)
 
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Call:
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Call":
         args, kwargs = tree_map_only(Tensor, function, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 

@@ -4,8 +4,6 @@
 record into the artifact. Copies and pickles of a network carry it along.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -46,7 +44,7 @@ class ModelSource:
         return {"torchvision": "tv:", "own": PREFIX}.get(self.library, "") + self.name
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelSource:
+    def from_dict(cls, values: Mapping[str, Any]) -> "ModelSource":
         """Rebuild from `asdict`'s values, which may come from anyone: only registered names, no weights to fetch."""
         source = cls(str(values["library"]), str(values["name"]), dict(values["kwargs"]))  # type: ignore[arg-type]
         if source.library != "own" and (source.library not in ("timm", "torchvision") or ":" in source.name):
@@ -87,7 +85,7 @@ class Preprocess:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
+    def from_dict(cls, values: Mapping[str, Any]) -> "Preprocess":
         """Rebuild from `to_dict`'s values, which may come from anyone; raise TypeError also for other names."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return cls(**plain)

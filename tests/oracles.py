@@ -83,7 +83,7 @@ def migrated_group_norm(
     source_eps: float,
     gain: Tensor,
 ) -> Tensor:
-    """Standardise with torch's BatchNorm, then blend the group moments one sample and one group at a time."""
+    """Standardize with torch's BatchNorm, then blend the group moments one sample and one group at a time."""
 
     def blended(g: Tensor) -> Tensor:
         return (g - t * g.mean()) / (1 - t + t * (g.var(correction=0) + eps)).sqrt()

@@ -18,8 +18,6 @@ $ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
 {"BatchNorm2d":20}
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +69,7 @@ def command(model: str, to: str | None, full: bool, **given: Any) -> None:
     emit(answer)
 
 
-def _row(layer: NormLayer) -> dict[str, Any]:
+def _row(layer: "NormLayer") -> dict[str, Any]:
     """Return what --json says of a layer; `channels` is the size of the axis that affine parameters run along."""
     sizes = (getattr(layer.module, name, None) for name in ("num_features", "num_channels", "normalized_shape"))
     size = next((size for size in sizes if size is not None), None)

@@ -4,8 +4,6 @@ Images pass batch by batch: moments are gathered as they go, quantiles from a fe
 does not grow with their number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -190,7 +188,7 @@ def _reported(what: str, items: Sequence[Item] | DataLoader[Item], progress: Pro
             progress(number, len(items), what)
 
 
-def _follow_activations(model: nn.Module, observers: list[_Observer]) -> None:
+def _follow_activations(model: nn.Module, observers: "list[_Observer]") -> None:
     """Give each observer the activation that directly follows its layer."""
     by_layer = {observer.probe.layer: observer for observer in observers}
     by_name = {observer.probe.name: observer for observer in observers}

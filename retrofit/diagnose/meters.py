@@ -44,7 +44,7 @@ class QQ:
 
     r2: float  # coefficient of determination of the line of best fit
     theoretical: FloatArray  # normal quantiles, thinned out for drawing
-    ordered: FloatArray  # the sample's ordered values there, standardised
+    ordered: FloatArray  # the sample's ordered values there, standardized
 
 
 def qq(sample: FloatArray) -> QQ | None:
@@ -71,7 +71,7 @@ def _normal_quantiles(values: int) -> FloatArray:
 def henze_zirkler(pair: FloatArray) -> float:
     """Return the Henze-Zirkler statistic of (n, 2) values: the larger, the further from jointly normal.
 
-    It is n times a weighted squared distance between the characteristic function of the standardised values and that
+    It is n times a weighted squared distance between the characteristic function of the standardized values and that
     of the normal distribution (Henze and Zirkler 1990, theorem 3.1, in d = 2 dimensions), and 4 n where one column is
     a multiple of the other.
     """
@@ -223,7 +223,7 @@ class Probe:
 
 
 def probes(model: nn.Module) -> tuple[list[Probe], list[str]]:
-    """Return a probe for every normalization layer that standardises, and the names of those that do not, or do more.
+    """Return a probe for every normalization layer that standardizes, and the names of those that do not, or do more.
 
     Each module has one probe; both lists are in the model's order.
     """

@@ -4,8 +4,6 @@ The power transform is one node of the captured graph, `retrofit::power` (a `Tra
 approximations put a `Fit`; all else is plain ATen.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Mapping
@@ -50,7 +48,7 @@ _KINDS = {
 
 @torch.library.custom_op("retrofit::power", mutates_args=())
 def power(h: Tensor, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """Return gamma * psi(h; lambda) + beta of standardised values (N, C, *), with (C,) constants."""
+    """Return gamma * psi(h; lambda) + beta of standardized values (N, C, *), with (C,) constants."""
     return TwoBranch(lmbda, gamma, beta)(h).contiguous()
 
 
@@ -198,7 +196,7 @@ class Transform:
     high: float | None  # its upper limit, inf or 6
 
     @classmethod
-    def of(cls, module: fx.GraphModule, node: Node) -> Transform:
+    def of(cls, module: fx.GraphModule, node: Node) -> "Transform":
         """Return the transform of a `retrofit::power` node."""
         lmbda, gamma, beta = (attribute_of(module, arg).double() for arg in node.args[1:])  # type: ignore[arg-type]
         sign = torch.where(gamma < 0, -1.0, 1.0).to(gamma)

@@ -4,8 +4,6 @@ An affine map per channel (evaluation's batch normalization, products and sums w
 its input or what takes its output; a whitening into the convolution before it. Of a power transform a form is left.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import Counter
@@ -52,7 +50,7 @@ class Affine:
     layers: frozenset[str] = frozenset()  # that it is a part of
     is_norm: bool = False  # whether it may be written as a batch normalization
 
-    def then(self, other: Affine) -> Affine:
+    def then(self, other: "Affine") -> "Affine":
         """Return the map that applies this one, then the other."""
         shift = other.scale * self.shift + other.shift
         is_norm = self.is_norm or other.is_norm

@@ -85,8 +85,8 @@ def _tracking(model: nn.Module) -> list[nn.Module]:
 def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
     """Bring the constants of migrated norms up to date with the network, before its strength falls from 1 to 0.
 
-    A migrated norm standardises by constants, then by the moments of each image and group. While it was trained, the
-    mean of those moments may have moved; at strength 0 only the constants are left. The standardisation of each group
+    A migrated norm standardizes by constants, then by the moments of each image and group. While it was trained, the
+    mean of those moments may have moved; at strength 0 only the constants are left. The standardization of each group
     is moved and scaled so that the moments are 0 and 1 on average. At strength 1 the function stays the same, since
     group normalization undoes a shift and a scale of its groups (with several groups, to their eps).
 

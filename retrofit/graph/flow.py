@@ -1,7 +1,5 @@
 """The traced graphs of a model: what kind of step a node is, who consumes a value, where values come from and go."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -65,7 +63,7 @@ class Flow:
     each call_module node calls, `steps` the kind of each node; `places`, `variables` and `size` are as `Tracer`'s.
     """
 
-    def __init__(self, trace: Tracer, flows: Flows) -> None:
+    def __init__(self, trace: Tracer, flows: "Flows") -> None:
         self.module, self.graph = trace.root, trace.graph
         self.places, self.variables, self.size = trace.places, trace.variables, trace.size
         self.name = flows.names[self.module]  # empty for the model itself

@@ -108,7 +108,7 @@ def is_altered(module: nn.Module) -> bool:
 def is_plain_affine(module: nn.Module) -> bool:
     """Whether `module` is a convolution or linear layer that uses its weight and bias as they are.
 
-    An affine map of its output then folds into them; a weight-standardised convolution would undo it, and so would
+    An affine map of its output then folds into them; a weight-standardized convolution would undo it, and so would
     whatever makes the weight anew at every call (a parametrization, pruning, weight normalization). Quantized and
     sharded weights are tensors of their own kind, which do not take new values.
     """

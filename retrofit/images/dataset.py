@@ -5,8 +5,6 @@ map lacks, with a log line at most. A measured accuracy would then be that of ot
 an unreadable image is marked, and a missing class is an error.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -120,7 +118,7 @@ class ImageData:
             return ""
         return f"{problem}: the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
 
-    def mapped(self, class_map: FileName | None = None, labels: Sequence[str] | None = None) -> ImageData:
+    def mapped(self, class_map: FileName | None = None, labels: Sequence[str] | None = None) -> "ImageData":
         """Return the data with targets by a class map, or by labels if these hold every class, as for `open_images`."""
         if self.names is None:
             return self

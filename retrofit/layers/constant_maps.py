@@ -1,7 +1,5 @@
 """Constant maps as numbers: what a layer may be in evaluation, and the convolution or linear layer that takes it in."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +19,7 @@ class ChannelMap:
     @classmethod
     def of(
         cls, mean: Tensor, var: Tensor, eps: float | Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> ChannelMap:
+    ) -> "ChannelMap":
         scale = torch.rsqrt(var.detach().double() + eps)
         ones = torch.ones_like(scale)
         gamma = ones if weight is None else weight.detach().double()
@@ -55,7 +53,7 @@ class LinearMap:
     @classmethod
     def of(
         cls, weight: Tensor, bias: Tensor | None, groups: int, transposed: bool, pads_zeros: bool = False
-    ) -> LinearMap:
+    ) -> "LinearMap":
         weight = weight.double().unflatten(0, (groups, -1))
         weight = weight.transpose(1, 2) if transposed else weight
         return cls(weight, None if bias is None else bias.double(), transposed, pads_zeros)
@@ -63,7 +61,7 @@ class LinearMap:
     def torch_weight(self) -> Tensor:
         return (self.weight.transpose(1, 2) if self.transposed else self.weight).flatten(0, 1)
 
-    def then(self, scale: Tensor, shift: Tensor) -> LinearMap:
+    def then(self, scale: Tensor, shift: Tensor) -> "LinearMap":
         """Return the layer that gives scale * y + shift where this one gives y; (C_out,) each. Padding is no matter."""
         groups, out, _, *size = self.weight.shape
         if self.bias is not None:
@@ -71,7 +69,7 @@ class LinearMap:
         bias = shift if self.bias is not None or bool(shift.any()) else None
         return replace(self, weight=self.weight * scale.view(groups, out, 1, *(1 for _ in size)), bias=bias)
 
-    def after(self, scale: Tensor, shift: Tensor) -> LinearMap:
+    def after(self, scale: Tensor, shift: Tensor) -> "LinearMap":
         """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each. If this one counts zeros
         beside its input, only a shift of 0 is right.
         """
@@ -82,7 +80,7 @@ class LinearMap:
             bias = moved if bias is None else bias + moved
         return replace(self, weight=self.weight * scale.view(shape), bias=bias)
 
-    def then_groups(self, matrix: LinearMap) -> LinearMap | None:
+    def then_groups(self, matrix: "LinearMap") -> "LinearMap | None":
         """Return the layer that is this one and then `matrix`, a convolution of size 1 with as many outputs as inputs
         in each group; None where the channels of a group do not come from the same input channels.
         """

@@ -251,7 +251,7 @@ class DecorrelatedBatchNormAct2d(_ThenActivate, DecorrelatedBatchNorm2d):
 
 
 class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
-    """Mixin: lambda is estimated from each channel's whitened values, not standardised again: the estimate holds for
+    """Mixin: lambda is estimated from each channel's whitened values, not standardized again: the estimate holds for
     any variance. Theirs is one but for eps, unless channels of a group depend on each other or outnumber its values.
     """
 

@@ -260,7 +260,7 @@ class EstimatedTransform(nn.Module):
         return relative_growth((sign * kappa + 1.0) * log) * signed
 
     def _standardized(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Return standardised values alone: of sets that are the last dimensions by torch's own operation."""
+        """Return standardized values alone: of sets that are the last dimensions by torch's own operation."""
         sizes = values.shape[dims[0] :]
         if dims == tuple(range(dims[0], values.ndim)) and all(isinstance(size, int) for size in sizes):
             return functional.layer_norm(values, sizes, eps=self.eps)
@@ -279,7 +279,7 @@ def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, 
 
 
 class MigratedForm(nn.Module):
-    """Group normalization of x', standardised already, at a strength t > 0: see `migrated_group_norm`."""
+    """Group normalization of x', standardized already, at a strength t > 0: see `migrated_group_norm`."""
 
     weight: Tensor  # gamma over the gain, (C,)
     bias: Tensor

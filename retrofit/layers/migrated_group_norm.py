@@ -1,7 +1,5 @@
 """GroupNorm and LayerNorm that start as the BatchNorm they replace, by its running statistics."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from functools import partial
@@ -34,7 +32,7 @@ def migrated_group_norm(
     source_eps: Tensor | float | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    """Standardise by constant running statistics, then group-normalize as far as t = `strength` says.
+    """Standardize by constant running statistics, then group-normalize as far as t = `strength` says.
 
         x' = (x - running_mean) / sqrt(running_var + source_eps) * gain       per channel
         y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight / gain + bias
@@ -189,9 +187,9 @@ def group_gain(weight: Tensor | None, num_groups: int) -> Tensor | None:
 
 @torch.no_grad()
 def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_groups: int) -> float:
-    """BatchNorm's eps as it counts in standardised units, so that a group's variance and eps add up to one on average.
+    """BatchNorm's eps as it counts in standardized units, so that a group's variance and eps add up to one on average.
 
-    Standardising leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
+    Standardizing leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
     with BatchNorm's own eps would scale what is left up again, and the network with it.
     """
     if running_var.is_meta:
@@ -202,7 +200,7 @@ def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_grou
 
 
 class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
-    """GroupNorm of an input that was standardised by a BatchNorm's running statistics: see `migrated_group_norm`.
+    """GroupNorm of an input that was standardized by a BatchNorm's running statistics: see `migrated_group_norm`.
 
     It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
     other; the buffers are constants, as are `gain`, (C,), which starts at ones (see `group_gain`), and `eps` and
@@ -259,7 +257,7 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         self._register_options(device, strength=strength)
         hold_settings(self, {"num_groups": partial(check_groups, num_channels)}, device)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> MigratedGroupNorm:
+    def _apply(self, fn: Any, recurse: bool = True) -> "MigratedGroupNorm":
         """Move as any module does, but let no half type round an eps to nothing."""
         exact = {"eps": self.eps, "group_eps": self.group_eps}
         super()._apply(fn, recurse)
@@ -275,7 +273,7 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return migrated_group_norm(x, self.num_groups, *affine, **options)
 
     def input_affine(self) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift, the standardisation and gain."""
+        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift, the standardization and gain."""
         scale = torch.rsqrt(self.running_var.double() + self.eps) * self.gain.double()
         return scale, -self.running_mean.double() * scale
 

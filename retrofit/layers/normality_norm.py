@@ -1,6 +1,6 @@
 """The computation that every normality-normalized layer shares (Eftekhari & Papyan 2025, algorithm 1).
 
-A layer is its choice of normalized set. `normality_norm` standardises each set, estimates its lambda, transforms,
+A layer is its choice of normalized set. `normality_norm` standardizes each set, estimates its lambda, transforms,
 adds the scaled noise and applies the affine; `apply_statistics` does the same with statistics that are given. Its
 backward is the closed form of the whole chain, so that only the input and a few numbers a set are kept for it.
 """
@@ -42,7 +42,7 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
 def apply_statistics(
     x: Tensor, mean: Tensor, var: Tensor, lmbda: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Standardise by the given mean and biased variance, transform, and apply the affine, in float32 at least. The
+    """Standardize by the given mean and biased variance, transform, and apply the affine, in float32 at least. The
     tensors have as many dimensions as `x` and broadcast to it; the result has its shape and dtype.
     """
     dtype = compute_dtype(x)
@@ -164,7 +164,7 @@ def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | Non
 def gaussianize(
     h: Tensor, dim: tuple[int, ...], strength: Any, noise: float, noise_kind: NoiseKind, alpha: float
 ) -> tuple[Tensor, Tensor]:
-    """Transform and perturb standardised values, float32 or more, as `normality_norm` does; return them and lambda."""
+    """Transform and perturb standardized values, float32 or more, as `normality_norm` does; return them and lambda."""
     effective_alpha = (strength * alpha).to(h.dtype)
     if transformed():
         lmbda = estimate(h, dim)
@@ -175,7 +175,7 @@ def gaussianize(
 
 
 def estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Return the lambda of each set of standardised values, `dim` kept as size one, by differentiable operations."""
+    """Return the lambda of each set of standardized values, `dim` kept as size one, by differentiable operations."""
     return 1 + first_step(h, Reductions(dim))[0]
 
 

@@ -40,7 +40,7 @@ def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
     `expm1` and `log1p` keep it exact near p = 0, and the identity (to rounding) at lmbda = 1. It is twice continuously
     differentiable in h and strictly increasing in both arguments.
 
-    Takes standardised values of any shape and the transform's parameter, broadcastable to them; the result has the
+    Takes standardized values of any shape and the transform's parameter, broadcastable to them; the result has the
     shape and dtype that the two broadcast to.
     """
     if transformed():

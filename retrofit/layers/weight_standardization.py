@@ -1,4 +1,4 @@
-"""Convolutions with standardised weights (Qiao et al. 2019), able to start as the convolution they replace."""
+"""Convolutions with standardized weights (Qiao et al. 2019), able to start as the convolution they replace."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from retrofit.layers.kernels.eager import compute_dtype
 
 
 class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
-    """Mixin for torch's convolutions: each output channel's weights are standardised over their fan-in.
+    """Mixin for torch's convolutions: each output channel's weights are standardized over their fan-in.
 
     With mean and var over one output channel's weights, timm's StdConv uses w^ = (w - mean) / sqrt(var + eps). Here:
 
@@ -23,8 +23,8 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
     `seed_restore` stores the standard deviation and mean of the present weights instead: the layer is then the plain
     convolution at any t until training moves them, and keeps each channel's mean and scale from there on.
 
-    The parameter keeps its name, `weight`, in the state dict. It is standardised in float32 at least. Fan-in 1 (1x1
-    depthwise) leaves nothing to standardise and is refused.
+    The parameter keeps its name, `weight`, in the state dict. It is standardized in float32 at least. Fan-in 1 (1x1
+    depthwise) leaves nothing to standardize and is refused.
 
     Args:
         *args: The convolution's own, as are further keywords.
@@ -49,7 +49,7 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         if eps < 0:
             raise ValueError(f"eps must be at least 0, got {eps}")
         if self.weight[0].numel() < 2:
-            raise ValueError("each output channel has a single weight: there is nothing to standardise")
+            raise ValueError("each output channel has a single weight: there is nothing to standardize")
         self.eps = eps
         ones = torch.ones(len(self.weight), device=self.weight.device, dtype=self.weight.dtype)
         exact = torch.promote_types(self.weight.dtype, torch.float32)
@@ -90,7 +90,7 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
 
     @torch.no_grad()
     def plain_layer(self) -> tuple[None, nn.Module]:
-        """Return torch's convolution with the weights that this one uses now, not standardised as they are trained."""
+        """Return torch's convolution with the weights that this one uses now, not standardized as they are trained."""
         new: Any = self.source_layer()
         new.weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
         return None, new
@@ -109,12 +109,12 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
 
 
 class WeightStandardizedConv1d(WeightStandardization, nn.Conv1d):
-    """`nn.Conv1d` with standardised weights: see `WeightStandardization`."""
+    """`nn.Conv1d` with standardized weights: see `WeightStandardization`."""
 
 
 class WeightStandardizedConv2d(WeightStandardization, nn.Conv2d):
-    """`nn.Conv2d` with standardised weights: see `WeightStandardization`."""
+    """`nn.Conv2d` with standardized weights: see `WeightStandardization`."""
 
 
 class WeightStandardizedConv3d(WeightStandardization, nn.Conv3d):
-    """`nn.Conv3d` with standardised weights: see `WeightStandardization`."""
+    """`nn.Conv3d` with standardized weights: see `WeightStandardization`."""

@@ -6,8 +6,6 @@ is executed. What the tensors do not say (strides, eps, classes of layers) shows
 holds and `load` compares.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -53,7 +51,7 @@ class Manifest:
     outputs: SampledOutputs  # what the network answered when it was saved
 
     @classmethod
-    def read(cls, path: str | Path) -> Manifest:
+    def read(cls, path: str | Path) -> "Manifest":
         """Read an artifact's manifest; raise RetrofitError as `read_manifest` does, and if it is malformed."""
         values = read_manifest(path)
         try:

@@ -5,8 +5,6 @@ machine, and float32 arithmetic on another processor, with another library, chan
 `TOLERANCE`.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math
@@ -165,7 +163,7 @@ class SampledOutputs:
         return {"not_checked": why} if why else values
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SampledOutputs:
+    def from_dict(cls, values: Mapping[str, Any]) -> "SampledOutputs":
         """Rebuild from `to_dict`'s values; raise KeyError, TypeError or ValueError if they are others."""
         if "not_checked" in values:
             return cls(not_checked=str(values["not_checked"]))

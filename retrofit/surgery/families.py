@@ -65,7 +65,7 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (  # names of classes that no convers
     (r"^Lazy(Batch|Instance)Norm", "not initialised yet; run one forward pass and convert again"),
     (r"(Rms|RMS|Simple)Norm", "RMS normalization subtracts no mean, and the paper defines no counterpart for it"),
     (r"^(InplaceAbn|FilterResponseNorm)", _FUSED),
-    (r"ResponseNorm$|^CrossMapLRN", "a response normalization, which standardises nothing"),
+    (r"ResponseNorm$|^CrossMapLRN", "a response normalization, which standardizes nothing"),
 )
 
 _BASES: tuple[tuple[type[nn.Module], str], ...] = (

@@ -23,7 +23,7 @@ SETS = {
 }  # fmt: skip
 
 
-def standardised(x: np.ndarray, variance: float = 1.0) -> Tensor:
+def standardized(x: np.ndarray, variance: float = 1.0) -> Tensor:
     return torch.tensor((x - x.mean()) / x.std() * np.sqrt(variance))
 
 
@@ -34,7 +34,7 @@ def step_of(h: Tensor) -> tuple[Tensor, power_transform.StepGradient]:
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("variance", [1.0, 0.8, 0.1])
 def test_the_step_is_newtons_by_scipys_likelihood(name: str, variance: float) -> None:
-    h = standardised(SETS[name](np.random.default_rng(0)), variance)
+    h = standardized(SETS[name](np.random.default_rng(0)), variance)
     slope, curvature = oracle.likelihood_derivatives(h.numpy())
     step, gradient = step_of(h)
     assert step.item() == pytest.approx(-slope / max(curvature, power_transform.MIN_CURVATURE), rel=1e-4, abs=1e-5)
@@ -51,7 +51,7 @@ def test_the_step_is_newtons_by_scipys_likelihood(name: str, variance: float) ->
     ids=["free", "floored", "held"],
 )
 def test_step_derivative_is_autograds(values: np.ndarray, variance: float) -> None:
-    h = standardised(values, variance).requires_grad_()
+    h = standardized(values, variance).requires_grad_()
     (expected,) = torch.autograd.grad(step_of(h)[0].sum(), h)
     (_, gradient), a = step_of(h.detach()), h.detach().abs()
     ours = power_transform.step_derivative(h.detach(), a, a.log1p(), 1 / (1 + a), gradient) / len(h)

@@ -70,7 +70,7 @@ def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSampl
 
 
 def gaussian(channels: int, device: torch.device | None = None) -> WeightedSample:
-    """Return what running statistics alone say of standardised values: the quantiles of a standard normal."""
+    """Return what running statistics alone say of standardized values: the quantiles of a standard normal."""
     ranks = (torch.arange(_GAUSSIAN, dtype=torch.float64, device=device or "cpu") + 0.5) / _GAUSSIAN
     h = torch.special.ndtri(ranks).expand(channels, -1)
     return with_tails(h, torch.full_like(ranks, 1 / _GAUSSIAN), _IMAGINED, _EXTREMES)
@@ -105,7 +105,7 @@ class Observer:
 
 
 class LayerFunction:
-    """The function of one layer, gamma >= 0, on standardised data; `high` limits a ReLU (inf) or ReLU6 behind it."""
+    """The function of one layer, gamma >= 0, on standardized data; `high` limits a ReLU (inf) or ReLU6 behind it."""
 
     def __init__(self, transform: ChannelMap | Transform, data: WeightedSample, high: float | None) -> None:
         self.lmbda, self.gamma, self.beta = transform.lmbda, transform.gamma, transform.beta

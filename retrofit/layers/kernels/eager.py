@@ -85,7 +85,7 @@ def pulled_back(
 
 
 def gaussianized(h: Tensor, t: Tensor, over: Reductions) -> tuple[Tensor, Tensor, StepGradient]:
-    """Return psi of standardised values by t times their step, the step of each set, and its gradient."""
+    """Return psi of standardized values by t times their step, the step of each set, and its gradient."""
     log = torch.log1p(h.abs())
     step, gradient = first_step(h, over, log)
     return transform(h, log, t * step)[0], step, gradient

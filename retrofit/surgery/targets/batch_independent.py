@@ -204,7 +204,7 @@ def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Te
 def _plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: bool) -> list[EditRow]:
     """Decide every convolution of a network: left if none of the norms of its block is `converted`.
 
-    All but those that work on pooled values, in squeeze-excites and classifiers, are standardised (Labatie et al. 2021,
+    All but those that work on pooled values, in squeeze-excites and classifiers, are standardized (Labatie et al. 2021,
     appendix A.1). The last of a residual branch that goes into the sum without a norm, as in ResNets v2, gets a scale;
     the reason of a converted one says why that is unknown. With `restore` the weights keep their mean and scale.
     """
@@ -274,7 +274,7 @@ def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
 
 
 def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
-    """Return the weight-standardised twin of a convolution, around its tensors.
+    """Return the weight-standardized twin of a convolution, around its tensors.
 
     Without `restore`, a learned scale starts where the block keeps the size that the initialization gave it.
     """
@@ -289,7 +289,7 @@ def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
 
 
 def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
-    """Say how many convolutions are standardised and have a scale, which are left and why, and what is unknown."""
+    """Say how many convolutions are standardized and have a scale, which are left and why, and what is unknown."""
     done = [row for row in rows if row.status == "converted"]
     scaled = sum(row.options["scale"] for row in done)
     by_reason: dict[str, list[str]] = defaultdict(list)
@@ -297,7 +297,7 @@ def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
         by_reason[row.reason].append(row.name)
     by_reason.pop("", None)
     return [
-        f"{len(done)} of {len(rows)} convolutions are standardised, {scaled} of them with a scale that is learned",
+        f"{len(done)} of {len(rows)} convolutions are standardized, {scaled} of them with a scale that is learned",
         *(f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})" for why, names in by_reason.items()),
     ]
 

@@ -49,17 +49,17 @@ def test_only_the_last_activation_before_pooling_keeps_its_scale() -> None:
 
 
 @pytest.mark.parametrize("to", ["ln", "ln-pn"])
-def test_strength_one_is_group_norm_of_the_standardised_input(to: str) -> None:
+def test_strength_one_is_group_norm_of_the_standardized_input(to: str) -> None:
     model = trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU())).double()
     with torch.no_grad():
         model[1].running_var[:3] *= 1e-6  # nearly dead channels, where eps counts
     conv, bn = copy.deepcopy(model[:2])
     retrofit.convert(model, to, strength=1.0)
     x = torch.randn(4, 3, 9, 9, dtype=torch.float64)
-    standardised = F.batch_norm(conv(x), bn.running_mean, bn.running_var, None, None, False, 0.0, bn.eps)
+    standardized = F.batch_norm(conv(x), bn.running_mean, bn.running_var, None, None, False, 0.0, bn.eps)
     gain = model[1].gain  # how much each channel counts in the moments
     eps = (gain.square() * bn.eps / (bn.running_var + bn.eps)).mean().item()
-    expected = F.silu(F.group_norm(standardised * gain.view(-1, 1, 1), 1, bn.weight / gain, bn.bias, eps))
+    expected = F.silu(F.group_norm(standardized * gain.view(-1, 1, 1), 1, bn.weight / gain, bn.bias, eps))
     torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-9)  # restored, so PN changes nothing yet
 
 
@@ -245,7 +245,7 @@ def test_the_longer_branch_ends_a_block_and_equal_ones_are_listed() -> None:
         assert {name for name, row in rows.items() if "unknown whether it ends a block" in row.reason} == unknown
         assert rows["read"].reason == "its parameters are read elsewhere too"
         assert type(model.read) is nn.Conv2d
-        assert any("convolutions are standardised" in note for note in report.notes)
+        assert any("convolutions are standardized" in note for note in report.notes)
 
 
 def test_whether_what_comes_last_ends_a_block_is_unknown() -> None:
