@@ -31,7 +31,7 @@ class ConvertedLayer(nn.Module):
         if "forward" in own and not own & {"_form", "_sets", "channel_map", "fused_modules"}:
             answers = {"channel_map": ConvertedLayer.channel_map, "inference_form": constant_copy}
             for name, answer in {**answers, "source_layer": _not_plain, "plain_layer": _not_plain}.items():
-                setattr(cls, name, answer)
+                setattr(cls, name, vars(cls).get(name, answer))
         forward: Callable[..., Any] = cls.forward
         if forward is not _forward_unimplemented and not hasattr(forward, "_records_itself"):
             cls.forward = _recording(forward)

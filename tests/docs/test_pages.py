@@ -1,7 +1,5 @@
 """What README, CONTRIBUTING and the pages say is run as written; README's figures stand in the recorded results."""
 
-from __future__ import annotations  # for the pages' code too, which leaves out imports of types
-
 import ast
 import copy
 import importlib
@@ -109,7 +107,6 @@ def test_readme_runs_as_written(folder: Path, real_weights: Path, monkeypatch: p
 @pytest.fixture
 def target() -> Iterator[str]:
     names: dict[str, object] = {"__name__": "mean_only"}
-    exec("from retrofit.surgery.planning import TARGETS, Converter, adopt", names)
     exec(blocks(ROOT / "CONTRIBUTING.md")[0], names)
     yield "mean-only"
     del TARGETS["mean-only"]
