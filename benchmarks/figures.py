@@ -149,7 +149,7 @@ def path(figure: Figure) -> None:
     transform.set_title("bnn: ψ(h; λ)\nwith λ = 1 + t (0.3 - 1)")
     transform.set_xlabel("normalized value h")
     t = np.linspace(0, 1, 2)
-    share.plot(t, 1 - t, color=BASELINE, label="0 and 1 (h as it is)")
+    share.plot(t, 1 - t, color=BASELINE, label="0 and 1 (no change)")
     share.plot(t, t, color=OURS, label="m and v of the image")
     share.set_title("ln, gn: weight of\neach mean and variance")
     share.set_xlabel("strength t")
