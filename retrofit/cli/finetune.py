@@ -109,7 +109,9 @@ def command(recipe: str | None, folder: Path | None, resume: Path | None, networ
             if own and "model" not in given:
                 raise UsageError(f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself")
             opened, network = recipe_network(run, network), run.model if own else network
-            folder = folder or _fresh_folder(file_stem(str(run.model)), recipe)
+            name = file_stem(str(run.model)) + ("" if recipe is None else f"-{Path(recipe).stem}")
+            names = chain([name], (f"{name}-{number}" for number in count(2)))
+            folder = folder or next(path for path in map(Path("runs").joinpath, names) if not path.exists())
             if speaks:
                 introduce(opened)
         with progress_bar("training") as move:
@@ -146,13 +148,6 @@ class _Progress(RunCallback):
             f"epoch {row['epoch']}: loss {row['train_loss']:.4f}{top1}, lr {row['lr']:.2e}{strength}, "
             f"{row['images_per_second']:.0f} images/s"
         )
-
-
-def _fresh_folder(stem: str, recipe: str | None) -> Path:
-    """Return runs/MODEL-RECIPE, with a number behind it if it is taken."""
-    name = stem if recipe is None else f"{stem}-{Path(recipe).stem}"
-    numbered = (Path("runs") / f"{name}-{number}" for number in count(2))
-    return next(folder for folder in chain([Path("runs") / name], numbered) if not folder.exists())
 
 
 @contextmanager

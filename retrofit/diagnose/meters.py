@@ -11,9 +11,8 @@ linearly: the channel has collapsed.
 input and output, 1 where the channel never reaches the bend. The paper's own measure fits a line too (eqs. 8 and 9),
 but its powers are moments about zero, in which a constant counts as explained; here variation counts.
 
-A `Probe` says what a normalization layer makes of an input before the transform, after it, and after its affine. It
-computes from the layer's parameters without its hooks, its dropout or its fused activation; the layer itself is not
-touched, and no running statistic moves.
+A `Probe` says what a normalization layer makes of an input before the transform, after it, and after its affine, by the
+layer's parameters alone: no hook runs, and no running statistic moves.
 """
 
 import copy

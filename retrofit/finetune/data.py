@@ -31,9 +31,7 @@ from retrofit.utils.text import one_line, shortlist, shown
 
 UNLABELLED = "train without labels: `teacher='source'` and `task_loss_weight=0`"
 _HELD_OUT = 0.1  # where the data has no part to validate on and the recipe names no fraction
-
 _AS_IT_IS = nn.Identity()  # a transform, which pickles
-
 Key = tuple[int, int]  # epoch, number of the image
 
 
@@ -193,23 +191,41 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
         raise UsageError(f"{what}; check `aa`, `train_interpolation` and `scale`") from error
 
 
-class Batches:
-    """The training batches of one process, epoch by epoch; a RetrofitError if the images are too few for one.
+class Order:
+    """The batches of `epoch` for one process, from batch `start` on: set both before each pass.
 
     The processes' batches together are those that a single process with the whole batch size gives.
     """
 
+    def __init__(self, count: int, batch_size: int, rank: int, world: int, seed: int) -> None:
+        self.count, self.batch_size, self.rank, self.world, self.seed = count, batch_size, rank, world, seed
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        return self.count // (self.batch_size * self.world)  # what is left over at an epoch's end is left out
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        generator = torch.Generator().manual_seed(_hash(self.seed, self.epoch))
+        order = torch.randperm(self.count, generator=generator, device="cpu").tolist()
+        for batch in range(self.start, len(self)):
+            first = (batch * self.world + self.rank) * self.batch_size
+            yield [(self.epoch, number) for number in order[first : first + self.batch_size]]
+
+
+class Batches:
+    """The training batches of one process, epoch by epoch; a RetrofitError if the images are too few for one."""
+
     def __init__(self, images: Any, recipe: Recipe, preprocess: Preprocess, rank: int, world: int) -> None:
-        self._size = min(recipe.batch_size, len(images) // world)
+        batch_size = min(recipe.batch_size, len(images) // world)
         if recipe.mixup or recipe.cutmix:
-            self._size -= self._size % 2
-        if self._size < 1:
+            batch_size -= batch_size % 2
+        if batch_size < 1:
             raise RetrofitError(f"{len(images)} images to train on are too few for {world} processes; give more")
-        self._seed, self._rank, self._world, self._epoch, self._start = recipe.seed, rank, world, 0, 0
+        self._order = Order(len(images), batch_size, rank, world, recipe.seed)
         self._images = Augmented(images, training_transform(recipe, preprocess), recipe.seed)
         self._loader = DataLoader(
             self._images,
-            batch_sampler=self,
+            batch_sampler=self._order,  # which does not hold the loader: workers end when nothing does
             num_workers=recipe.workers,
             worker_init_fn=heed_no_signals,
             persistent_workers=recipe.workers > 0,
@@ -218,20 +234,11 @@ class Batches:
         )
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch; what is left over at its end is left out."""
-        return len(self._images) // (self._size * self._world)
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        """Give the images of each batch of the epoch, for the loader to read."""
-        generator = torch.Generator().manual_seed(_hash(self._seed, self._epoch))
-        order = torch.randperm(len(self._images), generator=generator, device="cpu").tolist()
-        for batch in range(self._start, len(self)):
-            first = (batch * self._world + self._rank) * self._size
-            yield [(self._epoch, number) for number in order[first : first + self._size]]
+        return len(self._order)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
         """Give an epoch's batches of (images, targets), from batch `start` on."""
-        self._epoch, self._start = number, start
+        self._order.epoch, self._order.start = number, start
         return iter(self._loader)
 
     def replace_unreadable(self, images: Tensor, targets: Tensor) -> list[str]:

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections import UserList
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torchvision.datasets import ImageFolder
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.data import Batches, Images, Part, open_data
+from retrofit.finetune.data import Batches, Images, Order, Part, open_data
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_state import random_state
 from retrofit.images import dataset
@@ -44,9 +44,9 @@ def parts(root: Path, pictures: Path, *names: str) -> Path:
 
 def drawn(size: int, rank: int = 0, world: int = 1, seed: int = 1, epoch: int = 0) -> list[list[tuple[int, int]]]:
     """The batches of an epoch of 22 images."""
-    found = Batches(UserList(range(22)), Recipe(batch_size=size, seed=seed, workers=0), PREPROCESS, rank, world)
-    found.epoch(epoch)
-    return list(found)
+    order = Order(22, size, rank, world, seed)
+    order.epoch = epoch
+    return list(order)
 
 
 def test_an_epoch_holds_every_image_once_and_the_processes_share_it() -> None:
@@ -55,6 +55,14 @@ def test_an_epoch_holds_every_image_once_and_the_processes_share_it() -> None:
     epochs = [[number for batch in of for _, number in batch] for of in (whole, drawn(6, epoch=1), drawn(6, seed=2))]
     assert len(epochs[0]) == len(set(epochs[0])) == 18  # what makes no whole batch is left out
     assert len(set(map(tuple, epochs))) == 3
+
+
+def test_workers_end_with_the_batches_also_within_an_epoch(pictures: Path) -> None:
+    begun = batches(pictures)
+    epoch, loader = begun.epoch(0), weakref.ref(begun._loader)
+    next(epoch)
+    del begun, epoch
+    assert loader() is None  # without waiting for the garbage collector, which does not run when a process exits
 
 
 def test_the_pictures_do_not_depend_on_workers_start_or_what_was_drawn_before(pictures: Path) -> None:

@@ -2,8 +2,7 @@
 
 It is read from the cache folder, or built there, or in a temporary folder where that fails, for the instruction set
 that torch reports. Its name holds a hash of what it was made from and one of its own content: a machine that has it
-needs no compiler, and one that is damaged is built again. One process builds while others that need the same library
-wait.
+needs no compiler, and one that is damaged is built again. One process builds, others that need the same library wait.
 
 It is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose sets lie regularly
 enough; `forward`, `backward` and `apply` hand anything else to `eager`. Where ranks share the sets, it runs in stages.
