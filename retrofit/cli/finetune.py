@@ -110,8 +110,8 @@ def command(recipe: str | None, folder: Path | None, resume: Path | None, networ
                 raise UsageError(f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself")
             opened, network = recipe_network(run, network), run.model if own else network
             name = file_stem(str(run.model)) + ("" if recipe is None else f"-{Path(recipe).stem}")
-            names = chain([name], (f"{name}-{number}" for number in count(2)))
-            folder = folder or next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+            free = map(Path("runs").joinpath, chain([name], (f"{name}-{number}" for number in count(2))))
+            folder = folder or next(path for path in free if not path.exists())
             if speaks:
                 introduce(opened)
         with progress_bar("training") as move:

@@ -209,7 +209,7 @@ def _checked_fold(request: Request) -> tuple[Program, tuple[FoldedLayer, ...], R
     program = capture(network, call, batch=request.batch, dynamic_size=request.dynamic_size, lambdas=lambdas)
     fits: dict[Node, Fit] = {}
     if not program.note:
-        for other in reference.calls[:3]:
+        for other in [call for call in reference.calls[:3] if call.batch != program.call.batch]:
             try:
                 with torch.no_grad():
                     other.on(program.module)

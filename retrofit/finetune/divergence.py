@@ -173,10 +173,10 @@ class ChanceWatch:
         if self._in_a_row < (1 if last else 2):  # the walk may stumble for an epoch
             return None
         self._done = True
-        guesses = f"the network does no better than guessing (top-1 {top1:.1f}% of {self._classes} classes"
+        figures = f"top-1 {top1:.1f}% of {self._classes} classes, loss {loss:.2f}"
         collapsed = any(all_alike(model, some) for some in few)
         why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
-        return f"warning: after epoch {epoch} {guesses}, loss {loss:.2f}): {why}"
+        return f"warning: after epoch {epoch} the network does no better than guessing ({figures}): {why}"
 
 
 def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:

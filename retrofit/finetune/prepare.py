@@ -67,9 +67,8 @@ def fit_network(
         classes, labels = shortlist(images.train.names or ()), shortlist(network.labels or ())
         what = f"the data's classes ({classes}) are not what the network calls its outputs ({labels})"
         if recipe.teacher == "source":
-            raise RetrofitError(
-                f"{what}, so that its teacher may contradict the labels; give `class_map`, or {UNLABELLED}"
-            )
+            may = "so that its teacher may contradict the labels"
+            raise RetrofitError(f"{what}, {may}; give `class_map`, or {UNLABELLED}")
         note(f"{what}: they were taken for its outputs in their order; if that is wrong, give `class_map`")
     if images.names is not None:  # where outputs are left over, the network's own names are none of theirs
         set_record(network.model, labels=list(images.names) if len(images.names) == outputs else None)
@@ -95,8 +94,7 @@ def scores_of(network: Network, built_for: tuple[int, int, int] | None = None) -
             raise RetrofitError(f"{what}; {advice}") from error
     if not isinstance(answer, Tensor) or answer.ndim != 2:
         what = f"a tensor of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
-        given = f"{network.source} gives {what} in training, not class scores"
-        raise RetrofitError(f"{given}; use an image classifier with one output")
+        raise RetrofitError(f"{network.source} gives {what} in training, not class scores; use an image classifier")
     return answer.shape[1]
 
 

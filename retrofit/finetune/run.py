@@ -55,7 +55,10 @@ def finetune(
     with run_state.owned(folder, resume) if main else nullcontext():
         state = run_state.load_state(folder) if resume else None
         run = Run(network, recipe, folder, accelerator, callback if main and callback else RunCallback(), state)
-        run.begin() if state is None else run.restore(state)
+        if state is None:
+            run.begin()
+        else:
+            run.restore(state)
         stopped = False
         while not (run.position.finished or stopped):
             stopped = run.train_epoch(stop)
@@ -174,10 +177,10 @@ class Run:
         self.validated: nn.Module = self.networks[-1]
         self.schedule: StrengthSchedule | None = None
         if strength_layers(self.model):
-            walk = {name: getattr(recipe, f"strength_{name}") for name in ("ramp", "start", "end")}
-            walk |= {"noise_start": recipe.noise_start, "noise_ramp": recipe.noise_ramp}
+            walk: dict[str, Any] = {"shape": recipe.strength_sched, "ramp": recipe.strength_ramp}
+            walk |= {"start": recipe.strength_start, "end": recipe.strength_end}
             noise = recipe.noise if prepare.draws_noise(self.model) else None
-            walk |= {"shape": recipe.strength_sched, "noise": noise}
+            walk |= {"noise": noise, "noise_start": recipe.noise_start, "noise_ramp": recipe.noise_ramp}
             self.schedule = StrengthSchedule(nn.ModuleList(self.networks), self.position.steps, **walk)
         if recipe.sync_norm and not sync_norms(self.model, self.device):
             raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
@@ -208,7 +211,7 @@ class Run:
             raise RetrofitError(f"{what}; resume it with {how}")
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
-        self.position = Position(**{"steps": self.position.steps, **state["position"]})  # older states lack it
+        self.position = Position(**state["position"])
         run_state.set_random_state(state["generators"][self.accelerator.process_index])
         self.callback.note(f"resumed at step {self.position.step} of {self.position.steps}")
 
@@ -305,10 +308,9 @@ class Run:
         with local_norms(self.model):  # the other processes do not take part
             cause, advice = divergence_of(self.model, images, fault, self.recipe)
         good = run_state.load_state(self.folder)["position"]["step"]
+        what = f"{what} is not finite at step {step} of {self.position.steps}: {cause}"
         where = f"the last good state is {self.folder / run_state.STATE}, step {good}"
-        return RetrofitError(
-            f"{what} is not finite at step {step} of {self.position.steps}: {cause}; {where}; {advice}"
-        )
+        return RetrofitError(f"{what}; {where}; {advice}")
 
     def _now(self) -> dict[str, Any]:
         rates = [group["lr"] for group in self.optimizer.param_groups]

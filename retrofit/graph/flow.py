@@ -143,12 +143,9 @@ class Flow:
         return bool(values.min() >= 0 and values.max() <= 1)
 
     def _multiplies(self, node: fx.Node, through: Collection[str]) -> bool:
-        return any(self.steps[later] == "product" for later in self._downstream(node, through))
-
-    def _downstream(self, node: fx.Node, through: Collection[str]) -> set[fx.Node]:
-        """The nodes that follow `node`, not going on past steps other than `through`."""
+        """Whether a product takes what follows `node`, not going on past steps other than `through`."""
         seen = reached(node, lambda at: self.consumers(at) if at is node or self.steps[at] in through else [])
-        return seen - {node}
+        return any(self.steps[later] == "product" for later in seen - {node})
 
     def _step(self, node: fx.Node) -> str:
         if node.op in ("call_function", "call_method"):

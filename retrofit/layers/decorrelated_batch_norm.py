@@ -123,9 +123,7 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         if batch and x.numel() == x.shape[1]:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
         if x.numel() == 0:
-            return affine(x * 1.0, *(None if p is None else channel_view(p, x) for p in (self.weight, self.bias))).to(
-                x.dtype
-            )
+            return affine(x * 1.0, *(None if p is None else channel_view(p, x) for p in (self.weight, self.bias)))
         followed = torch.compiler.is_compiling() or transformed() or x.is_meta
         if not batch and not followed and bool(self.strength == 0):
             args = self.running_mean, self.running_var, self.weight, self.bias

@@ -74,8 +74,8 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
         raise RetrofitError(f"there are no tensors in {path}; give a checkpoint with a model's state_dict")
     nest, prefix = _choose(sets, key, path)
     held = sets[nest]
-    dense = {name for name, t in held.items() if t.layout is torch.strided and not (t.is_quantized or t.is_nested)}
-    if special := [name for name, tensor in held.items() if name not in dense or tensor.is_meta]:
+    special = [n for n, t in held.items() if t.layout != torch.strided or t.is_quantized or t.is_nested or t.is_meta]
+    if special:
         what = f"{len(special)} tensors of {file} are sparse, quantized, nested or without data ({shortlist(special)})"
         raise RetrofitError(f"{what}; save them dense")
     _check_growth(file, sum(tensor.nbytes for tensor in held.values()))

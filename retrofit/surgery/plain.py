@@ -62,10 +62,8 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: 
     feeders, read = sole_feeders(net, _holds_constants)
     if read:
         names = [name for name, layer in net.named_modules() if layer in read]
-        raise RetrofitError(
-            f"other code of the network reads the tensors of {shortlist(names)}, which no plain layer holds as they "
-            "are; keep those layers with `skip` in the conversion"
-        )
+        what = f"other code of the network reads the tensors of {shortlist(names)}"
+        raise RetrofitError(f"{what}, which no plain layer holds as they are; convert with these in `skip`")
     # of gamma and beta as they are, before any of them moves into a convolution
     proxies = {layer: layer.plain_layer()[1] for layer in net.modules() if isinstance(layer, ProxyNorm)}
     for name, layer in reversed(list(net.named_modules())):  # what a layer holds before the layer
@@ -146,7 +144,7 @@ def sole_feeders(
     uncalled = {norm for norm in norms if norm not in flows.calls}
     holders_of = Counter(parameter for module in model.modules() for parameter in set(module._parameters.values()))
     found = {}
-    for norm in flows.calls.keys() & norms:
+    for norm in filter(flows.calls.get, norms):
         conv, *others = {_feeder(*call) for call in flows.calls[norm]}
         if conv is None or others or len(flows.calls[conv]) != len(flows.calls[norm]) or conv in flows.read:
             continue

@@ -24,7 +24,6 @@ exponential tail with the mean excess of those, as of peaks over a threshold.
 """
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -179,13 +178,8 @@ class PolynomialFitter:
         self.limit = -1.0 if high is None else 0.0
         self.scales = torch.stack([torch.where(reach > 0, 1 / (share * reach), 0.0) for share in _SHARES])
         self.shifts = torch.where(reach > 0, -root * self.scales, (function.gamma == 0).double())
-        moments = []
-        for scale, shift in zip(self.scales, self.shifts, strict=True):
-            p = torch.addcmul(shift[:, None], function.h, scale[:, None]).clamp(self.limit, 1.0)
-            powers = accumulate([p] * 2 * MAX_SIZE, torch.mul)
-            moments.append([torch.stack([y, y * function.values]) @ function.weight for y in powers])
-        sums = torch.stack([torch.stack(one, -1) for one in moments], 1)
-        self.powers, self.products = sums  # means of p, p^2, ..., (shares, C, K), and of their products with the values
+        moments = [self._moments(*line) for line in zip(self.scales, self.shifts, strict=True)]
+        self.powers, self.products = (torch.stack(sums) for sums in zip(*moments, strict=True))
 
     def fit(self, size: int) -> Fit:
         """Fit by least squares on the data. Each channel is limited to as much of its range as serves it best: a few
@@ -201,6 +195,17 @@ class PolynomialFitter:
         parts = [limits(self.limit, 1.0), Polynomial(coefficients[best, channels].T.contiguous())]
         scale, shift = self.scales[best, channels], self.shifts[best, channels]
         return self.function.measured(Fit("polynomial", size, scale, shift, parts, has_activation=self.limit == 0))
+
+    def _moments(self, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the means of p, p^2, ..., (C, K), and of their products with the function's values."""
+        function, powers, products = self.function, [], []
+        power = p = torch.addcmul(shift[:, None], function.h, scale[:, None]).clamp(self.limit, 1.0)
+        for k in range(2 * MAX_SIZE):
+            powers.append(power @ function.weight)
+            if k < MAX_SIZE:
+                products.append((power * function.values) @ function.weight)
+            power = power * p
+        return torch.stack(powers, 1), torch.stack(products, 1)
 
 
 class LineFitter:
