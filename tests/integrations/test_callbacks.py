@@ -160,3 +160,9 @@ def test_transformers_goes_on_where_it_was_killed(to: str, tmp_path: Path) -> No
     logged = {row["step"]: row["strength"] for row in trainer.state.log_history if "strength" in row}
     assert logged[15] == expected(15)
     assert accuracy(model.net) > 0.9
+
+
+@pytest.mark.parametrize("name", ["LightningStrength", "TransformersStrength"])
+def test_a_way_back_is_refused_before_the_training(name: str) -> None:
+    with pytest.raises(retrofit.UsageError, match=r"cannot go there-and-back.*retrofit finetune"):
+        getattr(retrofit.callbacks, name)(shape="there-and-back")
