@@ -216,9 +216,9 @@ class Day:
 
     def steps(self) -> None:
         """Time training steps of networks against their sources', and take the peak of their memory."""
-        networks = {"resnet50": ["bnn", "gn-pn", "ln-pn"], "vit_small_patch16_224": ["lnn"]}
+        networks = {"resnet50": ["frozen", "ln", "gn-pn", "ln-pn", "bnn"], "vit_small_patch16_224": ["lnn"]}
         if self.args.dry:
-            networks = {"test_resnet": ["bnn", "gn-pn", "ln-pn"], "test_vit": ["lnn"]}
+            networks = {"test_resnet": ["frozen", "ln", "gn-pn", "ln-pn", "bnn"], "test_vit": ["lnn"]}
         rows: list[Row] = []
         for way in ("AMP, channels_last", "AMP, channels_last, torch.compile"):
             for name, targets in networks.items():
@@ -247,7 +247,8 @@ class Day:
         size = network.pretrained_cfg["input_size"]
         if target != "source":
             network, _ = retrofit.convert(network, target, check=False)
-            retrofit.set_strength(network, 1.0)
+            if target != "frozen":  # which has no strength
+                retrofit.set_strength(network, 1.0)
         network = network.to(self.device).train()
         x = torch.randn((2, 3, 32, 32) if self.args.dry and "vit" not in name else (self._batch, *size))
         x, layout = x.to(self.device), torch.channels_last if "channels_last" in way else torch.contiguous_format
