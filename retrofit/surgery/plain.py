@@ -148,11 +148,11 @@ def sole_feeders(
         conv, *others = {_feeder(*call) for call in flows.calls[norm]}
         if conv is None or others or len(flows.calls[conv]) != len(flows.calls[norm]) or conv in flows.read:
             continue
-        places = {flow.places[node] for flow, node in (*flows.calls[norm], *flows.calls[conv])}
+        places = [flow.places[node] for flow, node in (*flows.calls[norm], *flows.calls[conv])]
         (owner, code), *methods = {(place.owner, place.code) for place in places}
         above = {module for module, inside in flows.inside.items() if inside & {norm, conv}} - {norm, conv}
         shared = any(holders_of[parameter] > 1 for parameter in conv.parameters())
-        if len(places) > 2 or methods or shared or above & flows.failures.keys() or uncalled & set(owner.modules()):
+        if methods or shared or above & flows.failures.keys() or uncalled & set(owner.modules()):
             continue
         if code is not None and not _mentioned(conv, code, above):
             found[norm] = conv

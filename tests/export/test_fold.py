@@ -194,6 +194,8 @@ RUNS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
     "dilated groups": (straight, lambda: nn.Conv2d(8, 4, 3, groups=4, dilation=2)),
     "linear on the last dimension": (straight, lambda: nn.Linear(9, 4)),
     "zero padding": (bare, lambda: nn.Conv2d(8, 4, 3, padding=1)),
+    "circular padding": (bare, lambda: nn.Conv2d(8, 4, 3, padding=1, padding_mode="circular")),
+    "padding by the input's size": (bare, lambda: timm.layers.Conv2dSame(8, 4, 3, stride=2)),
     "reflected padding": (bare, lambda: nn.Conv2d(8, 4, 3, padding=1, padding_mode="reflect")),
     "padding to the same size": (bare, lambda: nn.Conv2d(8, 4, 3, padding="same")),
     "transposed": (bare, lambda: nn.ConvTranspose2d(8, 4, 3, stride=2, groups=2, output_padding=1)),

@@ -90,6 +90,13 @@ def test_parts(tmp_path: Path, parts: str | tuple[str, ...], split: str, outcome
         assert len(data.images) == outcome
 
 
+def test_no_digit_is_in_both_parts() -> None:
+    parts = [open_images(None, dataset="digits", split=split).images for split in ("train", "val")]
+    for part in parts:
+        part.transform = Image.Image.tobytes
+    assert len({pixels for part in parts for pixels, _ in (part[number] for number in range(len(part)))}) == 1797
+
+
 def test_a_class_may_be_called_like_a_part(folder: Path) -> None:
     (folder / "bee").rename(folder / "train")
     assert open_images(folder).names == ("ant", "cat", "train")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from timm.utils import distribute_bn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,6 +78,11 @@ def work(rank: int, folder: str) -> None:
                 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
                 saved = (retrofit.strength_of(model), state, dict(model.named_buffers()))
                 torch.save(saved, f"{folder}/{to} {name} {rank}.pt")
+        for reduce in (False, True):
+            model = converted("bnn")
+            model(batches()[rank][0])  # each has seen images of its own
+            distribute_bn(model, 2, reduce)
+            torch.save(dict(model.named_buffers()), f"{folder}/{reduce} {rank}.pt")
         model = converted("ln-pn")
         fully_shard(model.get_submodule("0.1"), mesh=init_device_mesh("cpu", (2,)))
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))  # else the norm is the root, which stays whole
@@ -107,3 +113,9 @@ def test_two_processes_are_one_with_the_whole_batch(to: str, wrapper: str, folde
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda t, name=name: f"{name}: {t}")
     torch.testing.assert_close(ranks[0][2], ranks[1][2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_timm_shares_mean_and_variance_by_their_names_but_not_lambda(reduce: bool, folder: Path) -> None:
+    one, other = (torch.load(folder / f"{reduce} {rank}.pt", weights_only=True) for rank in range(2))
+    assert {name.split(".")[-1] for name in one if not torch.equal(one[name], other[name])} == {"running_lambda"}

@@ -258,6 +258,9 @@ def test_a_hint_settles_it() -> None:
     assert identify(model, ModelSource("timm", "resnet18"))[0] == ModelSource("timm", "resnet18")
     with refused(r"of the tensors of resnet34 here are \d+ missing \(.*say which it is with `save"):
         identify(model, ModelSource("timm", "resnet34"))
+    (other := get_model("resnet34")).conv1 = nn.Conv2d(3, 64, 3)
+    with refused("of the tensors of tv:resnet34 here"):  # of several that are none, what differs least
+        identify(other)
     with refused("build it from names and numbers"):
         identify(timm.create_model("test_vit", act_layer=nn.ReLU))
 

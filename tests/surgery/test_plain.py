@@ -165,6 +165,14 @@ class OtherMethod(Called):
         return self.conv(x)
 
 
+class Split(Block):  # one method calls the convolution, another the norm
+    def embed(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.embed(x)))
+
+
 class Entries(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +223,7 @@ USES: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
     "mask renamed": (Renamed, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "mask inside": (MaskedInside, [lambda m, x: m(x), lambda m, x: m(x, MASK)]),
     "size": (Sized, [lambda m, x: m(x), lambda m, x: m(x.repeat(1, 1, 4))]),
+    "split": (Split, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "other entry": (OtherEntry, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "outer call": (OuterCall, [lambda m, x: m(x), lambda m, x: m(x, raw=True)]),
     "untraced": (Untraced, [lambda m, x: m(x)]),
