@@ -32,14 +32,12 @@ def _deterministic() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Pictures of three classes, four each; two of the bees look like ants."""
+def folder(tmp_path: Path) -> Path:  # pictures of three classes, four each; two of the bees look like ants
     return write_folder(tmp_path / "pictures")
 
 
 @pytest.fixture
-def shared_data() -> Path:
-    """The folder of real photographs that lies beside the checkout, where there is one."""
+def shared_data() -> Path:  # the folder of real photographs that lies beside the checkout, where there is one
     if not SHARED_DATA.is_dir():
         pytest.skip("needs the photographs in ../shared/data, which are not part of the repository")
     return SHARED_DATA

@@ -14,8 +14,7 @@ from scipy.stats import norm, yeojohnson, yeojohnson_llf
 from torch import Tensor
 
 
-def psi(h: np.ndarray, lmbda: float) -> np.ndarray:
-    """The Yeo-Johnson transform."""
+def psi(h: np.ndarray, lmbda: float) -> np.ndarray:  # the Yeo-Johnson transform
     return np.asarray(yeojohnson(h, lmbda))
 
 
@@ -94,8 +93,7 @@ def migrated_group_norm(
     return out * (weight / gain).view(shape) + bias.view(shape)
 
 
-def root(covariance: np.ndarray, eps: float) -> np.ndarray:
-    """(S + eps)^(-1/2)."""
+def root(covariance: np.ndarray, eps: float) -> np.ndarray:  # (S + eps)^(-1/2)
     return np.real(fractional_matrix_power(covariance + eps * np.eye(len(covariance)), -0.5))
 
 

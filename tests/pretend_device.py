@@ -20,9 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 DEVICE = torch.device("xla", 0)
 
 
-class Pretended(Tensor):
-    """A tensor on the device, around one on the CPU."""
-
+class Pretended(Tensor):  # a tensor on the device, around one on the CPU
     inner: Tensor
     device = DEVICE  # type: ignore[assignment]
     is_meta = False  # type: ignore[assignment]
@@ -61,9 +59,7 @@ class _Operations(TorchDispatchMode):
         return tree_map(lambda value: Pretended(value) if isinstance(value, Tensor) and to_there else value, out)
 
 
-class _Literals(TorchFunctionMode):
-    """The same for `torch.tensor`, which tells dispatch modes nothing."""
-
+class _Literals(TorchFunctionMode):  # the same for `torch.tensor`, which tells dispatch modes nothing
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type != "cpu":

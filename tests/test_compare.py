@@ -116,9 +116,7 @@ def test_the_network_and_the_random_state_stay_as_they_were() -> None:
     assert all(torch.equal(a.args[0], b.args[0]) for a, b in zip(first.calls, second.calls, strict=True))
 
 
-def only(*batches: int) -> nn.Module:
-    """A network that takes batches of some sizes alone."""
-
+def only(*batches: int) -> nn.Module:  # a network that takes batches of some sizes alone
     def check(_: nn.Module, args: tuple[Tensor]) -> None:
         assert len(args[0]) in batches
 
@@ -149,9 +147,7 @@ class Answer:
     more: object
 
 
-class Result:
-    """An object as detection libraries return it."""
-
+class Result:  # an object as detection libraries return it
     def __init__(self, scores: Tensor) -> None:
         self.scores, self.itself, self.names = scores, self, {0: "cat"}
 

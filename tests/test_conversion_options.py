@@ -55,6 +55,8 @@ def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
         ("gn", {"groups": "many"}, "`groups` must be a number or auto, not 'many'"),
         ("gn", {"groups": True}, "`groups` must be a whole number"),
         ("gn", {"group_channels": 16, "groups": 8}, "`groups` and `group_channels` both say"),
+        ("gn", {"groups": "auto"}, "measures on images; pass some with `calibrate`"),
+        ("gn", {"pn_restore": False}, "`pn_restore` means nothing without ProxyNorm or `ws`"),
         ("bnn", {"noise": -1}, "`noise` must be at least 0"),
         ("bnn", {"noise": float("nan")}, "`noise` must be at least 0"),
         ("bnn", {"noise_kind": "none"}, "`noise_kind` must be one of scaled, unscaled, gaussian-dropout"),

@@ -46,9 +46,7 @@ def test_unreadable_images_are_listed_and_not_replaced(folder: Path, tmp_path: P
         measure(folder)
 
 
-class Answers(nn.Module):
-    """Gives whatever it is told to."""
-
+class Answers(nn.Module):  # gives whatever it is told to
     def __init__(self, answer: Any) -> None:
         super().__init__()
         self.answer = answer

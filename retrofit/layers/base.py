@@ -177,7 +177,7 @@ class NormalityMixin(StrengthMixin):
         return constants_of(self._build_source(library_class(self.source_name)), self)
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        if float(self.strength) > 0 and (self.alpha > 0 or self.noise > 0):
+        if float(self.strength) > 0:
             raise no_plain_layer(
                 "it has a power transform; set_strength(model, 0) leaves its source, export_onnx takes it as it is"
             )

@@ -59,9 +59,7 @@ def parse(text: str) -> ModelSource:
         case "tv" | "torchvision", name if name in torchvision_names:
             return ModelSource("torchvision", name)
     deprecated = timm.models.get_deprecated_models()
-    name = deprecated.get(text, text)
-    if name is None:
-        raise UsageError(f"timm has removed {text!r} without a replacement; choose another network")
+    name = deprecated.get(text) or text
     base = name.partition(".")[0]
     if timm.is_model(base) and base not in deprecated:
         tagged = timm.models.get_arch_pretrained_cfgs(base)

@@ -35,14 +35,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(here: Path) -> Run:
-    """Run a command line, given as words."""
+def run(here: Path) -> Run:  # run a command line, given as words
     return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture
-def pictures(here: Path) -> Path:
-    """Pictures of three classes, four each, in the working folder."""
+def pictures(here: Path) -> Path:  # pictures of three classes, four each, in the working folder
     return write_folder(here / "pictures", wrong=0)
 
 
@@ -91,13 +89,11 @@ def complaint(result: Result) -> str:
     return last
 
 
-def done(result: Result) -> Result:
-    """Return what a command answered that did what it was to do."""
+def done(result: Result) -> Result:  # return what a command answered that did what it was to do
     assert result.exit_code == 0, result.stderr
     return result
 
 
-def answer(result: Result) -> dict[str, Any]:
-    """Return the JSON object of a command that did what it was to do."""
+def answer(result: Result) -> dict[str, Any]:  # return the JSON object of a command that did what it was to do
     values: dict[str, Any] = json.loads(done(result).stdout)
     return values

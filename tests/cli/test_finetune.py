@@ -46,8 +46,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def network(pictures: Path, converted: Path) -> str:
-    """An artifact in the working folder, beside pictures for it."""
+def network(pictures: Path, converted: Path) -> str:  # an artifact in the working folder, beside pictures for it
     shutil.copy(converted, ".")
     return "small.safetensors"
 

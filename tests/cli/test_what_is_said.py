@@ -293,8 +293,7 @@ def assert_same(path: str, model: nn.Module) -> None:
     assert all(torch.equal(written[name], value) for name, value in state.items())
 
 
-def converted(run: Run, *words: str) -> Network:
-    """A converted network, in a.safetensors too."""
+def converted(run: Run, *words: str) -> Network:  # a converted network, in a.safetensors too
     size = ["--num-classes", "3", "--img-size", "32"]
     done(run("convert", "test_resnet", *FLAGS, *size, *words, "-o", "a.safetensors"))
     return open_model("a.safetensors")

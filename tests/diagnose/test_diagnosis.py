@@ -56,8 +56,7 @@ def test_a_network_is_left_as_it_was() -> None:
 
 
 @pytest.fixture(scope="module")
-def one() -> Diagnosis:
-    """What is found about a network."""
+def one() -> Diagnosis:  # what is found about a network
     torch.manual_seed(0)
     stages: set[str] = set()
     found = diagnose(network("bnn"), batches(), **SMALL, progress=lambda done, total, what: stages.add(what))
@@ -132,9 +131,13 @@ def test_a_network_on_another_device_is_measured_there(one: Diagnosis) -> None:
     assert [entry.top1 for entry in found.input_noise] == [entry.top1 for entry in one.input_noise]
 
 
+(UNCALLED := nn.Tanh()).never_called = nn.BatchNorm2d(3)
+
+
 @pytest.mark.parametrize(
     ("layers", "given", "message"),
     [
+        ([UNCALLED], batches(), "the model calls none of its normalization layers"),
         ([nn.Conv2d(3, 2, 1)], batches(), "no normalization layer that holds the images"),
         ([nn.BatchNorm2d(3)], [], "no images"),
         ([nn.BatchNorm2d(3), nn.Flatten(), nn.Threshold(math.inf, math.nan)], batches(), "not finite; check its weigh"),
@@ -184,8 +187,7 @@ def test_a_probe_sees_whitened_values() -> None:
 
 
 @pytest.fixture
-def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pictures be empty: painting them takes seconds."""
+def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:  # let pictures be empty: painting them takes seconds
     monkeypatch.setattr(Plot, "png", lambda *_: b"")
 
 
@@ -257,9 +259,7 @@ def test_a_failed_report_leaves_nothing(one: Diagnosis, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class TokensFirst(nn.Module):
-    """A norm on (tokens, images, channels), and one on images if `mixed`."""
-
+class TokensFirst(nn.Module):  # a norm on (tokens, images, channels), and one on images if `mixed`
     def __init__(self, mixed: bool) -> None:
         super().__init__()
         self.patches, self.tokens, self.head = nn.Conv2d(3, 8, 8, 8), nn.LayerNorm(8), nn.Linear(8, 5)

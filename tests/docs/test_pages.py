@@ -48,8 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def blocks(page: Path) -> list[str]:
-    """The Python blocks of a page."""
+def blocks(page: Path) -> list[str]:  # the Python blocks of a page
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 

@@ -12,8 +12,7 @@ from retrofit.layers import BatchNormalNorm2d
 from tests.networks.conftest import HALF
 
 
-def slow(*values: Any) -> list[Any]:
-    """Parameters that are tried with the slow tests."""
+def slow(*values: Any) -> list[Any]:  # parameters that are tried with the slow tests
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
@@ -33,23 +32,20 @@ def norm(channels: int, **changes: Any) -> BatchNormalNorm2d:
     return layer
 
 
-def batch_norm(layer: Any) -> Any:
-    """Give a BatchNorm affines and statistics as of training."""
+def batch_norm(layer: Any) -> Any:  # give a BatchNorm affines and statistics as of training
     for tensor in (layer.weight, layer.bias, layer.running_mean):
         nn.init.normal_(tensor)
     nn.init.uniform_(layer.running_var, 0.5, 2.0)
     return layer
 
 
-def images(number: int = 16, size: int = 32) -> list[Tensor]:
-    """Batches of 8 images of unlike contrast."""
+def images(number: int = 16, size: int = 32) -> list[Tensor]:  # batches of 8 images of unlike contrast
     generator = torch.Generator().manual_seed(1)
     levels = 1 + 0.2 * torch.randn(number, 1, 1, 1, generator=generator)
     return list((levels * torch.randn(number, 3, size, size, generator=generator)).split(8))
 
 
-def converted(to: str) -> nn.Module:
-    """A small network at strength 1 whose statistics are those of `images`."""
+def converted(to: str) -> nn.Module:  # a small network at strength 1 whose statistics are those of `images`
     name, options = ("test_vit", {"img_size": 32}) if to == "lnn" else ("test_resnet", HALF)
     model = timm.create_model(name, num_classes=5, **options).train()
     with torch.no_grad():

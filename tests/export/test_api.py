@@ -162,9 +162,7 @@ def test_a_folded_network_is_in_float32_compiles_copies_and_is_captured_again(mo
         torch.testing.assert_close(net(x), expected, atol=1e-5, rtol=1e-4)
 
 
-class Branches(nn.Sequential):
-    """Takes one way or the other by what its norm gives."""
-
+class Branches(nn.Sequential):  # takes one way or the other by what its norm gives
     def forward(self, x: Tensor) -> Tensor:
         return x if super().forward(x).sum() > 0 else -x
 

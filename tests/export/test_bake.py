@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.bake import bake
-from retrofit.layers import LayerNormalNorm, MigratedGroupNorm, StrengthMixin
+from retrofit.layers import BatchNormalNorm2d, LayerNormalNorm, MigratedGroupNorm, StrengthMixin
 from tests.export.networks import converted, images, norm
 
 
@@ -73,6 +73,7 @@ def test_refused_and_left_as_it_was() -> None:
     for given, options, message in (
         (images(), {"tolerance": 1e-6}, r"changes the output by .* more than 1e-06; raise `tolerance`"),
         (images(), {"tolerance": 0}, "`tolerance` must be more than 0"),
+        (None, {}, "`images` or `inputs`; give one of them"),
         ([images()[0][:3]], {}, "3 images cannot be fitted and judged on"),
         ([torch.zeros(8, 3, 32, 32)], {}, "the network answers all images alike"),
         ([torch.zeros(8, 5, 32, 32)], {}, "does not answer such images with tensors of one row an image"),
@@ -89,17 +90,20 @@ def test_refused_and_left_as_it_was() -> None:
         bake(model, images())
 
 
-def test_parameters_that_another_norm_holds_too_stay() -> None:
+def test_norms_whose_weight_and_bias_are_not_theirs_alone_stay() -> None:
     first, second = norm(8), nn.BatchNorm2d(8)
     second.weight, second.bias = first.weight, first.bias
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), first, nn.Conv2d(8, 8, 3), second)
-    with pytest.raises(RetrofitError, match="shares its parameters with another layer"):
-        bake(model, images(), tolerance=10)
+    for norms, reason in (
+        ((first, second), "shares its parameters with another layer"),
+        ((first, first), "is called 2 times"),
+        ((BatchNormalNorm2d(8, affine=False), second), "has no weight and bias of its own"),
+    ):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.Conv2d(8, 8, 3), norms[1])
+        with pytest.raises(RetrofitError, match=reason):
+            bake(model, images(), tolerance=10)
 
 
-class Reading(nn.Sequential):
-    """Reads a tensor of its norm besides."""
-
+class Reading(nn.Sequential):  # reads a tensor of its norm besides
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 1000 * self.get_parameter("1.bias").abs().sum()
 
@@ -112,9 +116,7 @@ def test_code_that_reads_what_is_baked_is_told_by_the_network_itself() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-class TokensFirst(nn.Sequential):
-    """A transformer's layer on (tokens, images, channels)."""
-
+class TokensFirst(nn.Sequential):  # a transformer's layer on (tokens, images, channels)
     def forward(self, x: Tensor) -> Tensor:
         patches, norm, head = self
         return head(norm(patches(x).flatten(2).permute(2, 0, 1)).relu().mean(0))

@@ -16,9 +16,7 @@ from retrofit.layers import DecorrelatedBatchNormalNorm2d, GroupNormalNorm, Migr
 from tests.export.networks import batch_norm, norm, slow
 
 
-class ConvNorm(nn.Module):
-    """A convolution and a norm with statistics as of training, and what a subclass makes of them."""
-
+class ConvNorm(nn.Module):  # a convolution and a norm with statistics as of training, and what a subclass makes of them
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv1d(3, 8, 3), batch_norm(nn.BatchNorm1d(8))
@@ -28,9 +26,7 @@ class ConvNorm(nn.Module):
         return self.norm(self.conv(x))
 
 
-class Masked(ConvNorm):
-    """An optional argument acts between the two."""
-
+class Masked(ConvNorm):  # an optional argument acts between the two
     def forward(self, x: Tensor, mask: Tensor | None = None, bypass: bool = False) -> Tensor:
         h = self.conv(x) if mask is None else self.conv(x) * mask
         return h if bypass else self.norm(h)
@@ -49,9 +45,7 @@ def test_what_an_optional_argument_does_between_a_convolution_and_its_norm() -> 
             wrong()
 
 
-class ByNumber(ConvNorm):
-    """Does something else to a single sample."""
-
+class ByNumber(ConvNorm):  # does something else to a single sample
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv(x)
         return h if x.shape[0] == 1 else self.norm(h)
@@ -67,9 +61,7 @@ def test_another_path_for_a_single_sample_is_refused_or_right() -> None:
 
 
 @dataclass
-class Answer:
-    """What a network may answer with, and torch.export does not take."""
-
+class Answer:  # what a network may answer with, and torch.export does not take
     scores: Tensor
     parts: list[Any]
 
@@ -126,16 +118,12 @@ def test_networks_that_refuse_a_single_sample(tmp_path: Path) -> None:
     assert retrofit.export_onnx(model, tmp_path / "a.onnx", input_size=(5,)).parity.batches == (2, 3)
 
 
-class Rows(ConvNorm):
-    """Goes through the samples one by one, so that tracing fixes how many there are."""
-
+class Rows(ConvNorm):  # goes through the samples one by one, so that tracing fixes how many there are
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([row - row.mean() for row in super().forward(x).unbind(0)])
 
 
-class Keeps(ConvNorm):
-    """Keeps what it made for the shape of its last call, as the heads of ultralytics' networks do."""
-
+class Keeps(ConvNorm):  # keeps what it made for the shape of its last call, as the heads of ultralytics' networks do
     shape: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,9 +153,7 @@ def test_a_fixed_batch(source: type[nn.Module], tmp_path: Path) -> None:
         retrofit.fold(model, inputs=X, batch=3)
 
 
-class Pair(nn.Module):
-    """Takes two inputs of different shapes in a dict, and answers with one."""
-
+class Pair(nn.Module):  # takes two inputs of different shapes in a dict, and answers with one
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.norm = nn.Linear(4, 6), nn.Embedding(10, 6), batch_norm(nn.BatchNorm1d(6))

@@ -58,8 +58,7 @@ def check(networks: dict[str, nn.Module], size: tuple[int, ...] = (4, 9, 9), tol
     return {f"{names[int(number)]}.{layer}": form for (number, layer), form in forms.items()}
 
 
-def layer_counts(program: Program) -> Counter[str]:
-    """Count the operations of a folded network."""
+def layer_counts(program: Program) -> Counter[str]:  # count the operations of a folded network
     nodes = list(program.module.graph.nodes)
     functions = [node.target.__name__.split(".")[0] for node in nodes if node.op == "call_function"]
     modules = [node.target for node in nodes if node.op == "call_module" and node.target != "_guards_fn"]
@@ -141,9 +140,7 @@ def test_a_whitening_folds_where_its_groups_come_from_the_same_channels() -> Non
     check({feeder: nn.Sequential(FEEDERS[feeder](), whitened(size=4)) for feeder in FEEDERS})
 
 
-class Odd(nn.Module):
-    """A convolution, a norm, an activation and what takes it, as `run` calls them."""
-
+class Odd(nn.Module):  # a convolution, a norm, an activation and what takes it, as `run` calls them
     def __init__(self, layer: nn.Module, run: Callable[..., Any], consumer: nn.Module) -> None:
         super().__init__()
         self.feeder, self.norm, self.relu = nn.Conv2d(4, 8, 3, padding=1), layer, nn.ReLU(inplace=True)
@@ -255,6 +252,14 @@ def test_a_batch_norm_that_nothing_before_it_takes_merges_with_a_scale_behind_it
     assert check({"first": nn.Sequential(trained(), scaled, nn.ReLU(), point())}, (8, 9, 9)) == {"first.0": "affine"}
     program = folded(nn.Sequential(trained(), scaled, nn.ReLU()), torch.randn(2, 8, 9, 9))
     assert layer_counts(program) == {"ConstantNorm": 1, "relu": 1}
+
+
+def test_a_positive_scale_goes_past_zero_padding_and_leaves_a_shift() -> None:
+    scaled = ChannelAffine(torch.rand(8) + 0.1, torch.randn(8))
+    model, x = nn.Sequential(nn.ReLU(), scaled, nn.Conv2d(8, 4, 3, padding=1)), torch.randn(2, 8, 9, 9)
+    program = folded(model, x)
+    torch.testing.assert_close(program.module(x), model(x), rtol=1e-5, atol=1e-5)
+    assert [part.scale for part in program.module.modules() if isinstance(part, ChannelAffine)] == [None]
 
 
 ACTIVATIONS = [nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.Hardtanh(-1, 1), nn.LeakyReLU(0.1)]

@@ -25,8 +25,7 @@ def export(model: nn.Module, path: Path, **options: Any) -> tuple[retrofit.expor
     return report, onnx.load(path)
 
 
-def inputs_of(model: onnx.ModelProto, node: onnx.NodeProto) -> set[str]:
-    """What makes the inputs of a node."""
+def inputs_of(model: onnx.ModelProto, node: onnx.NodeProto) -> set[str]:  # what makes the inputs of a node
     return {other.op_type for other in model.graph.node if set(other.output) & set(node.input)}
 
 

@@ -23,9 +23,7 @@ DRAW = run_report.draw
 """Draws a run's curves, which takes as long as the training of a small run."""
 
 
-class Listener(RunCallback):
-    """Keeps what a run says, and ends it at a step, as a power cut would."""
-
+class Listener(RunCallback):  # keeps what a run says, and ends it at a step, as a power cut would
     def __init__(self, fail_at: int | None = None) -> None:
         self.steps: list[Step] = []
         self.notes: list[str] = []
@@ -54,14 +52,12 @@ def _reset() -> None:
 
 
 @pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs draw nothing, but for two in test_run.py."""
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:  # let runs draw nothing, but for two in test_run.py
     monkeypatch.setattr(run_report, "draw", lambda folder, rows: None)
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Three classes of eight pictures each, all in their own colour."""
+def pictures(tmp_path: Path) -> Path:  # three classes of eight pictures each, all in their own colour
     return write_folder(tmp_path / "pictures", wrong=0, each=8)
 
 
@@ -75,8 +71,7 @@ def small_network(to: str | None = "bnn", name: str = "test_resnet", size: int =
     return network
 
 
-def assert_same(one: object, other: object) -> None:
-    """Compare tensors, or mappings of them, bit by bit."""
+def assert_same(one: object, other: object) -> None:  # compare tensors, or mappings of them, bit by bit
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

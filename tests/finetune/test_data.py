@@ -35,8 +35,7 @@ def batches(pictures: Path, rank: int = 0, world: int = 1, **settings: Any) -> B
     return Batches(open_data(recipe, None, 3).train.images, recipe, PREPROCESS, rank, world)
 
 
-def parts(root: Path, pictures: Path, *names: str) -> Path:
-    """Copy the pictures into folders of these names."""
+def parts(root: Path, pictures: Path, *names: str) -> Path:  # copy the pictures into folders of these names
     for name in names:
         shutil.copytree(pictures, root / name, dirs_exist_ok=True)
     return root

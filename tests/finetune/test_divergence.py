@@ -112,9 +112,7 @@ def test_an_accelerator_s_verdicts_come_a_step_later() -> None:
     assert [verdict.step for verdict in gate.verdicts(all_of_them=True)] == [3]
 
 
-class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for a value of the device."""
-
+class Reads(TorchDispatchMode):  # counts what makes the host wait for a value of the device
     WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
     found: ClassVar[Counter[str]] = Counter()
 

@@ -60,8 +60,7 @@ def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() 
         prepare.with_classes(network, 7)
 
 
-def standing_for(network: Network, model: nn.Module) -> Network:
-    """A network that claims to be another."""
+def standing_for(network: Network, model: nn.Module) -> Network:  # a network that claims to be another
     set_record(model, **vars(record_of(network.model)))
     return Network(model)
 
@@ -71,9 +70,7 @@ def test_a_network_whose_classifier_cannot_be_told() -> None:
         prepare.with_classes(standing_for(small_network(), nn.Sequential(nn.BatchNorm2d(3))), 7)
 
 
-class TwoHeads(nn.Sequential):
-    """Gives the scores of both in training, as torchvision's Inception does."""
-
+class TwoHeads(nn.Sequential):  # gives the scores of both in training, as torchvision's Inception does
     def forward(self, x: Tensor) -> Any:
         scores = self[0](x)
         return (scores, scores) if self.training else scores

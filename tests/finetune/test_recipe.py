@@ -153,9 +153,7 @@ def test_what_is_not_there_or_no_file_is_not_read(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What holds of a recipe's network and optimizer."""
-
+class Said:  # what holds of a recipe's network and optimizer
     converted: tuple[int, int]  # norms, and how many there are
     last_map: tuple[int, int]  # sides of what the classifier pools; or, of a ViT, its tokens and features
     decay: str  # of "all" parameters; of "weights" of convolutions, linear layers and ProxyNorm
@@ -182,8 +180,7 @@ SAID = {
 }
 
 
-def commands(name: str) -> list[list[str]]:
-    """The arguments of `retrofit convert` in a recipe's header."""
+def commands(name: str) -> list[list[str]]:  # the arguments of `retrofit convert` in a recipe's header
     text = re.sub(r"^#", "", recipe_text(name).replace("\\\n#", ""), flags=re.MULTILINE)
     text = re.sub(r"  +(GN\S*|Evo\S*)$", "", text, flags=re.MULTILINE)
     return [shlex.split(line)[2:] for line in text.splitlines() if line.strip().startswith("retrofit convert ")]

@@ -219,6 +219,19 @@ def test_what_is_not_finite_is_named_and_the_last_good_state_kept(
     assert load_state(tmp_path / "run")["position"]["step"] == good
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"grad_accum_steps": 9}, "an epoch has 4 batches, a step takes 9; lower `grad_accum_steps`"),
+        ({"sync_norm": True}, "`sync_norm` finds no batch normalization"),
+        ({"amp": True, "amp_dtype": "float16", "device": "cpu"}, "bfloat16's; drop `amp_dtype='float16'`"),
+    ],
+)
+def test_what_this_run_cannot_do_is_refused(train: Train, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RetrofitError, match=message):
+        train("run", small_network("ln"), **settings)
+
+
 def test_unreadable_images_are_counted_and_listed(train: Train, pictures: Path) -> None:
     for name in ("ant/0.png", "bee/3.png"):
         (pictures / name).write_bytes(b"no picture")

@@ -17,8 +17,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def fill(folder: Path, *names: str) -> None:
-    """Make files, and folders where a name ends in "/"."""
+def fill(folder: Path, *names: str) -> None:  # make files, and folders where a name ends in "/"
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,8 +25,7 @@ def fill(folder: Path, *names: str) -> None:
 
 
 @contextmanager
-def held(lock: Path) -> Iterator[None]:
-    """Let another process hold a lock until it is killed."""
+def held(lock: Path) -> Iterator[None]:  # let another process hold a lock until it is killed
     hold = "import pathlib, time; from retrofit.utils.files import acquire; "
     hold += f"print(acquire(pathlib.Path({str(lock)!r})), flush=True); time.sleep(60)"
     root = Path(__file__).parents[2]

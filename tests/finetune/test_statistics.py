@@ -94,8 +94,7 @@ def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(to: str, wr
     assert all(layer.momentum is not None for layer in model.modules() if isinstance(layer, _BatchNorm))
 
 
-def test_a_layer_that_no_batch_reaches_keeps_its_statistics() -> None:
-    """As the head for training alone of Inception."""
+def test_a_layer_that_no_batch_reaches_keeps_its_statistics() -> None:  # as the head for training alone of Inception
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     model[1].head = nn.BatchNorm2d(4)
     model[1].head.running_mean.fill_(5)
@@ -104,8 +103,7 @@ def test_a_layer_that_no_batch_reaches_keeps_its_statistics() -> None:
     assert model[1].running_mean.abs().sum() > 0
 
 
-def migrated(groups: int) -> nn.Module:
-    """Two migrated norms whose moments are far from 0 and 1."""
+def migrated(groups: int) -> nn.Module:  # two migrated norms whose moments are far from 0 and 1
     torch.manual_seed(0)
     norms = [MigratedGroupNorm(groups, 8, eps=0.01, group_eps=1e-5, strength=1.0) for _ in range(2)]
     for norm in norms:
@@ -165,8 +163,7 @@ def synchronizable() -> nn.Module:
     return retrofit.convert(model, "bnn", check=False, strength=0.7)[0].double().train()
 
 
-def work(rank: int, folder: Path) -> None:
-    """Train one step with half the batch."""
+def work(rank: int, folder: Path) -> None:  # train one step with half the batch
     torch.set_num_threads(1)
     store, patience = f"file://{folder}/store", timedelta(minutes=5)  # where the other process fails
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)

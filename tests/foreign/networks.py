@@ -11,8 +11,7 @@ from torch import Tensor, nn
 Built = tuple[nn.Module, Any]  # a network in evaluation mode, and its `inputs`
 
 
-def image(*shape: int) -> Tensor:
-    """Seeded images or volumes, a batch of two."""
+def image(*shape: int) -> Tensor:  # seeded images or volumes, a batch of two
     return torch.randn(2, *(shape or (3, 64, 64)), generator=torch.Generator().manual_seed(0))
 
 
@@ -101,8 +100,7 @@ NETWORKS: dict[str, Callable[[], Built]] = {
 }
 
 
-def build(name: str) -> Built:
-    """Build a network from the same random numbers each time, its running statistics moved."""
+def build(name: str) -> Built:  # build a network from the same random numbers each time, its running statistics moved
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore"):
         model, inputs = NETWORKS[name]()

@@ -34,8 +34,7 @@ REFUSED = {
 REFUSED_STEPS = {("transformers Bit", "export"): "ONNX Runtime differs from PyTorch by"}
 
 
-def answers(model: Any, inputs: Any) -> list[Tensor]:
-    """The tensors that a network answers with, in order."""
+def answers(model: Any, inputs: Any) -> list[Tensor]:  # the tensors that a network answers with, in order
     torch.manual_seed(0)
     with torch.no_grad():
         answer = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -49,15 +48,12 @@ def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-3)
         assert float((a - b).abs().max()) <= tolerance * float(a.abs().max()) + 1e-7
 
 
-def target_of(model: nn.Module) -> str:
-    """A target that converts what the network holds most of."""
+def target_of(model: nn.Module) -> str:  # a target that converts what the network holds most of
     families = collections.Counter(norm.family for norm in find_norms(model) if norm.status == "known")
     return {"bn": "ln", "ln": "lnn", "gn": "gnn", "in": "inn"}[families.most_common(1)[0][0] or "bn"]
 
 
-class Case:
-    """A converted network, and a method a step."""
-
+class Case:  # a converted network, and a method a step
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         source, self.given = build(name)

@@ -31,14 +31,12 @@ tv = torchvision.models
 X = torch.randn(2, 4, 5, 5)
 
 
-def direct(model: nn.Module) -> list[Any]:
-    """The sites with an activation."""
+def direct(model: nn.Module) -> list[Any]:  # the sites with an activation
     found = find_sites(model, lambda module: isinstance(module, _BatchNorm))
     return [site for site in found.sites if site.activation is not None]
 
 
-def wrap(model: nn.Module) -> int:
-    """Replace every activation that directly follows a norm by itself, wrapped."""
+def wrap(model: nn.Module) -> int:  # replace every activation that directly follows a norm by itself, wrapped
     sites = direct(model)
     for site in sites:
         assert not rewrite_problem(model, site.activation)
@@ -83,8 +81,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-def pair(name: str) -> tuple[nn.Module, nn.Module]:
-    """The same network twice."""
+def pair(name: str) -> tuple[nn.Module, nn.Module]:  # the same network twice
     torch.manual_seed(0)
     source = MODELS[name][0]()
     torch.manual_seed(0)
@@ -103,8 +100,7 @@ def test_the_same_function_in_eval_and_in_train(name: str) -> None:
     assert_same(source, model, torch.randn(2, 4, 32, 32) if "net" in name and name not in GRAPHS else X)
 
 
-def negated(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """A hook that changes what passes."""
+def negated(_module: nn.Module, _args: Any, output: Any) -> Any:  # a hook that changes what passes
     return {key: -value for key, value in output.items()} if isinstance(output, dict) else -output
 
 

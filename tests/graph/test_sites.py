@@ -26,8 +26,7 @@ def is_bn(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
-def names(flows: Flows) -> list[str]:
-    """The traced modules, each of which is traced in both modes."""
+def names(flows: Flows) -> list[str]:  # the traced modules, each of which is traced in both modes
     traced = [flow.name for flow in flows.flows]
     assert traced == 2 * traced[: len(traced) // 2]
     return traced[: len(traced) // 2]

@@ -70,15 +70,12 @@ EVERY_COMMAND = {*EVERY_STRENGTH, "dbnn", "evonorm-s0"}  # whitening, normalizat
 WRITTEN = {*EVERY_COMMAND, "gnn, own", "inn, own"}  # one of each kind of form that an exported file holds
 
 
-def command(function: Any) -> Any:
-    """Make a function a row of the grid, named after it."""
+def command(function: Any) -> Any:  # make a function a row of the grid, named after it
     COMMANDS[function.__name__] = function
     return function
 
 
-class Network:
-    """A converted network in a folder of its own, and `source`, the plain network that it came from."""
-
+class Network:  # a converted network in a folder of its own, and `source`, the plain network that it came from
     def __init__(self, row: str, strength: float, folder: Path) -> None:
         self.row = row
         self.target, self.strength, self.folder = row.partition(",")[0], strength, folder
@@ -114,8 +111,7 @@ class Network:
         return retrofit.load(path or self.artifact, into=build(img_size=SIZE) if self.own else None).eval()
 
     @cached_property
-    def pictures(self) -> Path:
-        """Pictures of three classes, eight each."""
+    def pictures(self) -> Path:  # pictures of three classes, eight each
         root = write_folder(self.folder / "pictures", wrong=0, each=8)
         noise = np.random.default_rng(0)
         for file in sorted(root.rglob("*.png")):  # of one colour, they leave channels without variance
@@ -123,16 +119,14 @@ class Network:
             Image.fromarray(colours.clip(0, 255).astype(np.uint8)).save(file)
         return root
 
-    def prepared(self) -> tuple[Tensor, Tensor]:
-        """The pictures as timm prepares them, and their classes."""
+    def prepared(self) -> tuple[Tensor, Tensor]:  # the pictures as timm prepares them, and their classes
         transform = create_transform(**record_of(self.load()).preprocess.to_dict())
         files = sorted(self.pictures.rglob("*.png"))
         labels = torch.tensor([sorted(COLOURS).index(file.parent.name) for file in files])
         return torch.stack([transform(Image.open(file)) for file in files]), labels
 
     @cached_property
-    def trained(self) -> Path:
-        """The folder of a run to its end."""
+    def trained(self) -> Path:  # the folder of a run to its end
         words = ["--epochs", 2, "-b", 4, "-j", 0, "--val-split", 0.25, "--lr", 1e-3, "--device", "cpu", "-o", "whole"]
         self.run("finetune", self.artifact, *self.own, "--data-dir", self.pictures, *words)
         return self.folder / "whole"
@@ -172,8 +166,7 @@ def strengths(model: nn.Module) -> dict[str, float]:
 
 
 @command
-def convert(network: Network) -> None:
-    """Strength 0 is the source, and every other is not."""
+def convert(network: Network) -> None:  # strength 0 is the source, and every other is not
     check = network.converted["check"]
     assert check["passed"] if network.target not in NOT_IDENTICAL else not check["identity"]
     assert network.converted["counts"]["converted"] > 0
@@ -199,8 +192,7 @@ def again(network: Network) -> None:
 
 
 @command
-def save(network: Network) -> None:
-    """Saved and loaded, it is the same network, down to its bits."""
+def save(network: Network) -> None:  # saved and loaded, it is the same network, down to its bits
     model = network.load()
     retrofit.save(model, network.folder / "copy.safetensors", force=True)
     loaded = network.load(network.folder / "copy.safetensors")
@@ -209,8 +201,7 @@ def save(network: Network) -> None:
 
 
 @command
-def evaluate(network: Network) -> None:
-    """The accuracy is that of the network in PyTorch, on pictures prepared by timm."""
+def evaluate(network: Network) -> None:  # the accuracy is that of the network in PyTorch, on pictures prepared by timm
     found = network.run("evaluate", network.artifact, *network.own, "--data-dir", network.pictures, "--json", "-j0")
     assert found["top1"] == pytest.approx(top1(network), abs=100 / 24)  # one picture may be a tie
 
@@ -221,14 +212,12 @@ def top1(network: Network) -> float:
 
 
 @command
-def fold(network: Network) -> None:
-    """The folded network answers as the converted one."""
+def fold(network: Network) -> None:  # the folded network answers as the converted one
     model = network.load()
     assert gap(model, retrofit.fold(model)) < 1e-4
 
 
-def epochs(folder: Path) -> list[dict[str, str]]:
-    """What a run wrote of each epoch, but for its speed."""
+def epochs(folder: Path) -> list[dict[str, str]]:  # what a run wrote of each epoch, but for its speed
     rows = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
     return [{name: text for name, text in row.items() if name != "images_per_second"} for row in rows]
 
@@ -261,8 +250,7 @@ def resume(network: Network) -> None:
     assert epochs(folder) == epochs(network.trained)
 
 
-def answers(path: Path) -> Callable[[Tensor], Tensor]:
-    """What ONNX Runtime computes with a file."""
+def answers(path: Path) -> Callable[[Tensor], Tensor]:  # what ONNX Runtime computes with a file
     session = onnxruntime.InferenceSession(str(path))
     return lambda images: torch.from_numpy(session.run(None, {"input": images.numpy()})[0])
 
@@ -283,8 +271,7 @@ def difference(network: Network, most: float, words: tuple[str, ...]) -> None:
 
 
 @command
-def exact(network: Network) -> None:
-    """ONNX Runtime answers as the network does in PyTorch."""
+def exact(network: Network) -> None:  # ONNX Runtime answers as the network does in PyTorch
     network.run("export", network.artifact, *network.own, "-o", "exact.onnx")
     assert gap(network.load(), answers(network.folder / "exact.onnx")) < 1e-4
 
@@ -296,8 +283,7 @@ COMMANDS["int8"] = partial(difference, most=math.inf, words=("--int8", "--tolera
 
 
 @command
-def bake(network: Network) -> None:
-    """What is baked stands at strength 0, and exports as it is."""
+def bake(network: Network) -> None:  # what is baked stands at strength 0, and exports as it is
     words = ["--calibrate", network.pictures, "--tolerance", "100", "-o", "baked.safetensors", "--json"]
     found = network.run("bake", network.artifact, *network.own, *words)
     baked = network.load(network.folder / "baked.safetensors")
@@ -322,8 +308,7 @@ def diagnose(network: Network) -> None:
 
 
 @command
-def bench(network: Network) -> None:
-    """It is measured against its source, in evaluation and in training."""
+def bench(network: Network) -> None:  # it is measured against its source, in evaluation and in training
     found = network.run("bench", network.artifact, *network.own, "-b", 2, "--rounds", 3, "--json")
     assert [cost["mode"] for cost in found["costs"]] == ["eval", "eval", "train", "train"]
     converted, source = found["networks"].values()

@@ -27,6 +27,7 @@ from tests.pictures import PLAIN, Colours, write_folder, write_tar
     ("place", "options", "message"),
     [
         ("nowhere", {}, "there is no data at"),
+        ("pictures", {"dataset": "digits"}, "lie in no folder; drop `dataset` or `data_dir`"),
         ("pictures", {"channels": 4}, "model takes 4; build"),
         ("pictures", {"class_map": "absent.txt"}, "cannot read the class map"),
         ("pictures", {"class_map": "map.csv"}, "cannot read the class map"),

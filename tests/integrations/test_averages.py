@@ -16,8 +16,7 @@ from retrofit.layers import StrengthMixin
 STEPS = 50
 
 
-def converted(to: str) -> nn.Module:
-    """A small network; in training, as a run has it."""
+def converted(to: str) -> nn.Module:  # a small network; in training, as a run has it
     torch.manual_seed(0)
     name, size = ("test_vit", {"img_size": 64}) if to == "lnn" else ("test_resnet", {})
     return retrofit.convert(timm.create_model(name, num_classes=4, **size), to)[0].train()

@@ -54,9 +54,7 @@ def by_lightning(module: Module, *loaders: Any, resume: Path | None = None, **op
     return trainer
 
 
-class WithLoss(nn.Module):
-    """What transformers' trainer takes; it is killed before call `stop`."""
-
+class WithLoss(nn.Module):  # what transformers' trainer takes; it is killed before call `stop`
     def __init__(self, net: nn.Module, stop: int | None = None) -> None:
         super().__init__()
         self.net, self.stop = net, stop

@@ -55,8 +55,7 @@ MANY: Any = [{"x": image, "labels": number % 4} for number, image in enumerate(I
 
 
 @functools.cache
-def _trained(name: str) -> nn.Module:
-    """A small network whose running statistics have moved."""
+def _trained(name: str) -> nn.Module:  # a small network whose running statistics have moved
     torch.manual_seed(0)
     size = {"img_size": 32} if "vit" in name else {}
     model = timm.create_model(name, num_classes=4, **size).train()
@@ -79,9 +78,7 @@ class _Tokens(nn.Module):
         return self.head(self.block(self.patches(x).flatten(2).mT.contiguous()).mean(1))
 
 
-class Case:
-    """One target at one strength."""
-
+class Case:  # one target at one strength
     def __init__(self, to: str, strength: float, folder: Path) -> None:
         self.to, self.strength, self.folder = to, strength, folder
 
@@ -99,8 +96,7 @@ class Case:
         torch.manual_seed(0)
         return self.converted(_Tokens())
 
-    def of_two_layers(self) -> nn.Module:
-        """A network that a compiler is soon done with."""
+    def of_two_layers(self) -> nn.Module:  # a network that a compiler is soon done with
         if self.to == "lnn":
             return self.without_attention()
         torch.manual_seed(0)
@@ -125,8 +121,7 @@ class Case:
             return stands and bool(model.eval()(X).isfinite().all())
 
 
-def same(model: Any, other: nn.Module, tolerance: float = 1e-4) -> None:
-    """Compare what two networks answer."""
+def same(model: Any, other: nn.Module, tolerance: float = 1e-4) -> None:  # compare what two networks answer
     if isinstance(model, nn.Module):
         model.eval()
     with torch.no_grad():
@@ -259,8 +254,7 @@ CLIENTS["timm freeze(include_bn_running_stats=True)"] = functools.partial(_stand
 
 
 @client("timm distribute_bn")
-def _distribute(case: Case) -> None:
-    """Two ranks: what rank 0 broadcasts, another that saw other data receives."""
+def _distribute(case: Case) -> None:  # two ranks: what rank 0 broadcasts, another that saw other data receives
     first, second = case.model(), case.model()
     second.train()(X)
     sent: list[Tensor] = []
@@ -420,8 +414,7 @@ def _graph_after(case: Case) -> None:
     _extracted_after(case, model, extractor, extractor.feature_info.module_name())
 
 
-def _first_extracted(case: Case, extractor: nn.Module) -> None:
-    """Convert what extracts features."""
+def _first_extracted(case: Case, extractor: nn.Module) -> None:  # convert what extracts features
     before = extractor.eval()(X)
     extractor = case.converted(extractor)
     found = extractor(X)
@@ -434,8 +427,7 @@ CLIENTS["timm FeatureGraphNet, then converted"] = lambda case: _first_extracted(
 )
 
 
-def _of_torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:
-    """A network and the names of layers in it."""
+def _of_torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:  # a network and the names of layers in it
     torch.manual_seed(0)
     if case.to == "lnn":
         return torchvision.models.swin_t().eval(), {"features": "a"}

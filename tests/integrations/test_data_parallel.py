@@ -23,8 +23,7 @@ STEPS = 3
 Batch = tuple[Tensor, Tensor]
 
 
-def converted(to: str) -> nn.Module:
-    """A small network whose statistics have moved."""
+def converted(to: str) -> nn.Module:  # a small network whose statistics have moved
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
@@ -42,8 +41,7 @@ def batches() -> list[Batch]:
     return [(x, torch.randint(4, (8,), generator=generator)) for x in images]
 
 
-def train(model: nn.Module, share: slice) -> None:
-    """Take a step a batch while the strength goes to 1."""
+def train(model: nn.Module, share: slice) -> None:  # take a step a batch while the strength goes to 1
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step, (x, y) in enumerate(batches(), 1):
         retrofit.set_strength(model, step / STEPS)

@@ -21,8 +21,7 @@ import retrofit.opacus
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def network(name: str) -> nn.Module:
-    """A network in training, with running statistics that have moved."""
+def network(name: str) -> nn.Module:  # a network in training, with running statistics that have moved
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=5) if name == "tv" else timm.create_model(name, num_classes=5)
     model.train()

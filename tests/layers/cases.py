@@ -17,8 +17,7 @@ EPS = 1e-5
 MARKS: dict[str, Any] = {"eager": (), "cpp": pytest.mark.compiler, "triton": pytest.mark.gpu}
 
 
-def on(*kernels: str, ids: list[str] | None = None) -> pytest.MarkDecorator:
-    """Run a test on each of these kernels."""
+def on(*kernels: str, ids: list[str] | None = None) -> pytest.MarkDecorator:  # run a test on each of these kernels
     cases = [pytest.param(name, marks=MARKS[name]) for name in kernels]
     return pytest.mark.parametrize("kernels", cases, ids=ids, indirect=True)
 
@@ -131,8 +130,7 @@ def randomise(module: nn.Module) -> nn.Module:
     return module
 
 
-def statistics(module: nn.Module) -> dict[str, Tensor]:
-    """The running statistics as they are now."""
+def statistics(module: nn.Module) -> dict[str, Tensor]:  # the running statistics as they are now
     return {name: buffer.clone() for name, buffer in module.named_buffers() if "running" in name}
 
 
@@ -141,8 +139,7 @@ def as_sets(case: Case, x: Tensor) -> Tensor:
     return x.unflatten(1, (case.groups, -1)) if case.groups else x
 
 
-def affine_of(case: Case, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """gamma and beta, broadcastable to the sets."""
+def affine_of(case: Case, layer: nn.Module) -> tuple[Tensor, Tensor]:  # gamma and beta, broadcastable to the sets
     parameters = (layer.weight.detach(), layer.bias.detach())
     if isinstance(layer, nn.LayerNorm) and not type(layer).__name__.endswith("2d"):
         return parameters

@@ -74,8 +74,7 @@ def test_what_would_replace_a_layer_is_refused(
     assert type(network[0]) is type(LAYERS[name]())
 
 
-def by_numpy(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
-    """As converters to other frameworks do."""
+def by_numpy(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:  # as converters to other frameworks do
     scale = norm.weight.detach().numpy() / np.sqrt(norm.running_var.numpy() + norm.eps)
     fused = copy.deepcopy(conv)
     fused.weight.data *= torch.from_numpy(scale).view(-1, 1, 1, 1)
@@ -113,6 +112,12 @@ def test_timm_freezes_and_thaws(name: str) -> None:
     torch.testing.assert_close(statistics(frozen), before, rtol=0, atol=0)
     unfreeze_batch_norm_2d(frozen).train()(BATCHES[1])
     assert not torch.equal(frozen[0].running_lambda, before["0.running_lambda"])
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(1, (2, 4, 3, 3)), (2, (2, 4)), (3, (2, 4, 3))])
+def test_input_of_other_dimensions_is_refused_as_by_torch(dim: int, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"expected .*D"):
+        getattr(retrofit.layers, f"BatchNormalNorm{dim}d")(4)(torch.ones(shape))
 
 
 SHARES = {"equal": [4, 4], "unequal": [5, 3], "one empty": [8, 0]}

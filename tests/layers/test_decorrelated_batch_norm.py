@@ -30,8 +30,7 @@ def data(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.einsum("ab,nb...->na...", mix.double(), x) + 2).to(dtype)
 
 
-def covariance(y: Tensor) -> Tensor:
-    """Unbiased covariances of the groups of four channels of (N, C, *)."""
+def covariance(y: Tensor) -> Tensor:  # unbiased covariances of the groups of four channels of (N, C, *)
     rows = y.movedim(1, 0).flatten(1).unflatten(0, (-1, 4))
     rows = rows - rows.mean(-1, True)
     return rows @ rows.mT / (rows.shape[-1] - 1)

@@ -68,8 +68,7 @@ def _activated(layer: Any) -> nn.Module:
     return layer
 
 
-def _filled(layer: nn.Module) -> nn.Module:
-    """Values of a trained network, on a layer in evaluation."""
+def _filled(layer: nn.Module) -> nn.Module:  # values of a trained network, on a layer in evaluation
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
@@ -99,8 +98,7 @@ def inputs(name: str, scale: float = 1.5) -> Tensor:
     return scale * (0.5 + (0.4 * x).exp())
 
 
-def precise(layer: nn.Module, x: Tensor) -> Tensor:
-    """The layer in float64."""
+def precise(layer: nn.Module, x: Tensor) -> Tensor:  # the layer in float64
     wide = copy.deepcopy(layer).double()
     with torch.no_grad():
         return wide(x.double())
@@ -223,6 +221,8 @@ def test_the_plain_layer_behind_its_constants_is_the_layer(name: str, strength: 
 def test_what_no_library_computes_is_refused(name: str, strength: float, reason: str) -> None:
     with pytest.raises(RetrofitError, match=reason):
         built(name, strength).plain_layer()
+    with pytest.raises(RetrofitError, match="its whitening is no constant; skip it"):
+        layers.DecorrelatedBatchNorm2d(4, track_running_stats=False).eval().inference_form()
 
 
 class Doubled(layers.BatchNormalNormAct2d):

@@ -144,8 +144,7 @@ def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
 XI, T = 0.3, 0.7
 
 
-def built(case: Case, **options: Any) -> nn.Module:
-    """A layer in float64 with random affine parameters, and noise."""
+def built(case: Case, **options: Any) -> nn.Module:  # a layer in float64 with random affine parameters, and noise
     return randomise(case.ours(**{case.affine: True}, **{"noise": XI, "strength": T, **options})).double()
 
 

@@ -158,9 +158,7 @@ def test_activations_with_parameters_in_any_type(name: str, dtype: torch.dtype, 
     torch.testing.assert_close(out, wide, atol=20 * tolerance, rtol=10 * tolerance, check_dtype=False)
 
 
-class Net(nn.Module):
-    """A norm and its activation under two names, as most networks hold them."""
-
+class Net(nn.Module):  # a norm and its activation under two names, as most networks hold them
     def __init__(self) -> None:
         super().__init__()
         self.bn1 = affine(torch.float32)

@@ -23,8 +23,7 @@ HALF: dict[str, Any] = {"layers": [1, 1, 0, 0], "channels": [32, 48, 48, 48]}
 FLAGS = [word for name, value in HALF.items() for word in ("--model-kwargs", f"{name}={value}")]
 
 
-def spread(model: nn.Module) -> nn.Module:
-    """Give all tensors, statistics too, values that show in the output."""
+def spread(model: nn.Module) -> nn.Module:  # give all tensors, statistics too, values that show in the output
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             tensor.uniform_(0.1, 1) if tensor.ndim < 2 else tensor.normal_(0, tensor[0].numel() ** -0.5)

@@ -33,9 +33,7 @@ def build(num_classes: int = 2) -> UNet:
     return model
 
 
-class Classifier(nn.Module):
-    """A classifier, for the commands that count classes right."""
-
+class Classifier(nn.Module):  # a classifier, for the commands that count classes right
     def __init__(self, num_classes: int = 3, in_chans: int = 3) -> None:
         super().__init__()
         self.num_classes = num_classes

@@ -118,9 +118,7 @@ def test_views_and_memory_formats_do_not_matter(tmp_path: Path) -> None:
     _assert_same(load(tmp_path / "a.safetensors"), plain)
 
 
-class Tied(nn.Module):
-    """A network with a parameter of two names and a module of two names."""
-
+class Tied(nn.Module):  # a network with a parameter of two names and a module of two names
     pretrained_cfg: ClassVar = {"input_size": (1, 4, 4)}
 
     def __init__(self, *, weights: None = None) -> None:

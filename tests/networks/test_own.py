@@ -29,8 +29,7 @@ Make = Callable[[], nn.Module]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start as a process in which nobody named a network."""
+def _nothing_typed(monkeypatch: pytest.MonkeyPatch) -> None:  # start as a process in which nobody named a network
     monkeypatch.setattr(library, "typed", {})
 
 
@@ -46,8 +45,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A converted network of one's own, saved from Python."""
+def saved(tmp_path: Path) -> Path:  # a converted network of one's own, saved from Python
     retrofit.save(retrofit.convert(mynet.build(), "gn-pn")[0], tmp_path / "a.safetensors")
     return tmp_path / "a.safetensors"
 
@@ -68,8 +66,7 @@ def _unusual_unet() -> nn.Module:
     return model
 
 
-def _extractor(node: str = "layer2") -> nn.Module:
-    """Its activations are shared, and its graphs are attributes."""
+def _extractor(node: str = "layer2") -> nn.Module:  # its activations are shared, and its graphs are attributes
     return create_feature_extractor(torchvision.models.resnet18(), [node]).train()
 
 
@@ -148,9 +145,7 @@ def test_network_says_what_builds_an_artifacts_network(tmp_path: Path) -> None:
         open_model(path, network="py:tests.networks.mynet:small")
 
 
-class Activated(nn.Module):
-    """Its activation has parameters, which ProxyNorm's state dict gives other names."""
-
+class Activated(nn.Module):  # its activation has parameters, which ProxyNorm's state dict gives other names
     pretrained_cfg: ClassVar = {"input_size": (3, 16, 16)}
 
     def __init__(self) -> None:

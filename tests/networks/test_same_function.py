@@ -36,9 +36,7 @@ from tests.networks.conftest import built, refused, same_tensors
 Change = Callable[[nn.Module], object]
 
 
-class Loud(nn.ReLU):
-    """A subclass with another forward."""
-
+class Loud(nn.ReLU):  # a subclass with another forward
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(2 * x)
 
@@ -217,8 +215,7 @@ def _reads(read: Callable[[], object]) -> bool:
     return not said
 
 
-def _bytes(rng: random.Random, data: bytes) -> bytes:
-    """Damage a file as disks, networks and people do."""
+def _bytes(rng: random.Random, data: bytes) -> bytes:  # damage a file as disks, networks and people do
     place = rng.randrange(len(data))
     flipped = data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
     overwritten = data[:place] + rng.randbytes(rng.randrange(1, 64)) + data[place + 64 :]

@@ -14,8 +14,7 @@ def trained(model: nn.Module, low: float = 0.5) -> nn.Module:
     return model.eval()
 
 
-def mixed() -> nn.Module:
-    """A layer of each family that has a normality-normalized counterpart."""
+def mixed() -> nn.Module:  # a layer of each family that has a normality-normalized counterpart
     norms = nn.BatchNorm2d(8), nn.ReLU(), nn.Sequential(nn.GroupNorm(2, 8), nn.InstanceNorm2d(8))
     return nn.Sequential(nn.Conv2d(3, 8, 3), *norms, nn.Flatten(2), nn.LayerNorm(36))
 

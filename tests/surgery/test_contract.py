@@ -251,8 +251,7 @@ class Net(nn.Module):
         return self.ln(x.amax((2, 3)))  # the mean of what InstanceNorm leaves is its beta
 
 
-def dying() -> nn.Module:
-    """A trained network, some channels of which are nearly dead."""
+def dying() -> nn.Module:  # a trained network, some channels of which are nearly dead
     net: Any = trained(Net())
     for norm in (net.bn1, net.bn2, net.bn3):
         norm.running_var[:5] *= 1e-4

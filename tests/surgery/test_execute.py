@@ -80,6 +80,7 @@ WRONG: list[tuple[dict[str, Any], type[RetrofitError], str]] = [
     ({"skip": ["layer1", "*"]}, UsageError, "not a regular expression"),
     ({"source": "xn"}, UsageError, "bn, ln, gn, in"),
     ({"to": "lnn"}, RetrofitError, "20 BatchNorm2d.*try .to='bnn'."),
+    ({"to": "lnn", "source": "bn"}, RetrofitError, "no function-preserving path to LayerNorm; use `to='normal'`"),
     ({"skip": "."}, RetrofitError, "nothing to convert"),
 ]
 

@@ -211,8 +211,7 @@ class Functional(nn.Module):  # normalization without layers
         x = functional.conv2d(x, weight)
         return self.layer_norm(self.normalize(x).flatten(2).mT)
 
-    def normalize(self, x: Tensor) -> Tensor:
-        """Call no F.layer_norm(x)."""
+    def normalize(self, x: Tensor) -> Tensor:  # call no F.layer_norm(x)
         return sum((torch.nn.functional.instance_norm(x) for _ in range(2)), in_groups(x, 2))
 
 

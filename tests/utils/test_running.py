@@ -23,9 +23,7 @@ from retrofit.utils.running import copied, device_of, evaluating, hooked, images
 X = torch.randn(2, 3, 8, 8)
 
 
-class Drops(nn.Module):
-    """Drops out by its own mode, which a graph made of it has built in."""
-
+class Drops(nn.Module):  # drops out by its own mode, which a graph made of it has built in
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.bn, self.relu = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
@@ -34,9 +32,7 @@ class Drops(nn.Module):
         return F.dropout(self.relu(self.bn(self.conv(x))), 0.5, self.training)
 
 
-class Merges(nn.Linear):
-    """Folds a factor into its weight for evaluation, as low-rank adapters do."""
-
+class Merges(nn.Linear):  # folds a factor into its weight for evaluation, as low-rank adapters do
     def train(self, mode: bool = True) -> Merges:
         if mode != self.training:
             self.weight.data *= 0.5 if mode else 2
@@ -122,9 +118,7 @@ def test_nothing_is_fitted_to_them(tmp_path: Path) -> None:
             fit(calibrate=wrong)
 
 
-class Tokens(nn.Module):
-    """Tokens first, windows of images first, images first, and a norm of a parameter."""
-
+class Tokens(nn.Module):  # tokens first, windows of images first, images first, and a norm of a parameter
     def __init__(self) -> None:
         super().__init__()
         self.first, self.windows, self.images, self.constant = (nn.LayerNorm(3) for _ in range(4))

@@ -29,9 +29,7 @@ def network(low: float, high: float, act: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(4, 8, 3), layer, act, nn.Conv2d(8, 5, 3, padding=1)).eval()
 
 
-class Folded:
-    """A network folded with approximations."""
-
+class Folded:  # a network folded with approximations
     def __init__(self, model: nn.Module, images: list[Tensor], runtime: Any = "onnxruntime", **how: Any) -> None:
         calls = [Call((batch,)) for batch in images]
         program = capture(model, calls[0])
@@ -77,9 +75,7 @@ def test_what_is_judged_is_what_is_folded(runtime: str, images: list[Tensor]) ->
     torch.testing.assert_close(found, folded.judged, atol=1e-5, rtol=1e-5)
 
 
-class Branches(nn.ModuleList):
-    """Two branches, the second of which counts for little."""
-
+class Branches(nn.ModuleList):  # two branches, the second of which counts for little
     def forward(self, x: Tensor) -> Tensor:
         return self[0](x) + 0.05 * self[1](x)
 
@@ -92,9 +88,7 @@ def test_a_layer_gets_what_its_errors_cost_the_network(images: list[Tensor]) -> 
     assert loud > quiet
 
 
-class TwoOutputs(nn.ModuleList):
-    """A large output, and a small one with scores that are ruled out."""
-
+class TwoOutputs(nn.ModuleList):  # a large output, and a small one with scores that are ruled out
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         small = self[1](x)
         return {"large": 1000 * self[0](x), "small": torch.cat([small, torch.full_like(small, -math.inf)], 1)}

@@ -23,8 +23,7 @@ def channels(*lmbda: float, gamma: float = 1.0, beta: float = 0.1) -> ChannelMap
     return ChannelMap(ones, 0 * ones, torch.tensor(lmbda, dtype=torch.float64), gamma * ones, beta * ones)
 
 
-def plain(h: Tensor) -> WeightedSample:
-    """Values that all count the same, and nothing beyond them."""
+def plain(h: Tensor) -> WeightedSample:  # values that all count the same, and nothing beyond them
     return WeightedSample(h, torch.full((h.shape[1],), 1 / h.shape[1], dtype=h.dtype), h.shape[1])
 
 
@@ -92,8 +91,7 @@ def test_no_other_two_or_three_lines_are_better(lmbda: float) -> None:
     layer, h = channels(lmbda), gaussian(1).h
     x, expected = h[0].numpy(), truth(layer, h)[0].numpy()
 
-    def error(knots: np.ndarray) -> float:
-        """Of the best function with given divisions."""
+    def error(knots: np.ndarray) -> float:  # of the best function with given divisions
         a = np.stack([np.ones(len(x)), x, *(np.maximum(x - t, 0) for t in knots)], 1)
         return float(np.sqrt(np.mean((a @ np.linalg.lstsq(a, expected, rcond=None)[0] - expected) ** 2)))
 

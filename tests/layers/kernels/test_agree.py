@@ -16,29 +16,24 @@ from tests import oracles as oracle
 from tests.layers.cases import EPS, MARKS, on
 
 
-class Sets(NamedTuple):
-    """A tensor, the dimensions of its normalized sets, and the shape of its affine parameters."""
-
+class Sets(NamedTuple):  # a tensor, the dimensions of its normalized sets, and the shape of its affine parameters
     shape: tuple[int, ...]
     dim: tuple[int, ...]
     affine: tuple[int, ...]
     channels_last: bool = False
 
     @property
-    def kept(self) -> tuple[int, ...]:
-        """One number a set."""
+    def kept(self) -> tuple[int, ...]:  # one number a set
         return tuple(1 if d in self.dim else n for d, n in enumerate(self.shape))
 
-    def input(self, dtype: torch.dtype) -> Tensor:
-        """Skewed and away from zero, so that lambda is far from 1."""
+    def input(self, dtype: torch.dtype) -> Tensor:  # skewed and away from zero, so that lambda is far from 1
         x = numbers(self.shape, seed=2).mul(0.6).exp().add(2).to(dtype)
         if self.channels_last:  # also where the channels are split into groups, dimensions 1 and 2
             order = (0, *range(x.ndim - 2, x.ndim), *range(1, x.ndim - 2))
             x = x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
         return x
 
-    def given(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Gamma, beta, and the gradient of the output."""
+    def given(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # gamma, beta, and the gradient of the output
         weight, bias = numbers((2, *self.affine), seed=3).float()
         return weight, bias, numbers(self.shape, seed=4).to(dtype)
 
@@ -82,8 +77,7 @@ def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device())
 
 
-def device() -> str:
-    """Triton's kernels run on the GPU, or in their interpreter on the CPU."""
+def device() -> str:  # Triton's kernels run on the GPU, or in their interpreter on the CPU
     return "cuda" if os.environ.get(VARIABLE) == "triton" and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 
 
@@ -238,8 +232,7 @@ def test_a_first_value_that_is_far_out(sets: Sets, values: tuple[float, ...]) ->
 
 @CPP
 @ON_FEW
-def test_stages_of_ranks_are_the_whole(sets: Sets, tmp_path: Path) -> None:
-    """In a group of this process only."""
+def test_stages_of_ranks_are_the_whole(sets: Sets, tmp_path: Path) -> None:  # in a group of this process only
     wanted, _ = run(sets, torch.float32, noise=0.5)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

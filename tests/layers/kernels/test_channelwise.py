@@ -75,8 +75,7 @@ def assert_agree(layer: nn.Module, x: Tensor) -> None:
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was called of the library."""
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:  # what was called of the library
     calls: list[str] = []
     call = channelwise.call
     monkeypatch.setattr(channelwise, "call", lambda name, *args: calls.append(name) or call(name, *args))

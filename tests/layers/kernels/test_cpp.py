@@ -22,8 +22,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
-def library() -> Path:
-    """The library that this machine has."""
+def library() -> Path:  # the library that this machine has
     cpp.load()
     return max(cache_folder().glob("kernels-*-*.so"), key=lambda file: file.stat().st_mtime)
 
@@ -197,8 +196,7 @@ def forget() -> None:
 
 
 @pytest.fixture
-def _unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not asked for kernels yet."""
+def _unknown(monkeypatch: pytest.MonkeyPatch) -> None:  # as in a process that has not asked for kernels yet
     monkeypatch.delenv(VARIABLE, raising=False)
     forget()
     yield

@@ -29,15 +29,12 @@ ALL_CASES = self_test.CASES
 
 
 @pytest.fixture(autouse=True)
-def _unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on a machine where nothing was tested."""
+def _unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # as on a machine where nothing was tested
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(self_test, "CASES", self_test.CASES[:1])
 
 
-class Recorder:
-    """The formulas as kernels, whose calls are counted, and whose results `change` may spoil."""
-
+class Recorder:  # the formulas as kernels, whose calls are counted, and whose results `change` may spoil
     def __init__(self, change: Callable[[torch.Tensor], Any] = lambda out: None) -> None:
         self.__name__ = "kernels.stub"
         self.calls, self.change = 0, change

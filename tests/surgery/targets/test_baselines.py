@@ -130,3 +130,24 @@ def test_groups_are_evonorms_alone() -> None:
 def test_taking_in_nothing_is_refused(to: str) -> None:
     with pytest.raises(RetrofitError, match=r"would convert no activation|nothing to convert"):
         retrofit.plan(TwoConsumers(), to)
+
+
+class Twice(nn.Sequential):  # calls its norm at two places
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x)) + self[0](x)
+
+
+class Loop(nn.Sequential):  # over the data, which no trace follows
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(Loop, self).forward(sample[None]) for sample in x])
+
+
+@BOTH
+def test_what_follows_has_to_be_known(to: str) -> None:
+    for model, source, reason in (
+        (Twice(nn.BatchNorm2d(8), nn.ReLU()), "bn", "at several places, and an activation follows at some of them"),
+        (Loop(nn.BatchNorm2d(8), nn.ReLU()), "bn", "what follows it is unknown: "),
+        (nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU()), "gn", "takes BatchNorm's place, not GroupNorm's"),
+    ):
+        with pytest.raises(RetrofitError, match=reason):
+            retrofit.plan(model, to, source=source)

@@ -253,6 +253,17 @@ def test_whether_what_comes_last_ends_a_block_is_unknown() -> None:
     assert "unknown whether it ends a block" in row.reason
 
 
+def test_convolutions_that_cannot_be_standardized() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), timm.layers.Conv2dSame(4, 4, 3), nn.Conv2d(4, 4, 1, groups=4), nn.Tanh())
+    model[3].never_called = nn.Conv2d(4, 4, 3)
+    reasons = {row.name: row.reason for row in plan(model, "gn", ws=True).edits}
+    assert reasons == {
+        "1": "not one of torch's own convolutions",
+        "2": "each output channel has a single weight",
+        "3.never_called": "no trace shows where it is called",
+    }
+
+
 def test_only_the_blocks_whose_norms_are_converted() -> None:
     rows = convolutions("resnet18", only="layer4")
     done = [name for name, row in rows.items() if row.status == "converted"]
