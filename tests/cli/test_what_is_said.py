@@ -4,6 +4,7 @@ And that a command gives what the Python function of its name gives: the same an
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -215,10 +216,12 @@ def test_other_names_of_classes_and_a_strength_that_nobody_set_are_warned_of_in_
     """As many classes as outputs prove nothing: bee would be taken for bat, and cat for bee."""
     model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3), "gn")
     retrofit.set_strength(model, 0.02531)
+    model.fc.bias.data[0] = math.nan
     retrofit.save(model, "a.safetensors", labels=["ant", "bat", "bee"])
     precision = ["--device", "cpu", "--amp", "--amp-dtype", "bfloat16", "--channels-last"]
     said = done(run("evaluate", "a.safetensors", *DATA, "-j", "0", *precision)).stderr
     assert "warning: layers stand at strength 0.0253" in said
+    assert "warning: 12 images gave scores that are not finite, counted as wrong" in said
     assert "are not what the model calls its outputs: the classes, sorted" in said
 
 
