@@ -155,20 +155,42 @@ HALF, CLIENTS, LEFT = ("half_reset.md", "batch 1 "), ("federated.md", "batch 8")
 FIGURES: list[tuple[str, int, Any]] = [
     *(("ln", 1, LEFT), ("ln", 0, LEFT), (BN, 0, CLIENTS), (FROZEN, 0, CLIENTS), ("ln, t to 1", 0, CLIENTS)),
     *((BN, 4, MAIN), (FROZEN, 4, MAIN), ("ln, t to 1", 4, MAIN), (BN, 2, HALF), (FROZEN, 2, HALF)),
-    ("ln, t to 1", 2, HALF),
+    *(("BatchNorm, frozen whole", 4, MAIN), ("BatchNorm, then PreciseBN", 4, HALF)),
+    *(("ln, t to 1", column, HALF) for column in (2, 4)),
 ]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_the_figures_of_readme_are_the_recorded_ones() -> None:
     known = {f"{number(table(*place)[row][column]):.1f}%" for row, column, place in FIGURES}
-    shown = next(part for part in PAGES[0].read_text().split("\n\n") if part.startswith("| situation"))
-    found = set(re.findall(r"\d+\.\d%", shown))
+    found = set(re.findall(r"\d+\.\d%", PAGES[0].read_text()))
     assert known <= found
-    results = ROOT / "benchmarks" / "results"
-    assert "scores 89.0% top-1" in (results / "retention.md").read_text()
-    dp = (results / "dp.md").read_text()
+    assert "scores 89.0% top-1" in (RESULTS / "retention.md").read_text()
+    dp = (RESULTS / "dp.md").read_text()
     private = {f"{value}%" for value in re.findall(r"\| (\d+\.\d) ±", dp[dp.index(DP) :])}
     assert found <= known | private | {"89.0%"}
+
+
+def test_the_times_of_readme_are_the_recorded_ones() -> None:
+    frozen, migrated = [], []
+    evidence = "".join((RESULTS / name).read_text() for name in ("evidence.md", "half_reset.md"))
+    for part in re.split("^#+ ", evidence, flags=re.MULTILINE):
+        row = r"^\| \**([^|*]+?)\** \|(?: [^|]* \|){5} (\d+) \|$"  # seconds of a run stand last
+        seconds = {name: int(cell) for name, cell in re.findall(row, part, re.MULTILINE)}
+        frozen += [seconds[FROZEN] / seconds[BN]] if {FROZEN, BN} <= seconds.keys() else []
+        migrated += [seconds["ln, t to 1"] / seconds[FROZEN]] if {FROZEN, "ln, t to 1"} <= seconds.keys() else []
+    latency = re.findall(r"\| ln \| (\S+) .*? \| .*? \| (\S+) ", (RESULTS / "deploy_latency.md").read_text())
+    exported = [float(cell) for cells in latency for cell in cells]
+    gpu = [re.findall(rf"channels_last \| {to} \| (\S+)", (RESULTS / "gpu.md").read_text()) for to in ("frozen", "ln")]
+    steps = [f"{float(cell):.1f}" for (cell,) in gpu]
+    readme = " ".join(PAGES[0].read_text().split())
+    for words, times in (
+        ("`frozen` {} to {} times BatchNorm's", frozen),
+        ("`ln` {} to {} times `frozen`'s", migrated),
+        ("`ln`, exported, takes {} to {} times", exported),
+    ):
+        assert words.format(f"{min(times):.1f}", f"{max(times):.1f}") in readme
+    assert "steps took {} (`frozen`) or {} times (`ln`)".format(*steps) in readme
 
 
 def test_readme_is_short() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.evaluation import predictions
 from retrofit.images import dataset as module
-from retrofit.images.dataset import open_images, sample_batches
+from retrofit.images.dataset import has_part, open_images, sample_batches
 from retrofit.images.image_files import ImageFiles
 from tests.networks.conftest import refused
 from tests.pictures import PLAIN, Colours, write_folder, write_tar
@@ -89,6 +89,11 @@ def test_parts(tmp_path: Path, parts: str | tuple[str, ...], split: str, outcome
     with nullcontext() if isinstance(outcome, int) else pytest.raises(UsageError, match=outcome):
         data = open_images(None if dataset == "digits" else place, dataset=dataset, split=split)
         assert len(data.images) == outcome
+
+
+def test_some_datasets_check_the_names_of_their_parts_themselves() -> None:
+    assert has_part(None, "torch/Places365", "train-challenge")
+    assert not has_part(None, "torch/CIFAR10", "train-challenge")
 
 
 def test_no_digit_is_in_both_parts() -> None:
