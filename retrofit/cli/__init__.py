@@ -99,7 +99,7 @@ def main() -> None:
     """Replace the normalization layers of a trained network and keep what it has learned.
 
     \b
-    $ retrofit inspect resnet50 --to ln
-    $ retrofit convert resnet50 --to frozen --pretrained
-    $ retrofit evaluate resnet50-frozen.safetensors --data-dir imagenet
+        $ retrofit inspect resnet50 --to ln
+        $ retrofit convert resnet50 --to frozen --pretrained
+        $ retrofit evaluate resnet50-frozen.safetensors --data-dir imagenet
     """

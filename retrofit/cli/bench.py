@@ -7,9 +7,9 @@ of MODEL's size; an artifact there gets its own.
 Where MODEL and --against are exported files (.onnx), --runtime runs them as they are.
 
 \b
-$ retrofit bench resnet18-bnn.safetensors
-$ retrofit bench resnet18-bnn.safetensors --against resnet18-gn-pn.safetensors --mode train
-$ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
+    $ retrofit bench resnet18-bnn.safetensors
+    $ retrofit bench resnet18-bnn.safetensors --against resnet18-gn-pn.safetensors --mode train
+    $ retrofit bench resnet18-bnn.onnx --against resnet18.onnx --runtime onnxruntime
 """
 
 from __future__ import annotations

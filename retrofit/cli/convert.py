@@ -9,23 +9,23 @@ normalized too); bnn, lnn, gnn, inn, normal (a power transform after the norm); 
 frn-tlu (timm's layers, without strength: the outputs change, and convert prints by how much).
 
 \b
-$ retrofit convert resnet50 --to bnn
-weights: RANDOM (pass --pretrained or --checkpoint FILE for trained ones)
+    $ retrofit convert resnet50 --to bnn
+    weights: RANDOM (pass --pretrained or --checkpoint FILE for trained ones)
 \b
- count   found         becomes             names
- -------------------------------------------------------------------------
-    53   BatchNorm2d   BatchNormalNorm2d   bn1, layer1.0.bn1, ... (51 more)
+     count   found         becomes             names
+     -------------------------------------------------------------------------
+        53   BatchNorm2d   BatchNormalNorm2d   bn1, layer1.0.bn1, ... (51 more)
 \b
-parameters: 25,557,032 before, 25,557,032 after (+0)
-check passed: largest difference 0 at a scale of 0.158, tolerance 1.58e-05
-wrote resnet50-bnn.safetensors (102.6 MB)
-next: retrofit evaluate resnet50-bnn.safetensors --data-dir DIR
+    parameters: 25,557,032 before, 25,557,032 after (+0)
+    check passed: largest difference 0 at a scale of 0.158, tolerance 1.58e-05
+    wrote resnet50-bnn.safetensors (102.6 MB)
+    next: retrofit evaluate resnet50-bnn.safetensors --data-dir DIR
 
 \b
-$ retrofit convert resnet50 --to frozen --checkpoint yours.pth --num-classes 10
-$ retrofit convert tv:convnext_tiny --to lnn --only 'features\\.[67]' -o tiny.safetensors
-$ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
-{"converted":53,"kept":0,"unsupported":0}
+    $ retrofit convert resnet50 --to frozen --checkpoint yours.pth --num-classes 10
+    $ retrofit convert tv:convnext_tiny --to lnn --only 'features\\.[67]' -o tiny.safetensors
+    $ retrofit convert resnet50 --to bnn --json 2>/dev/null | jq -c .counts
+    {"converted":53,"kept":0,"unsupported":0}
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Writes a page (index.html) with figures, the figures as PNG, and results.json into a folder.
 
 \b
-$ retrofit diagnose resnet50 --pretrained --data-dir photos
-$ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --data-dir photos
+    $ retrofit diagnose resnet50 --pretrained --data-dir photos
+    $ retrofit diagnose resnet50 --pretrained --against resnet50-bnn.safetensors --data-dir photos
 """
 
 from pathlib import Path

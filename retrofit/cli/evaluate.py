@@ -4,20 +4,20 @@ MODEL may also be an .onnx file that `retrofit export` wrote. Its metadata say h
 Images that cannot be read are left out of the figures and listed.
 
 \b
-$ retrofit evaluate tf_efficientnet_lite0 --checkpoint lite0.pth --match order \\
-    --data-dir photos.tar --class-map classes.txt
-weights: checkpoint lite0.pth
-top-1 89.00% (178 of 200)
-top-5 98.00% (196 of 200)
+    $ retrofit evaluate tf_efficientnet_lite0 --checkpoint lite0.pth --match order \\
+        --data-dir photos.tar --class-map classes.txt
+    weights: checkpoint lite0.pth
+    top-1 89.00% (178 of 200)
+    top-5 98.00% (196 of 200)
 
 \b
-$ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map classes.txt \\
-    --json 2>/dev/null | jq -c '[.strength, .top1, .images]'
-[1,85,200]
+    $ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map classes.txt \\
+        --json 2>/dev/null | jq -c '[.strength, .top1, .images]'
+    [1,85,200]
 \b
-$ retrofit evaluate lite0-ln.onnx --data-dir photos.tar --class-map classes.txt
-$ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map classes.txt \\
-    --attack pgd --eps 4/255
+    $ retrofit evaluate lite0-ln.onnx --data-dir photos.tar --class-map classes.txt
+    $ retrofit evaluate lite0-ln.safetensors --data-dir photos.tar --class-map classes.txt \\
+        --attack pgd --eps 4/255
 """
 
 from pathlib import Path

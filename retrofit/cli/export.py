@@ -3,8 +3,8 @@
 The batch is dynamic unless --batch fixes it. A file that differs by more than the tolerance is not written.
 
 \b
-$ retrofit export resnet50-ln.safetensors -o resnet50.onnx
-$ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
+    $ retrofit export resnet50-ln.safetensors -o resnet50.onnx
+    $ retrofit export resnet50-bnn.safetensors --fold poly --calibrate photos.tar
 """
 
 from __future__ import annotations

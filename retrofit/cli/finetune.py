@@ -9,14 +9,14 @@ epochs whose strength is nearest to its end) and the state that --resume continu
 before they end the run.
 
 \b
-$ retrofit convert resnet18 --to ln --img-size 32
-$ retrofit finetune resnet18-ln.safetensors --recipe digits -o runs/digits
-$ retrofit evaluate runs/digits/best.safetensors --dataset digits
-$ retrofit finetune --resume runs/digits
-$ retrofit finetune resnet50-frozen.safetensors --data-dir DIR -b 2 --lr 1e-4 -o runs/mine
-$ retrofit finetune resnet18 --checkpoint resnet18.pth --data-dir DIR
-$ torchrun --nproc-per-node 4 -m retrofit finetune resnet50-bnn.safetensors \\
-    --recipe imagenet-bnn-resnet50 --data-dir imagenet --sync-norm
+    $ retrofit convert resnet18 --to ln --img-size 32
+    $ retrofit finetune resnet18-ln.safetensors --recipe digits -o runs/digits
+    $ retrofit evaluate runs/digits/best.safetensors --dataset digits
+    $ retrofit finetune --resume runs/digits
+    $ retrofit finetune resnet50-frozen.safetensors --data-dir DIR -b 2 --lr 1e-4 -o runs/mine
+    $ retrofit finetune resnet18 --checkpoint resnet18.pth --data-dir DIR
+    $ torchrun --nproc-per-node 4 -m retrofit finetune resnet50-bnn.safetensors \\
+        --recipe imagenet-bnn-resnet50 --data-dir imagenet --sync-norm
 """
 
 import os

@@ -1,23 +1,23 @@
 """List the normalization layers of MODEL, and with --to what would become of each; write nothing.
 
 \b
-$ retrofit inspect resnet18
- count   class         family   channels   names
- -----------------------------------------------------------------
-    20   BatchNorm2d   bn       64-512     bn1, layer1.0.bn1, ... (18 more)
+    $ retrofit inspect resnet18
+     count   class         family   channels   names
+     -----------------------------------------------------------------
+        20   BatchNorm2d   bn       64-512     bn1, layer1.0.bn1, ... (18 more)
 \b
-20 normalization layers; add --to TARGET to see what becomes of them
+    20 normalization layers; add --to TARGET to see what becomes of them
 
 \b
-$ retrofit inspect resnet18 --to bnn --skip layer4
- count   found         becomes             names                               why
- ------------------------------------------------------------------------------------------------------
-    15   BatchNorm2d   BatchNormalNorm2d   bn1, layer1.0.bn1, ... (13 more)
-     5   BatchNorm2d   (kept)              layer4.0.bn1, ... (4 more)          matched by --skip layer4
+    $ retrofit inspect resnet18 --to bnn --skip layer4
+     count   found         becomes             names                               why
+     ------------------------------------------------------------------------------------------------------
+        15   BatchNorm2d   BatchNormalNorm2d   bn1, layer1.0.bn1, ... (13 more)
+         5   BatchNorm2d   (kept)              layer4.0.bn1, ... (4 more)          matched by --skip layer4
 \b
-15 converted, 5 kept, 0 unsupported
-$ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
-{"BatchNorm2d":20}
+    15 converted, 5 kept, 0 unsupported
+    $ retrofit inspect resnet18 --json 2>/dev/null | jq -c .counts
+    {"BatchNorm2d":20}
 """
 
 from collections import Counter, defaultdict

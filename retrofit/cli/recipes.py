@@ -1,10 +1,10 @@
 """The recipes that come with retrofit, to run as they are or to copy and change.
 
 \b
-$ retrofit recipes
-$ retrofit recipes show digits
-$ retrofit recipes copy digits mine.yaml
-$ retrofit finetune resnet18-bnn.safetensors --recipe mine.yaml
+    $ retrofit recipes
+    $ retrofit recipes show digits
+    $ retrofit recipes copy digits mine.yaml
+    $ retrofit finetune resnet18-bnn.safetensors --recipe mine.yaml
 """
 
 from pathlib import Path
