@@ -111,7 +111,6 @@ class Recipe(BaseModel):
         "linear", "Course of the strength t; there-and-back returns from 1 to strength_end (give it)."
     )
     strength_ramp: Fraction = _as(0.5, "Fraction of the training in which t moves.")
-    strength_start: Fraction = _as(0.0, "t at the start; layers that stand higher keep theirs.")
     strength_end: Fraction = _as(1.0, "t at the end.")
     noise: NotNegative | None = _as(None, "Noise factor xi at the end (default: what convert set).")
     noise_kind: NoiseKind | None = _as(None, "Kind of noise (default: what convert set).")

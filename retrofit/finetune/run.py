@@ -177,10 +177,9 @@ class Run:
         self.validated: nn.Module = self.networks[-1]
         self.schedule: StrengthSchedule | None = None
         if strength_layers(self.model):
-            walk: dict[str, Any] = {"shape": recipe.strength_sched, "ramp": recipe.strength_ramp}
-            walk |= {"start": recipe.strength_start, "end": recipe.strength_end}
             noise = recipe.noise if prepare.draws_noise(self.model) else None
-            walk |= {"noise": noise, "noise_start": recipe.noise_start, "noise_ramp": recipe.noise_ramp}
+            walk: dict[str, Any] = {"noise": noise, "noise_start": recipe.noise_start, "noise_ramp": recipe.noise_ramp}
+            walk |= {"shape": recipe.strength_sched, "ramp": recipe.strength_ramp, "end": recipe.strength_end}
             self.schedule = StrengthSchedule(nn.ModuleList(self.networks), self.position.steps, **walk)
         if recipe.sync_norm and not sync_norms(self.model, self.device):
             raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
