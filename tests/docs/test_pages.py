@@ -185,8 +185,8 @@ def test_the_times_of_readme_are_the_recorded_ones() -> None:
     steps = [f"{float(cell):.1f}" for (cell,) in gpu]
     readme = " ".join(PAGES[0].read_text().split())
     for words, times in (
-        ("`frozen` trains in {} to {} times BatchNorm's", frozen),
-        ("`ln` in {} to {} times `frozen`'s", migrated),
+        ("`frozen` takes {} to {} times BatchNorm's", frozen),
+        ("`ln` {} to {} times `frozen`'s", migrated),
         ("`ln`, exported, takes {} to {} times", exported),
     ):
         assert words.format(f"{min(times):.1f}", f"{max(times):.1f}") in readme
