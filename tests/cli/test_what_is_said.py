@@ -22,8 +22,9 @@ from torch import nn
 import retrofit
 from retrofit.cli.export import _show
 from retrofit.compare import Comparison
+from retrofit.evaluation import evaluate
 from retrofit.export import api
-from retrofit.images.dataset import sample_batches
+from retrofit.images.dataset import open_images, sample_batches
 from retrofit.networks.models import Network, open_model
 from retrofit.record import Preprocess
 from tests.cli.conftest import Run, answer, complaint, done
@@ -323,6 +324,15 @@ def test_convert_is_the_function(run: Run, pictures: Path, to: str, words: str, 
     assert ("agreement" in expected) == ("calibrate" in words)
     assert {name: result[name] for name in expected} == expected
     assert_same(result["output"], model)
+
+
+def test_evaluate_is_the_function(run: Run, pictures: Path) -> None:
+    network = converted(run, "--to", "bnn", "--strength", "0.5")
+    result = answer(run("evaluate", "a.safetensors", *DATA, "-j", "0", "-b", "5", "--channels-last", "--json"))
+    data = open_images(pictures, labels=network.labels)
+    found = evaluate(network.model, data, network.preprocess, batch_size=5, workers=0, channels_last=True)
+    assert found.images == 12
+    assert result == {"schema": 1, **network.facts, "data": "pictures", **plain(found.to_dict())}
 
 
 def test_bake_is_the_function(run: Run, pictures: Path) -> None:
