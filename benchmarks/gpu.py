@@ -216,9 +216,9 @@ class Day:
 
     def steps(self) -> None:
         """Time training steps of networks against their sources', and take the peak of their memory."""
-        networks = {"resnet50": ["frozen", "ln", "gn-pn", "ln-pn", "bnn"], "vit_small_patch16_224": ["lnn"]}
-        if self.args.dry:
-            networks = {"test_resnet": ["frozen", "ln", "gn-pn", "ln-pn", "bnn"], "test_vit": ["lnn"]}
+        names = ("test_resnet", "test_vit") if self.args.dry else ("resnet50", "vit_small_patch16_224")
+        targets = ["bn.eval()", "frozen", "ln", "gn-pn", "ln-pn", "bnn"], ["lnn"]
+        networks = dict(zip(names, targets, strict=True))
         rows: list[Row] = []
         for way in ("AMP, channels_last", "AMP, channels_last, torch.compile"):
             for name, targets in networks.items():
@@ -245,11 +245,14 @@ class Day:
         torch.manual_seed(0)
         network = timm.create_model(name)
         size = network.pretrained_cfg["input_size"]
-        if target != "source":
+        if target not in ("source", "bn.eval()"):
             network, _ = retrofit.convert(network, target, check=False)
             if target != "frozen":  # which has no strength
                 retrofit.set_strength(network, 1.0)
         network = network.to(self.device).train()
+        if target == "bn.eval()":
+            for module in network.modules():
+                module.train(not isinstance(module, nn.BatchNorm2d))
         x = torch.randn((2, 3, 32, 32) if self.args.dry and "vit" not in name else (self._batch, *size))
         x, layout = x.to(self.device), torch.channels_last if "channels_last" in way else torch.contiguous_format
         network, x = network.to(memory_format=layout), x.contiguous(memory_format=layout)

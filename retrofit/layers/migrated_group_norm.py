@@ -14,7 +14,7 @@ from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, check_groups, hold_settings, no_plain_layer
 from retrofit.layers.forms import ConstantNorm, MigratedForm, channel_view
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
-from retrofit.layers.kernels import channelwise
+from retrofit.layers.kernels import channelwise, fits
 from retrofit.layers.kernels.eager import compute_dtype
 from retrofit.layers.transforms import differentiable_once, needed, transformed
 
@@ -85,9 +85,13 @@ def migrated_group_norm(
     return out.view_as(x) if x.ndim == 2 else out
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of `x` (N, C, *) per sample and channel, (N, C) each, without cancellation."""
     dims = tuple(range(2, x.ndim))
+    if x.dtype != dtype and not transformed():  # a half type, whose own rounding is more than what cancels in `dtype`
+        mean, size = x.mean(dims, dtype=dtype), max(1, math.prod(x.shape[2:]))
+        return mean, (torch.linalg.vector_norm(x, dim=dims, dtype=dtype).square() / size - mean.square()).clamp_min(0)
+    x = x.to(dtype)
     if not (transformed() or x.is_cpu or x.numel() == 0):  # on CPU var_mean takes several times as long
         var, mean = torch.var_mean(x, dims, correction=0)
         return mean, var
@@ -109,7 +113,7 @@ def _group_affine(
     gamma, gain = (ones if values is None else values.to(t.dtype) for values in (weight, gain))
     mean, rstd = mean.to(t.dtype), torch.rsqrt(var.to(t.dtype) + source_eps)
     # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
-    row_mean, row_var = _moments(x.to(t.dtype))
+    row_mean, row_var = _moments(x, t.dtype)
     groups = len(x), num_groups, len(ones) // num_groups
     centre = ((row_mean - mean) * (rstd * gain)).reshape(groups)
     m = centre.mean(2, keepdim=True)
@@ -120,7 +124,7 @@ def _group_affine(
     m, k = m.expand(groups).flatten(1) / gain, k.expand(groups).flatten(1)
     scale = k * gamma
     shift = (0.0 if bias is None else bias.to(t.dtype)) - scale * (mean * rstd + t * m)
-    return _affine(x, scale * rstd, shift), mean, rstd, gain, gamma, m, k
+    return _affine(x, shift, x, scale * rstd), mean, rstd, gain, gamma, m, k
 
 
 class _GroupAffine(torch.autograd.Function):
@@ -144,9 +148,9 @@ class _GroupAffine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, t, mean, rstd, gain, gamma, m, k = ctx.saved_tensors  # m of the group, over the channel's gain
         dims = tuple(range(2, x.ndim))
-        grad = grads[0].to(k.dtype)
-        sum_g = grad.sum(dims)
-        centred = (grad * x).sum(dims) - mean * sum_g
+        grad = grads[0]
+        sum_g = grad.sum(dims, dtype=k.dtype)
+        centred = torch.addcmul(k.new_zeros(1), grad, x).sum(dims) - mean * sum_g
         sum_gx = (centred * rstd - t * m * sum_g) * k  # of grad * x^
         dx = None
         if ctx.needs_input_grad[0]:
@@ -159,14 +163,15 @@ class _GroupAffine(torch.autograd.Function):
 
             slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - mean) * rstd
             shift = -t * k * gain * group_mean(sum_g / gain) - slope * (mean * rstd + m)
-            dx = _affine(x, slope * rstd.square(), shift * rstd, dtype=k.dtype)
-            dx = dx.addcmul_(grad, channel_view(k * gamma * rstd, x)).to(x.dtype)
+            dx = torch.addcmul(channel_view(shift * rstd, x), x, channel_view(slope * rstd.square(), x))
+            dx = _affine(x, dx, grad, k * gamma * rstd)
         return dx, *needed(ctx, 1, (sum_gx.sum(0), sum_g.sum(0))), None, None, None, None
 
 
-def _affine(x: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return x * scale + shift for (N, C) tables, in `dtype` or the type of `x`, computed in that of the tables."""
-    return torch.addcmul(channel_view(shift, x), x, channel_view(scale, x)).to(dtype or x.dtype)
+def _affine(like: Tensor, shift: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """Return x * scale + shift for (N, C) tables, computed in their type, in the type and memory format of `like`."""
+    values = channel_view(shift, x) if shift.ndim == 2 else shift, x, channel_view(scale, x)
+    return torch.addcmul(*values, out=torch.empty_like(like)) if fits(like) else torch.addcmul(*values).to(like.dtype)
 
 
 @torch.no_grad()

@@ -41,8 +41,9 @@ def test_half_precision_in_and_out_float32_inside(name: str, dtype: torch.dtype)
     (layer(low) * upstream).sum().backward()
     assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
     if not rounded:
-        (expected,) = torch.autograd.grad(layer(wide), wide, upstream.float())
+        expected, *own = torch.autograd.grad(layer(wide), [wide, *layer.parameters()], upstream.float())
         torch.testing.assert_close(low.grad, expected.to(dtype), rtol=0.02, atol=1e-3)
+        torch.testing.assert_close([parameter.grad for parameter in layer.parameters()], own, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, shape) in LAYERS.items() if len(shape) == 4])

@@ -1,0 +1,34 @@
+"""The gradient of frozen batch normalization in channels_last on a GPU, against that of torch's own layer."""
+
+import pytest
+import torch
+from torch import nn
+
+from retrofit.layers import FrozenBatchNorm
+from retrofit.layers.frozen_batch_norm import _ChannelsLast
+
+MEAN, VAR, WEIGHT, BIAS = torch.linspace(-1, 4, 24, dtype=torch.float64).square().view(4, 6) + 0.1
+X = torch.randn(4, 6, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_on_cuda(dtype: torch.dtype, affine: bool) -> None:
+    exact = torch.promote_types(dtype, torch.float32)
+    theirs = nn.BatchNorm2d(6, affine=affine, device="cuda", dtype=exact).eval()
+    theirs.load_state_dict({"running_mean": MEAN, "running_var": VAR, "weight": WEIGHT, "bias": BIAS}, strict=False)
+    ours, x, found = FrozenBatchNorm(6, affine=affine, device="cuda", dtype=exact), X.to("cuda", dtype), []
+    ours.load_state_dict(theirs.state_dict())
+    for layer in (theirs, ours):
+        own = x.clone().requires_grad_()
+        layer(own).square().sum().backward()
+        found.append([layer(x), own.grad, *(parameter.grad for parameter in layer.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+    assert found[1][1].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("affine", [(WEIGHT, BIAS), (None, None)])
+def test_second_derivative(affine: tuple[torch.Tensor | None, ...]) -> None:
+    x, *trained = (None if one is None else one.clone().requires_grad_() for one in (X, *affine))
+    assert torch.autograd.gradgradcheck(_ChannelsLast.apply, (x, MEAN, VAR, *trained, 1e-3))
