@@ -17,19 +17,8 @@ from torch.fx import Node
 
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, is_detector
-from retrofit.layers import ProxyNorm
+from retrofit.layers import ProxyNorm, forms
 from retrofit.layers.converted_layer import ConvertedLayer
-from retrofit.layers.forms import (
-    SMALL_POWER,
-    ConstantNorm,
-    EstimatedTransform,
-    FunctionModule,
-    GroupConvolution,
-    MigratedForm,
-    TwoBranch,
-    channel_view,
-    relative_growth,
-)
 from retrofit.layers.frozen_batch_norm import PlainAffine
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
@@ -39,17 +28,17 @@ from retrofit.utils.text import cause_of
 ATEN = torch.ops.aten
 INF = float("inf")
 _KINDS = {
-    EstimatedTransform: "estimated",
-    MigratedForm: "group",
-    TwoBranch: "two branches",
-    GroupConvolution: "group convolution",
+    forms.EstimatedTransform: "estimated",
+    forms.MigratedForm: "group",
+    forms.TwoBranch: "two branches",
+    forms.GroupConvolution: "group convolution",
 }
 
 
 @torch.library.custom_op("retrofit::power", mutates_args=())
 def power(h: Tensor, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     """Return gamma * psi(h; lambda) + beta of standardized values (N, C, *), with (C,) constants."""
-    return TwoBranch(lmbda, gamma, beta)(h).contiguous()
+    return forms.TwoBranch(lmbda, gamma, beta)(h).contiguous()
 
 
 power.register_fake(lambda h, *_: torch.empty_like(h, memory_format=torch.contiguous_format))
@@ -103,7 +92,7 @@ def capture(
         default = "normalization" if layer.affine_map() is None else "affine"
         kind = next((kind for cls, kind in _KINDS.items() if any(type(part) is cls for part in parts)), default)
         for part in parts:
-            if lambdas is not None and name in lambdas and isinstance(part, EstimatedTransform):
+            if lambdas is not None and name in lambdas and isinstance(part, forms.EstimatedTransform):
                 part.freeze(lambdas[name])
                 kind = "frozen"
         if isinstance(layer, ProxyNorm | WeightStandardization | PlainAffine):
@@ -112,7 +101,7 @@ def capture(
             program.layers[name] = "kept"
         else:
             vars(layer)["forward"] = partial(_by_form, form, program.layers, name, kind)
-            powers += [part for part in form.modules() if isinstance(part, TwoBranch)]
+            powers += [part for part in form.modules() if isinstance(part, forms.TwoBranch)]
     if is_detector(model):
         program.note = "detectors sort and suppress boxes, which torch.export cannot capture"
         return program
@@ -176,7 +165,7 @@ def layer_of(node: Node) -> str:
     return str(stack[-1][0]) if stack else ""
 
 
-def attribute_of(module: fx.GraphModule, node: Node) -> Any:
+def value_of(module: fx.GraphModule, node: Node) -> Any:
     """Return the value of a `get_attr` node."""
     return operator.attrgetter(str(node.target))(module)
 
@@ -198,12 +187,28 @@ class Transform:
     @classmethod
     def of(cls, module: fx.GraphModule, node: Node) -> "Transform":
         """Return the transform of a `retrofit::power` node."""
-        lmbda, gamma, beta = (attribute_of(module, arg).double() for arg in node.args[1:])  # type: ignore[arg-type]
+        lmbda, gamma, beta = (value_of(module, arg).double() for arg in node.args[1:])  # type: ignore[arg-type]
         sign = torch.where(gamma < 0, -1.0, 1.0).to(gamma)
         users = users_of(node)
         high = _upper_limit(users[0]) if len(users) == 1 else None
         relu = None if high is None else users[0]
         return cls(node, sign, torch.where(gamma < 0, 2 - lmbda, lmbda), gamma.abs(), beta, relu, high)
+
+    def exact_form(self) -> "Fit":
+        """Return the transform itself: of one branch, with the ReLU, if the ReLU makes the negative branch dead."""
+        sign, lmbda, gamma, beta, high = (getattr(self, name) for name in ("sign", "lmbda", "gamma", "beta", "high"))
+        if high is None or bool((beta > 0).any()) or lmbda.numel() == 1:
+            return Fit("two branches", 0, torch.ones_like(sign), 0 * sign, [forms.TwoBranch(lmbda, gamma, beta)])
+        ratio = -beta / torch.where(gamma > 0, gamma, 1.0)
+        root = torch.where(lmbda == 0, ratio, torch.log1p(lmbda * ratio) / torch.where(lmbda == 0, 1.0, lmbda))
+        live = (gamma > 0) & root.isfinite() & root.exp().isfinite()  # root is log(1 + h0), h0 the function's zero
+        to_u = torch.where(live, torch.exp(-root), 0.0)
+        near_0 = bool((lmbda.abs() < forms.SMALL_POWER).any())
+        scale, after = torch.where(live, gamma - lmbda * beta, 0.0) / (1.0 if near_0 else lmbda), None
+        parts = [limits(1.0), OneBranch(lmbda, scale, near_0), limits(None, high)]
+        if high == INF:
+            parts, after = [limits(1.0), OneBranch(lmbda, None, near_0)], scale
+        return Fit("one branch", 0, to_u, torch.where(live, to_u, 1.0), parts, has_activation=True, after=after)
 
 
 def _upper_limit(node: Node) -> float | None:
@@ -259,31 +264,14 @@ class OneBranch(nn.Module):
     def forward(self, u: Tensor) -> Tensor:
         """Transform (N, C, *)."""
         log = torch.log(u)
-        power = log * channel_view(self.lmbda, u)
-        y = relative_growth(power) * log if self.near_0 else torch.exp(power) - 1.0
-        return y if self.scale is None else y * channel_view(self.scale, u)
-
-
-def exact_form(transform: Transform) -> Fit:
-    """Return the transform itself: of one branch, if the ReLU behind it makes the negative one dead, with that ReLU."""
-    sign, lmbda, gamma, beta, high = (getattr(transform, name) for name in ("sign", "lmbda", "gamma", "beta", "high"))
-    if high is None or bool((beta > 0).any()) or lmbda.numel() == 1:
-        return Fit("two branches", 0, torch.ones_like(sign), 0 * sign, [TwoBranch(lmbda, gamma, beta)])
-    ratio = -beta / torch.where(gamma > 0, gamma, 1.0)
-    root = torch.where(lmbda == 0, ratio, torch.log1p(lmbda * ratio) / torch.where(lmbda == 0, 1.0, lmbda))
-    live = (gamma > 0) & root.isfinite() & root.exp().isfinite()  # root is log(1 + h0), where h0 is the function's zero
-    to_u = torch.where(live, torch.exp(-root), 0.0)
-    near_0 = bool((lmbda.abs() < SMALL_POWER).any())
-    scale, after = torch.where(live, gamma - lmbda * beta, 0.0) / (1.0 if near_0 else lmbda), None
-    parts = [limits(1.0), OneBranch(lmbda, scale, near_0), limits(None, high)]
-    if high == INF:
-        parts, after = [limits(1.0), OneBranch(lmbda, None, near_0)], scale
-    return Fit("one branch", 0, to_u, torch.where(live, to_u, 1.0), parts, has_activation=True, after=after)
+        power = log * forms.channel_view(self.lmbda, u)
+        y = forms.relative_growth(power) * log if self.near_0 else torch.exp(power) - 1.0
+        return y if self.scale is None else y * forms.channel_view(self.scale, u)
 
 
 def limits(low: float | None, high: float | None = None) -> nn.Module:
     """Return limits by constants of the whole layer, which runtimes fuse into the convolution before it."""
-    return FunctionModule(partial(torch.clamp, min=low, max=high))
+    return forms.FunctionModule(partial(torch.clamp, min=low, max=high))
 
 
 class Polynomial(nn.Module):
@@ -298,7 +286,7 @@ class Polynomial(nn.Module):
         *lower, scale = coefficients.unbind(0)
         self.steps = nn.ModuleList()
         for shift in reversed(lower):
-            self.steps.append(ConstantNorm(torch.zeros_like(scale), scale, shift))
+            self.steps.append(forms.ConstantNorm(torch.zeros_like(scale), scale, shift))
             scale = torch.ones_like(scale)
 
     def to_convolutions(self) -> None:
@@ -307,7 +295,7 @@ class Polynomial(nn.Module):
         """
         norms: list[Any] = list(self.steps)
         if len(norms) <= 2:
-            self.steps = nn.ModuleList(GroupConvolution(norm.scale.view(-1, 1, 1), norm.shift) for norm in norms)
+            self.steps = nn.ModuleList(forms.GroupConvolution(norm.scale.view(-1, 1, 1), norm.shift) for norm in norms)
 
     def forward(self, p: Tensor) -> Tensor:
         """Evaluate."""

@@ -16,22 +16,11 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from retrofit.export.capture import (
-    ATEN,
-    POWER,
-    Fit,
-    Program,
-    Transform,
-    arguments,
-    attribute_of,
-    exact_form,
-    layer_of,
-    shape_of,
-    users_of,
-)
+from retrofit.export.capture import POWER, Fit, Program, Transform, arguments, layer_of, shape_of, users_of, value_of
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
 from retrofit.layers.forms import ChannelAffine, ConstantNorm
 
+ATEN = torch.ops.aten
 _TRANSPOSED = {ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input}
 _LINEAR = {ATEN.linear.default, *_TRANSPOSED}
 _LINEAR |= {kind for conv in (ATEN.conv1d, ATEN.conv2d, ATEN.conv3d) for kind in (conv.default, conv.padding)}
@@ -57,9 +46,8 @@ class Affine:
         return Affine(self.scale * other.scale, shift, self.dim, self.layers | other.layers, is_norm)
 
 
-def affine(x: Node) -> Node:
+def affine(x: Node) -> None:
     """Stand for an `Affine` in a graph that is being folded; it is never called."""
-    raise NotImplementedError
 
 
 @torch.no_grad()
@@ -69,7 +57,7 @@ def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
     for node in list(folding.graph.nodes):
         if node.target is POWER:
             found = Transform.of(folding.module, node)
-            folding.replace_power(found, fits.get(node) or exact_form(found))
+            folding.replace_power(found, fits.get(node) or found.exact_form())
         elif node.target in _LINEAR:
             folding.merge_whitening(node)
         else:
@@ -103,13 +91,13 @@ class _Folding:
         for node in self.graph.nodes:
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             if node.op == "get_attr" and node not in written:
-                self.constants[node] = attribute_of(self.module, node)
+                self.constants[node] = value_of(self.module, node)
             pure = node.op == "call_function" and not random and not node.is_impure()
             if pure and self.constants.keys() >= set(node.all_input_nodes):
                 args, kwargs = map_arg((node.args, node.kwargs), self.constants.__getitem__)
                 self.constants[node] = node.target(*args, **kwargs)
         attributes = self.graph.find_nodes(op="get_attr")
-        self.readers = Counter(_memory(attribute_of(self.module, node)) for node in attributes for _ in node.users)
+        self.readers = Counter(_memory(value_of(self.module, node)) for node in attributes for _ in node.users)
 
     # Affine maps
 

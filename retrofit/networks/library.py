@@ -194,10 +194,7 @@ def _build_own(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 
 def _takes(name: str, argument: str) -> bool:
     """Whether a builder that was typed has an argument of this name."""
-    try:
-        parameters = inspect.signature(typed[name]).parameters.values()
-    except (ValueError, TypeError):  # a builtin
-        return False
+    parameters = inspect.signature(typed[name]).parameters.values()
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
 

@@ -9,6 +9,7 @@ statistics have to agree.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, cast
@@ -94,7 +95,7 @@ def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] 
         return False  # one that stays in evaluation, for example
     if not random and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return True
-    try:
+    with suppress(Exception):  # anything may come out of a layer's own code
         other = formula.layer(module)
         shapes = shapes or _shapes(other)[: None if random else 1]
         for dtype in (torch.float64, torch.float32):  # in the latter where it takes no other
@@ -109,8 +110,6 @@ def agrees(module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] 
                 }
             if compared != {None}:
                 return False not in compared
-    except Exception:  # anything may come out of a layer's own code
-        pass
     return False
 
 

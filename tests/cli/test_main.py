@@ -105,9 +105,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
     ("words", "code", "said"),
     [
         ("convert", 2, "Missing argument 'MODEL'; see main convert --help$"),
-        ("convert resnet18", 2, "Missing option '--to'.*; see main convert --help$"),
         ("convert resnet18 --to bn2", 2, "'bn2' is not one of 'frozen'.*; see main convert --help$"),
-        ("convert resnet18 --to bnn --strength 2", 2, "'--strength': 2.* not in the range 0<=x<=1"),
         ("convert resnet18 --to bnn --model-kwargs depth", 2, "'depth' is not of the form key=value; see main convert"),
         ("evaluate resnet18 --data-dir . -b 0", 2, "--batch-size': 0 is not in the range.*; see main evaluate --help$"),
         ("evaluate resnet18 --attack pgd --eps 4/0", 2, "'4/0' is no number such as 4/255; see main evaluate"),
@@ -158,7 +156,6 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"finetune {NET} {DATA} --match order", 2, "set checkpoint too"),
         (f"finetune test_vit {DATA} --img-size 9", 1, "; give another --img-size"),
         ("inspect test_resnet --skip bn1", 2, "--skip belongs to a conversion; give --to"),
-        ("inspect test_resnet --no-pn-params", 2, "--pn-params belongs"),
         ("inspect .", 2, ". is no network's name; give an artifact"),
     ],
 )
