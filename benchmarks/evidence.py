@@ -32,7 +32,7 @@ from evidence_train import run
 
 RESULTS = Path(__file__).parent / "results"
 Make = Callable[[argparse.Namespace, Pictures, dict[str, Any]], list[dict[str, Any]]]
-RATES = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]
+RATES = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0]
 MIDDLE = {1: 1e-4, 2: 3e-4, 8: 3e-4, 32: 1e-3}  # where the search starts at a batch size
 
 

@@ -92,6 +92,7 @@ ARMS = {
     "bn-noise-0.1": _noisy("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0),
     "bn-noise-0.1-precise": _precise(_noisy("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0)),
     "bn-noise-0.2": _noisy("BatchNorm with noise 0.2", 0.2, ours=False, alpha=0.0),
+    "frozen": Arm("frozen", ours=True, to="frozen"),
     "ln": Arm("ln, t to 1", ours=True, to="ln"),
     "ln-std": Arm("ln, t to 1, each picture standardized", ours=True, to="ln", standardized=True),
     "ln-0.75": Arm("ln, t to 0.75", ours=True, to="ln", end=0.75),
