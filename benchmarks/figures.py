@@ -24,13 +24,17 @@ import matplotlib as mpl
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor, nn
 
+import retrofit
+from retrofit.finetune import StrengthSchedule
 from retrofit.layers import yeo_johnson
 
 RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THEMES = {"light": ("#1f2328", "#ffffff", "#d8dee4"), "dark": ("#e6edf3", "#0d1117", "#30363d")}
 OURS, BASELINE, TODAY = "#2f81f7", "#8b949e", "#e2701a"
+H = torch.linspace(-3, 3, 121)
 STYLES = {"ln": "o-", "gn-pn": "s-", "bnn": "^-"}
 
 
@@ -71,10 +75,11 @@ def before_training(figure: Figure) -> None:
 
 
 def usual_way(figure: Figure) -> None:
-    """Top-1 by what most people do, by retrofit and by the best other way, in four situations."""
+    """Top-1 by what most people do, by retrofit and by the best other way, in five situations."""
     private = {name: number(top1) for name, eps, top1 in csv_rows(RESULTS / "dp.md") if eps == "8"}
     clients, small = table("federated.md", "batch 8"), table("evidence.md", "batch 1 ", "## cifar10, 500 training")
     batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
+    half = {name: number(cells[0]) for name, cells in table("half_reset_again.md", "batch 2").items()}
     migrated, copied = (number(cell) for cell in table("retention.md", "migrated")["ln"])
     source = source_top1()
     groups = {
@@ -90,6 +95,11 @@ def usual_way(figure: Figure) -> None:
         "fine-tuning,\nbatches of 8": (
             ("BatchNorm", number(small[batch][4])),
             ("frozen = bn.eval()", number(small[frozen][4])),
+        ),
+        "half re-initialized,\nbatches of 2": (
+            ("BatchNorm", half[batch]),
+            ("ln", half["ln, t to 1"]),
+            ("bn.eval()", half[frozen]),
         ),
         f"LayerNorm (source: {source}),\nbefore training": (("gamma and beta copied", copied), ("ln", migrated)),
     }
@@ -184,26 +194,67 @@ def strengths(figure: Figure) -> None:
     legend(figure, axes)
 
 
-def path(figure: Figure) -> None:
-    """How a layer goes from t = 0 to 1: the power transform, and what a channel is normalized by."""
-    transform, share = figure.subplots(1, 2)
-    h = torch.linspace(-3, 3, 121)
+def course(figure: Figure) -> None:
+    """The strength over a training: raised to 1, and there and back."""
+    steps = 200
+    axes = figure.subplots()
+    for shape, end, colour, label in (
+        ("linear", 1.0, OURS, "default"),
+        ("there-and-back", 0.0, BASELINE, "there and back"),
+    ):
+        network, _ = retrofit.convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "ln", check=False)
+        schedule = StrengthSchedule(network, steps, shape=shape, end=end)
+        values = []
+        for _ in range(steps):
+            values.append(retrofit.strength_of(network))
+            schedule.step()
+        axes.plot(np.linspace(0, 1, steps), values, color=colour, label=label)
+    axes.set_xlabel("part of the training that is done")
+    axes.set_ylabel("strength t")
+    legend(figure)
+
+
+def by_strength(figure: Figure, function: Callable[[float], Tensor], title: str, x: str) -> None:
+    """Draw a function of h at five strengths."""
+    axes = figure.subplots()
+    ends = mpl.colors.to_rgb(BASELINE), mpl.colors.to_rgb(OURS)
     for t in (0.0, 0.25, 0.5, 0.75, 1.0):
-        mix = tuple(
-            (1 - t) * a + t * b for a, b in zip(mpl.colors.to_rgb(BASELINE), mpl.colors.to_rgb(OURS), strict=True)
-        )
-        psi = yeo_johnson(h, torch.tensor(1 + t * (0.3 - 1)))
-        transform.plot(h, psi, color=mix, label=f"t = {t:g}")
-    transform.set_title("bnn: ψ(h; λ)\nwith λ = 1 + t (0.3 - 1)")
-    transform.set_xlabel("normalized value h")
-    t = np.linspace(0, 1, 2)
-    share.plot(t, 1 - t, color=BASELINE, label="0 and 1 (no change)")
-    share.plot(t, t, color=OURS, label="m and v of the image")
-    share.set_title("ln, gn: weight of\neach mean and variance")
-    share.set_xlabel("strength t")
-    share.set_ylim(-0.05, 1.5)
-    share.legend(fontsize=9, frameon=False, loc="upper center", handlelength=1)
-    transform.legend(fontsize=9, frameon=False, handlelength=1)
+        mix = tuple((1 - t) * a + t * b for a, b in zip(*ends, strict=True))
+        axes.plot(H, function(t), color=mix, label=f"t = {t:g}")
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.legend(fontsize=9, frameon=False, handlelength=1)
+
+
+def proxy(figure: Figure) -> None:
+    """What becomes of an activation whose channel rarely passes zero, by its proxy."""
+    gamma, beta = 0.5, 1.0
+    quantiles = torch.erfinv(torch.linspace(-1, 1, 2003)[1:-1]) * 2**0.5
+    of_proxy = torch.relu(gamma * quantiles + beta)
+    phi = torch.relu(gamma * H + beta)
+    normalized = (phi - of_proxy.mean()) / of_proxy.std()
+    title = "φ(y) at t = 0, (φ(y) - E) / √Var at t = 1\nReLU, y = 0.5 h + 1"
+    by_strength(figure, lambda t: (1 - t) * phi + t * normalized, title, "normalized value h")
+
+
+def path(figure: Figure) -> None:
+    """The power transform of a layer from t = 0 to 1."""
+    title = "ψ(h; 1 + t (λ - 1)), λ = 0.3"
+    by_strength(figure, lambda t: yeo_johnson(H, torch.tensor(1 + t * (0.3 - 1))), title, "normalized value h")
+
+
+def noise(figure: Figure) -> None:
+    """What training adds to a transformed value: one draw, and the standard deviation of all."""
+    axes = figure.subplots()
+    generator = torch.Generator().manual_seed(0)
+    spread = 0.4 * torch.randn(100_000, generator=generator).abs().mean()
+    drawn = H + spread * torch.randn(len(H), generator=generator)
+    axes.fill_between(H, H - spread, H + spread, color=OURS, alpha=0.25, linewidth=0, label="± ξ s")
+    axes.plot(H, drawn, ".", color=OURS, label="with noise")
+    axes.plot(H, H, color=BASELINE, label="without")
+    axes.set_title("ξ = 0.4, values from a standard normal: s = 0.8")
+    axes.set_xlabel("transformed value")
+    axes.legend(fontsize=9, frameon=False, handlelength=1)
 
 
 def horizontal(figure: Figure, bars: Sequence[tuple[str, float, str]], label: str) -> None:
@@ -225,12 +276,15 @@ def legend(figure: Figure, axes: Any = None) -> None:
 
 
 FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
-    "usual-way": (usual_way, (5.6, 3.4)),
+    "usual-way": (usual_way, (5.6, 4.2)),
     "before-training": (before_training, (5.6, 1.8)),
     "strengths": (strengths, (5.2, 5.6)),
     "batch-size": (batch_size, (5.2, 3.6)),
     "privacy": (privacy, (5.2, 3.6)),
-    "path": (path, (5.2, 3.2)),
+    "course": (course, (4.4, 2.6)),
+    "proxy": (proxy, (4.4, 3.0)),
+    "path": (path, (4.4, 3.0)),
+    "noise": (noise, (4.4, 3.0)),
 }
 
 

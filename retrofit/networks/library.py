@@ -6,7 +6,6 @@ such a network holds that name for people to read: what builds the network is sa
 
 import difflib
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -194,8 +194,7 @@ def _build_own(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 
 def _takes(name: str, argument: str) -> bool:
     """Whether a builder that was typed has an argument of this name."""
-    parameters = inspect.signature(typed[name]).parameters.values()
-    return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(argument == p.name or p.kind is p.VAR_KEYWORD for p in signature(typed[name]).parameters.values())
 
 
 def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
@@ -203,7 +202,7 @@ def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module
     name = kwargs.pop("weights", "DEFAULT" if pretrained else None)
     weights = None if name is None else get_model_weights(source.name)[name]
     structure_only = weights is not None and not pretrained
-    if "weights_backbone" in inspect.signature(get_model_builder(source.name)).parameters:
+    if "weights_backbone" in signature(get_model_builder(source.name)).parameters:
         kwargs["weights_backbone"] = "DEFAULT" if kwargs.pop("trained_backbone", False) else None
         structure_only |= kwargs["weights_backbone"] is not None
     with ExitStack() as patches:

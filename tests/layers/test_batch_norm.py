@@ -65,9 +65,7 @@ REPLACE = {
 
 @pytest.mark.parametrize(("replace", "advice"), REPLACE.items())
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_would_replace_a_layer_is_refused(
-    name: str, replace: Callable[[nn.Module], nn.Module], advice: str
-) -> None:
+def test_what_replaces_a_layer_is_refused(name: str, replace: Callable[[nn.Module], nn.Module], advice: str) -> None:
     network = model(name)
     with pytest.raises(retrofit.RetrofitError, match=f"{type(network[0]).__name__}, without its transform; {advice}"):
         replace(network)

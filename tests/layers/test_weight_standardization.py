@@ -20,9 +20,7 @@ from retrofit.layers import WeightStandardizedConv2d
         (partial(ScaledStdConv2d, gamma=1.7), {"bias": True}, 1.7 * (4 * 9) ** -0.5),
     ],
 )
-def test_at_strength_1_it_is_timms_std_conv(
-    timms: Callable[..., nn.Module], options: dict[str, Any], scale: float
-) -> None:
+def test_at_strength_1_it_is_timms(timms: Callable[..., nn.Module], options: dict[str, Any], scale: float) -> None:
     reference = timms(4, 6, 3, padding=1, **options).double()
     conv = WeightStandardizedConv2d(4, 6, 3, padding=1, **{"bias": False} | options).double()
     conv.load_state_dict(reference.state_dict(), strict=False)

@@ -111,9 +111,7 @@ ROWS = torch.ones(2, 4), torch.ones(2, 4)
         (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"to": "gn", "inputs": torch.ones(2, 8, 4)}, None),
     ],
 )
-def test_sets_of_a_single_value_are_refused(
-    build: Callable[[], nn.Module], arguments: dict[str, Any], layer: str | None
-) -> None:
+def test_sets_of_one_are_refused(build: Callable[[], nn.Module], arguments: dict[str, Any], layer: str | None) -> None:
     if layer is None:
         retrofit.convert(build(), **arguments, check=False)
         return

@@ -130,9 +130,7 @@ def test_many_processes_build_once(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["retrofit", ""], ids=["the folder", "one above"])
-def test_nothing_is_loaded_from_a_folder_that_others_write_to(
-    place: str, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_others_write_to_is_not_used(place: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert works()
     (cache / place).chmod(0o777)
     assert works()  # from a folder of its own
