@@ -77,6 +77,7 @@ def before_training(figure: Figure) -> None:
 def usual_way(figure: Figure) -> None:
     """Top-1 by what most people do, by retrofit and by the best other way, in five situations."""
     private = {name: number(top1) for name, eps, top1 in csv_rows(RESULTS / "dp.md") if eps == "8"}
+    longer = {name: number(top1) for name, _, top1 in csv_rows(RESULTS / "dp_longer.md")}
     clients, small = table("federated.md", "batch 8"), table("evidence.md", "batch 1 ", "## cifar10, 500 training")
     batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
     half = {name: number(cells[0]) for name, cells in table("half_reset_again.md", "batch 2").items()}
@@ -86,15 +87,17 @@ def usual_way(figure: Figure) -> None:
         "differential privacy,\nepsilon 8": (
             ("Opacus's fixer", private["Opacus's GroupNorm, norms and last layer"]),
             ("frozen", private["frozen, norms and last layer"]),
-            ("last layer alone", private["frozen statistics, last layer alone"]),
+            ("last layer alone", longer["frozen statistics, last layer alone"]),
         ),
         "federated averaging": (
             ("BatchNorm", number(clients[batch][0])),
-            ("frozen = bn.eval()", number(clients[frozen][0])),
+            ("frozen", number(clients["frozen"][0])),
+            ("bn.eval()", number(clients[frozen][0])),
         ),
         "fine-tuning,\nbatches of 8": (
             ("BatchNorm", number(small[batch][4])),
-            ("frozen = bn.eval()", number(small[frozen][4])),
+            ("frozen", number(small[frozen][4])),
+            ("bn.eval()", number(small[frozen][4])),
         ),
         "half re-initialized,\nbatches of 2": (
             ("BatchNorm", half[batch]),
@@ -138,7 +141,7 @@ def privacy(figure: Figure) -> None:
         cells = {eps: number(top1) for name, eps, top1 in rows if name == row}
         for group, eps in enumerate(("8", "3")):
             bar = axes.bar(group + 0.2 * place, cells[eps], 0.18, color=colour, label=None if group else label)
-            axes.bar_label(bar, fmt="%.0f", fontsize=9)
+            axes.bar_label(bar, fmt="%.1f", fontsize=7)
     axes.set_xticks([0.3, 1.3], ["epsilon 8", "epsilon 3"])
     axes.set_ylabel("test top-1, %")
     axes.axhline(10, color=BASELINE, linewidth=1, linestyle=":")
@@ -233,8 +236,8 @@ def proxy(figure: Figure) -> None:
     of_proxy = torch.relu(gamma * quantiles + beta)
     phi = torch.relu(gamma * H + beta)
     normalized = (phi - of_proxy.mean()) / of_proxy.std()
-    title = "φ(y) at t = 0, (φ(y) - E) / √Var at t = 1\nReLU, y = 0.5 h + 1"
-    by_strength(figure, lambda t: (1 - t) * phi + t * normalized, title, "normalized value h")
+    title = "φ(y) at t = 0, (φ(y) - E) / √Var at t = 1\nReLU, y = 0.5 n + 1"
+    by_strength(figure, lambda t: (1 - t) * phi + t * normalized, title, "normalized value n")
 
 
 def path(figure: Figure) -> None:
@@ -276,7 +279,7 @@ def legend(figure: Figure, axes: Any = None) -> None:
 
 
 FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
-    "usual-way": (usual_way, (5.6, 4.2)),
+    "usual-way": (usual_way, (5.6, 4.6)),
     "before-training": (before_training, (5.6, 1.8)),
     "strengths": (strengths, (5.2, 5.6)),
     "batch-size": (batch_size, (5.2, 3.6)),
