@@ -146,7 +146,7 @@ def convert(model: nn.Module, arm: Arm) -> nn.Module:
                 module.running_mean.zero_()
                 module.running_var.fill_(1 - module.eps)
                 module.gain.fill_(1)
-                module.set_eps(float(module.eps), 1e-5)
+                module.group_eps.fill_(1e-5)
         retrofit.set_strength(model, arm.end)
     if arm.trained == "head":
         model.requires_grad_(False)

@@ -1,7 +1,4 @@
-"""The scripts for days with a GPU: one goes through all of its parts, the other repeats the papers' tables.
-
-And the table of all architectures: the smallest of every timm family, and every torchvision one, converted for real.
-"""
+"""The scripts of benchmarks/, at tiny sizes; the table of all architectures, some of which are converted for real."""
 
 import csv
 import subprocess
@@ -24,10 +21,11 @@ from retrofit.surgery import convert
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import evidence_arms  # noqa: E402
 import reproduce  # noqa: E402
 
-TABLE = BENCHMARKS / "results" / "zoo-normal.csv"
-ROWS = {row["model"]: row for row in csv.DictReader(TABLE.read_text().splitlines())}
+LINES = (BENCHMARKS / "results" / "zoo-normal.csv").read_text().splitlines()
+ROWS = {row["model"]: row for row in csv.DictReader(LINES)}
 LARGEST = 30_000_000
 # Video, optical flow and mask heads take minutes on a CPU; benchmarks/zoo.py plans them all the same.
 RUNS_TOO_LONG = ("raft", "swin3d", "mvit", "maskrcnn", "keypointrcnn")
@@ -83,8 +81,12 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, monkeypa
         with pytest.raises(SystemExit, match="the time is over"):
             reproduce.run(key, data, tmp_path, 1)
     parts = reproduce.run(key, data, tmp_path, float("inf"))
-    same = ("test", "curve", "test_loss", "correct")
-    assert {name: parts[name] for name in same} == {name: whole[name] for name in same}
+    assert all(parts[name] == whole[name] for name in ("test", "curve", "test_loss", "correct"))
+
+
+def test_every_arm_of_the_evidence_is_built() -> None:
+    for arm in evidence_arms.ARMS.values():
+        evidence_arms.convert(timm.create_model("test_vit" if arm.to == "lnn" else "test_efficientnet"), arm)
 
 
 @pytest.mark.slow
@@ -103,8 +105,7 @@ def sample() -> list[str]:
     sizes = {name: int(row["params"]) for name, row in ROWS.items() if int(row["converted"])}
     chosen = [name for name in sizes if name.startswith("tv:")]
     for module in timm.list_modules():
-        family = [name for name in timm.list_models(module=module) if name in sizes]
-        chosen += sorted(family, key=sizes.__getitem__)[:1]
+        chosen += sorted(sizes.keys() & timm.list_models(module=module), key=lambda name: (sizes[name], name))[:1]
     return sorted(name for name in chosen if sizes[name] <= LARGEST and not any(part in name for part in RUNS_TOO_LONG))
 
 

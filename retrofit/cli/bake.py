@@ -4,7 +4,7 @@ Layers are baked in the order of the network, on half of the images, and checked
 is where constants would cost more than the tolerance. The artifact is exported, evaluated and trained like any other.
 
 \b
-    $ retrofit bake runs/lite0-ln/best.safetensors --calibrate photos.tar
+    $ retrofit bake runs/lite0-ln/best.safetensors --calibrate photos.tar --tolerance 0.2
     $ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o baked.safetensors
 """
 

@@ -78,7 +78,7 @@ class Recipe(BaseModel):
     )
     dataset: str = _as("", "timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
     train_split: str = _as("train", "Part of the data to train on.")
-    val_split: Split = _as("validation", "Part to validate on, or the fraction of the training images to hold out.")
+    val_split: Split = _as("validation", "Part to validate on, or the fraction of train to hold out (else: 0.1).")
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
     num_classes: Count | None = _as(None, "Outputs, where the data does not tell.")
     img_size: Count | None = _as(None, "Side of the images (default: the network's own).")
@@ -108,7 +108,7 @@ class Recipe(BaseModel):
     decay_rate: Positive = _as(0.1, "Factor of a step schedule.")
 
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
-        "linear", "Course of the strength t; there-and-back returns from 1 to strength_end (give it)."
+        "linear", "Course of the strength t; there-and-back returns from 1 to the t at the end (give it)."
     )
     strength_ramp: Fraction = _as(0.5, "Fraction of the training in which t moves.")
     strength_end: Fraction = _as(1.0, "t at the end.")
