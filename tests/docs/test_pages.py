@@ -218,10 +218,8 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
 
 
 def test_every_flag_of_the_reference_and_of_troubleshooting_exists() -> None:
-    commands = [importlib.import_module(f"retrofit.cli.{name}").command for name in COMMANDS]
-    options = [option for command in commands for option in command.params]
-    known = {"--help", "--version", "--group", "--nproc-per-node"} | {
-        flag for option in options for flag in (*option.opts, *option.secondary_opts)
-    }
+    options = [option for name in COMMANDS for option in importlib.import_module(f"retrofit.cli.{name}").command.params]
+    known = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+    known |= {"--help", "--version", "--group", "--nproc-per-node"}
     for page in (ROOT / "docs" / "troubleshooting.md", *(ROOT / "docs" / "reference").glob("*.md")):
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text())) <= known, page.name
