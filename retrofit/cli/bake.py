@@ -1,4 +1,4 @@
-"""Turn what a converted network estimates from each image into constants, so that it runs at its source's cost.
+"""Turn what a converted network estimates from each image into constants, to run nearer to its source's cost.
 
 Layers are baked in the order of the network, on half of the images, and checked on the other half. A layer stays as it
 is where constants would cost more than the tolerance. The artifact is exported, evaluated and trained like any other.
