@@ -3,8 +3,6 @@
 python .ci/options.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -252,7 +252,8 @@ class Day:
         network = network.to(self.device).train()
         if target == "bn.eval()":
             for module in network.modules():
-                module.train(not isinstance(module, nn.BatchNorm2d))
+                if isinstance(module, nn.BatchNorm2d):
+                    module.eval()
         x = torch.randn((2, 3, 32, 32) if self.args.dry and "vit" not in name else (self._batch, *size))
         x, layout = x.to(self.device), torch.channels_last if "channels_last" in way else torch.contiguous_format
         network, x = network.to(memory_format=layout), x.contiguous(memory_format=layout)

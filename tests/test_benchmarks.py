@@ -3,7 +3,6 @@
 import csv
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,7 @@ import reproduce  # noqa: E402
 LINES = (BENCHMARKS / "results" / "zoo-normal.csv").read_text().splitlines()
 ROWS = {row["model"]: row for row in csv.DictReader(LINES)}
 LARGEST = 30_000_000
-# Video, optical flow and mask heads take minutes on a CPU; benchmarks/zoo.py plans them all the same.
-RUNS_TOO_LONG = ("raft", "swin3d", "mvit", "maskrcnn", "keypointrcnn")
-
-
-def test_a_seed_of_every_arm_comes_before_the_next() -> None:
-    runs = list(reproduce.wanted(["tables"], [0, 1, 2]))
-    assert [run["seed"] for run in runs] == sorted(run["seed"] for run in runs)
-    counted = Counter((run["arm"], run["augment"]) for run in runs)
-    assert set(counted.values()) == {3}
-    assert len(counted) == 14
+RUNS_TOO_LONG = ("raft", "swin3d", "mvit", "maskrcnn", "keypointrcnn")  # minutes on a CPU; zoo.py plans them
 
 
 def test_the_full_schedules_are_the_authors() -> None:
@@ -96,7 +86,6 @@ def test_a_dry_run_reaches_its_end() -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     titles = [line for line in done.stdout.splitlines() if line.startswith("## ")]
     assert [title.split()[1] for title in titles] == ["Self-test,", "Largest", "Forward", "A", "Images"]
-    assert "failed: " not in done.stdout
     assert "not reached: " not in done.stdout
 
 

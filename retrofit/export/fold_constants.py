@@ -21,6 +21,7 @@ from retrofit.layers.constant_maps import ChannelMap, LinearMap
 from retrofit.layers.forms import ChannelAffine, ConstantNorm
 
 ATEN = torch.ops.aten
+_AFFINE = operator.pos  # stands for an `Affine` in a graph that is being folded
 _TRANSPOSED = {ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input}
 _LINEAR = {ATEN.linear.default, *_TRANSPOSED}
 _LINEAR |= {kind for conv in (ATEN.conv1d, ATEN.conv2d, ATEN.conv3d) for kind in (conv.default, conv.padding)}
@@ -46,11 +47,6 @@ class Affine:
         return Affine(self.scale * other.scale, shift, self.dim, self.layers | other.layers, is_norm)
 
 
-def affine(x: Node) -> None:
-    """Stand for an `Affine` in a graph that is being folded; it is never called."""
-
-
-@torch.no_grad()
 def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
     """Fold a captured program's constants in place, power transforms by `fits`; its `layers` say what each became."""
     folding = _Folding(program)
@@ -62,7 +58,7 @@ def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
             folding.merge_whitening(node)
         else:
             folding.fold_affine(node)
-    for node in reversed(folding.graph.find_nodes(op="call_function", target=affine)):
+    for node in reversed(folding.graph.find_nodes(op="call_function", target=_AFFINE)):
         folding.fold_into_consumer(node)
     folding.lower_affine_maps()
     folding.graph.eliminate_dead_code(lambda node: node.op not in ("get_attr", "call_function") or node.is_impure())
@@ -154,7 +150,7 @@ class _Folding:
         if alone and feeder is not None and _fits(x, one, feeder.weight.shape[:2]):
             self._set(x, feeder.then(one.scale, one.shift))
             return x
-        node = self._insert(user, "call_function", affine, x)
+        node = self._insert(user, "call_function", _AFFINE, x)
         self.maps[node] = one
         return node
 
@@ -174,7 +170,7 @@ class _Folding:
 
     def lower_affine_maps(self) -> None:
         """Put operations in the place of the maps that are left, and note which layers are folded."""
-        for node in self.graph.find_nodes(op="call_function", target=affine):
+        for node in self.graph.find_nodes(op="call_function", target=_AFFINE):
             one = self.maps[node]
             if bool((one.scale == 1).all() and (one.shift == 0).all()):  # of a frozen estimate, for one
                 self._replace(node, node.args[0])

@@ -88,7 +88,7 @@ class FrozenBatchNorm(ConstantStatistics):
 
     def forward(self, x: Tensor) -> Tensor:
         given = x, self.running_mean, self.running_var, self.weight, self.bias
-        if x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and fits(x):
+        if x.is_cuda and torch.is_grad_enabled() and x.is_contiguous(memory_format=torch.channels_last) and fits(x):
             return _ChannelsLast.apply(*given, self.eps)
         return functional.batch_norm(*given, training=False, eps=self.eps)
 
@@ -100,9 +100,7 @@ class FrozenBatchNorm(ConstantStatistics):
 
 
 class _ChannelsLast(torch.autograd.Function):
-    """`F.batch_norm` in evaluation, of (N, C, H, W) in channels_last on a GPU, with a gradient in channels_last. That
-    of torch is contiguous, and the convolution before the layer moves it back.
-    """
+    """`F.batch_norm` in evaluation, in channels_last on a GPU, whose gradient stays so: that of torch is contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float) -> Tensor:

@@ -130,13 +130,6 @@ def test_the_target_works(name: str, target: str, tmp_path: Path) -> None:
         retrofit.plain(model)
 
 
-def test_it_keeps_a_source_that_has_no_affine(target: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False)).eval()
-    x = torch.randn(2, 3, 8, 8)
-    expected = model(x)
-    torch.testing.assert_close(retrofit.convert(model, target, check=False)[0](x), expected)
-
-
 # --- what every page is held to
 
 
@@ -181,15 +174,14 @@ def test_the_times_of_readme_are_the_recorded_ones() -> None:
         for target, name in (("frozen", FROZEN), ("ln", "ln, t to 1")):
             times[target] += [seconds[name] / seconds[BN]] if {name, BN} <= seconds.keys() else []
     latency = re.findall(r"\| ln \| (\S+) .*? \| .*? \| (\S+) ", (RESULTS / "deploy_latency.md").read_text())
-    exported = {"frozen": [], "ln": [float(cell) for cells in latency for cell in cells]}
+    exported = [float(cell) for cells in latency for cell in cells]
     steps = dict(re.findall(r"channels_last \| (\S+) \| (\S+)", (RESULTS / "gpu.md").read_text()))
     readme = PAGES[0].read_text()
     slower = float(steps["bn.eval()"]) / float(steps["frozen"])
     assert f"in channels_last its steps took {slower:.1f} times as long (H200)" in " ".join(readme.split())
     for target, cpu in times.items():
-        cells = [f"{min(cpu):.1f} to {max(cpu):.1f}", f"{float(steps[target]):.1f}"]
-        cells += [f"{min(own):.1f} to {max(own):.1f}" for own in [exported[target]] if own]
-        assert f"| `{target}` | {' | '.join(cells)} |" in readme
+        assert f"| `{target}` | {min(cpu):.1f} to {max(cpu):.1f} | {float(steps[target]):.1f} |" in readme
+    assert f"| {min(exported):.1f} to {max(exported):.1f} |\n" in readme
 
 
 def test_readme_is_short() -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from retrofit.layers import FrozenBatchNorm
-from retrofit.layers.frozen_batch_norm import _ChannelsLast
+from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, _ChannelsLast
 
 MEAN, VAR, WEIGHT, BIAS = torch.linspace(-1, 4, 24, dtype=torch.float64).square().view(4, 6) + 0.1
 X = torch.randn(4, 6, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)

@@ -34,9 +34,9 @@ def affine(dtype: torch.dtype = torch.float64) -> nn.BatchNorm1d:
     return norm
 
 
-def proxy(activation: Callable[[Tensor], Tensor] = F.relu, norm: nn.Module | None = None, **o: object) -> ProxyNorm:
+def proxy(phi: Callable[[Tensor], Tensor] = F.relu, norm: nn.Module | None = None, **options: object) -> ProxyNorm:
     """A float64 layer whose own parameters are not zero."""
-    layer = ProxyNorm(activation, 5, norm=norm, **o).double()
+    layer = ProxyNorm(phi, 5, norm=norm, **options).double()
     if layer.proxy_bias is not None and layer.proxy_scale is not None:
         with torch.no_grad():
             layer.proxy_bias.copy_(torch.linspace(-0.3, 0.3, 5, dtype=torch.float64))

@@ -150,7 +150,7 @@ def test_nothing(layer: nn.Module) -> None:
     ("weight", "bias", "restore", "scale", "params"),
     [[yes == "1" for yes in row] for row in ("11111", "10001", "01010", "00100", "11000", "00011", "10110", "01101")],
 )
-def test_a_proxy_may_have(weight: bool, bias: bool, restore: bool, scale: bool, params: bool, used: list[str]) -> None:
+def test_parts_of_a_proxy(weight: bool, bias: bool, restore: bool, scale: bool, params: bool, used: list[str]) -> None:
     norm = nn.LayerNorm(37, elementwise_affine=weight, bias=bias)
     if bias and not weight:
         norm.bias = nn.Parameter(torch.zeros(37))
