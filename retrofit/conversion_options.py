@@ -78,7 +78,7 @@ class ConversionOptions:
         int,
         ("gn", "gn-pn", "evonorm-s0"),
         "Most groups a layer gets: the largest divisor of its channels up to that (default: 8; evonorm-s0: 32). "
-        "auto: the most that keep a layer's output, measured on the images of calibrate.",
+        "auto: the most that keep a layer's output, measured on the images of `calibrate`.",
         words=("auto",),
         low=1,
     )
@@ -112,13 +112,13 @@ class ConversionOptions:
     pn_params: bool | None = known_as(
         bool,
         ("gn-pn", "ln-pn"),
-        "Learn ProxyNorm's own parameters, proxy_bias and proxy_scale (default: yes, as the paper).",
+        "Learn ProxyNorm's own parameters, proxy_bias and proxy_scale (default: yes, as in the paper).",
     )
     pn_restore: bool | None = known_as(
         bool,
         _MIGRATED,
-        "Keep each channel at the mean and scale that the next layer was trained for, with ProxyNorm or ws "
-        "(default: yes; say no if you train from scratch, as the paper does).",
+        "Keep each channel at the mean and scale that the next layer was trained for, with ProxyNorm or `ws` "
+        "(default: yes; from scratch: no, as in the paper).",
     )
     ws: bool | None = known_as(
         bool,
@@ -129,7 +129,7 @@ class ConversionOptions:
     calibrate: Iterable[Any] | None = known_as(
         "batches",
         (*_MIGRATED, "evonorm-s0", "frn-tlu"),
-        "Images to measure on: groups auto uses them, and convert counts those whose predicted class is unchanged.",
+        "Images to measure on, for `groups` auto; convert also counts those whose predicted class is unchanged.",
     )
 
     def check(self, to: str) -> None:

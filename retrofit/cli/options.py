@@ -3,6 +3,7 @@
 Importing this imports no torch: `--help` and the shell's completion answer at once.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fractions import Fraction
 from functools import reduce
@@ -138,7 +139,7 @@ def _stacked(*options: Decorator) -> Decorator:
 def _conversion_option(name: str, known: Option) -> Decorator:
     """Make the flag of an option of a conversion, whose value is checked with the others."""
     flag = f"--{name.replace('_', '-')}"
-    text = f"{known.help.replace('_', '-')} Targets: {', '.join(known.targets)}."
+    text = re.sub("`(.*?)`", r"--\1", known.help) + f" Targets: {', '.join(known.targets)}."
     if known.kind is bool:
         return option(flag if known.switch else f"{flag}/--no-{flag[2:]}", text, bool, default=None)
     if known.kind == "batches":

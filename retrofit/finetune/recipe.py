@@ -71,38 +71,40 @@ class Recipe(BaseModel):
     model: str | None = _as(None, "Artifact or network to train.")
     pretrained: bool = _as(False, "Fetch the library's weights, if MODEL is a name.")
     checkpoint: str | None = _as(None, "Weights, if MODEL is a name.")
-    match: Literal["name", "order"] | None = _as(None, "Pair its tensors by name or by order (default: name).")
+    match: Literal["name", "order"] | None = _as(
+        None, "Pair the checkpoint's tensors by name or order (default: name)."
+    )
 
     data_dir: str | None = _as(
         None, "Folder or .tar with train and val, each with a folder per class; or a dataset's name."
     )
     dataset: str = _as("", "timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
     train_split: str = _as("train", "Part of the data to train on.")
-    val_split: Split = _as("validation", "Part to validate on, or the fraction of train to hold out (else: 0.1).")
+    val_split: Split = _as("validation", "Part to validate on, or fraction of train to hold out (0.1 if no such part).")
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
     num_classes: Count | None = _as(None, "Outputs, where the data does not tell.")
     img_size: Count | None = _as(None, "Side of the images (default: the network's own).")
     crop_pct: Positive | None = _as(None, "Centre crop for validation (default: the network's own).")
 
     batch_size: Count = _as(64, "Images per process and step.")
-    grad_accum_steps: Count = _as(1, "Batches per step.")
+    grad_accum_steps: Count = _as(1, "Batches whose gradients make one step.")
     epochs: Count = _as(10, "Passes over the training images.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = _as(42, "Seed of every random choice.")
 
     opt: str = _as("adamw", "timm's optimizer.")
-    lr: Positive = _as(3e-4, "Learning rate; 1e-4 in batches of 1 (of 2: see the guide), 1e-3 with batch statistics.")
+    lr: Positive = _as(3e-4, "Learning rate; try 1e-4 in batches of 1 or 2, 1e-3 with batch statistics.")
     weight_decay: NotNegative = _as(0.05, "Weight decay of all but biases and norms; ProxyNorm's parameters have it.")
     decay_norms: bool = _as(False, "Decay biases, gamma and beta too: everything that is trained.")
     opt_eps: Positive | None = _as(None, "The optimizer's eps (default: timm's).")
-    momentum: Fraction = _as(0.9, "For optimizers that have one.")
+    momentum: Fraction = _as(0.9, "Momentum, for optimizers that have one.")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = _as(None, "Layer-wise learning rate decay.")
     clip_grad: NotNegative | None = _as(1.0, "Largest norm of the gradient; 0: any.")
     sched: InLowerCase = _as("cosine", "timm's schedule of the rate; constant (with warm-up), none (without).")
     warmup_epochs: NotNegative | None = _as(
         None, "Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it)."
     )
-    warmup_lr: NotNegative = _as(1e-6, "Where warm-up starts.")
-    min_lr: NotNegative = _as(0.0, "Where decay ends.")
+    warmup_lr: NotNegative = _as(1e-6, "Learning rate at which the warm-up starts.")
+    min_lr: NotNegative = _as(0.0, "Learning rate at which the decay ends.")
     decay_epochs: Positive | None = _as(None, "Interval of a step schedule.")
     decay_milestones: Milestones = _as([30, 60], "Epochs of a multistep schedule.")
     decay_rate: Positive = _as(0.1, "Factor of a step schedule.")
@@ -110,12 +112,12 @@ class Recipe(BaseModel):
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
         "linear", "Course of the strength t; there-and-back returns from 1 to the t at the end (give it)."
     )
-    strength_ramp: Fraction = _as(0.5, "Fraction of the training in which t moves.")
-    strength_end: Fraction = _as(1.0, "t at the end.")
+    strength_ramp: Fraction = _as(0.5, "Fraction of the training in which the strength moves.")
+    strength_end: Fraction = _as(1.0, "Strength at the end.")
     noise: NotNegative | None = _as(None, "Noise factor xi at the end (default: what convert set).")
     noise_kind: NoiseKind | None = _as(None, "Kind of noise (default: what convert set).")
     noise_start: Fraction = _as(0.5, "Fraction of the training at which noise begins.")
-    noise_ramp: Fraction = _as(0.1, "Fraction of the training in which it grows.")
+    noise_ramp: Fraction = _as(0.1, "Fraction of the training in which the noise grows.")
     bn_momentum: Fraction | None = _as(None, "Weight of the newest batch in running statistics.")
     precise_bn: Annotated[int, Field(ge=2)] | None = _as(
         None, "Before each validation, estimate running statistics anew on so many training images."
@@ -128,7 +130,7 @@ class Recipe(BaseModel):
     teacher: Literal["none", "source"] = _as("none", "source: the network before its conversion teaches.")
     distill_loss_weight: NotNegative = _as(1.0, "Weight of the teacher's loss.")
     task_loss_weight: NotNegative = _as(1.0, "Weight of the labels' loss; 0 for images without labels.")
-    kd_temperature: Positive = _as(1.0, "Softens teacher and student.")
+    kd_temperature: Positive = _as(1.0, "Temperature that softens the outputs of teacher and student.")
 
     no_aug: bool = _as(False, "Leave out all augmentation.")
     scale: Pair = _as((0.08, 1.0), "Area of random crops.")
@@ -146,9 +148,9 @@ class Recipe(BaseModel):
     model_ema_decay: Fraction = _as(0.9998, "Decay of that average.")
 
     workers: Annotated[int, Field(ge=0, le=1024)] = _as(2, "Processes that decode images.")
-    device: str | None = _as(None, "Where it runs (default: an accelerator if there is one, else cpu).")
+    device: str | None = _as(None, "Device (default: an accelerator if there is one, else cpu).")
     amp: bool = _as(False, "Mixed precision.")
-    amp_dtype: Literal["float16", "bfloat16"] | None = _as(None, "Its data type (default: float16; on cpu bfloat16).")
+    amp_dtype: Literal["float16", "bfloat16"] | None = _as(None, "Its dtype (default: float16; on cpu bfloat16).")
     channels_last: bool = _as(False, "Use the channels-last memory format.")
     checkpoint_every: Annotated[int, Field(ge=0)] = _as(0, "Steps between saved states; 0: an epoch.")
     log_with: Annotated[list[str], BeforeValidator(_listed)] = _as([], "Trackers of accelerate.")
