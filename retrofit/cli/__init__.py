@@ -26,9 +26,9 @@ COMMANDS = {
     "convert": "Replace a network's normalization layers, check the outputs and write a file.",
     "finetune": "Train a converted network while its strength goes from 0 to 1.",
     "evaluate": "Measure top-1 and top-5 accuracy on a folder or tar of images.",
-    "diagnose": "Measure what the papers measure on a network or two, and draw it.",
+    "diagnose": "Measure how normal the features of a network are, and draw it; of two with --against.",
     "bench": "Measure time and memory of a network against its source or another one.",
-    "bake": "Turn what a converted network estimates from each image into constants.",
+    "bake": "Replace statistics that a converted network takes of each image by constants.",
     "export": "Write a network as ONNX, folded and checked against PyTorch.",
     "recipes": "List, show or copy the recipes for finetune.",
 }

@@ -1,4 +1,4 @@
-"""Turn what a converted network estimates from each image into constants, to run nearer to its source's cost.
+"""Replace statistics that a converted network takes of each image by constants, so that it runs faster.
 
 Layers are baked in the order of the network, on half of the images, and checked on the other half. A layer stays as it
 is where constants would cost more than the tolerance. The artifact is exported, evaluated and trained like any other.
@@ -17,13 +17,19 @@ from retrofit.cli import options
 from retrofit.cli.console import emit, names, say, say_written, show_table, waiting
 
 
-@click.command("bake", help=__doc__)
+@options.command("bake", __doc__, calibrate="The fit", output="Output")
 @options.model
-@options.option("--calibrate", "Folder or .tar of images to fit and judge on.", Path, metavar="DIR", required=True)
+@options.option(
+    "--calibrate",
+    "Folder or .tar of images: half to fit the constants, half to check them.",
+    Path,
+    metavar="DIR",
+    required=True,
+)
 @options.option("--images", "How many of them at most.", click.IntRange(4), default=128)
-@options.option("--tolerance", "Largest change of the output, a share of its standard deviation.", float, default=0.1)
-@options.option("-o --output", "File to write (default: NAME-baked.safetensors).", Path)
+@options.option("--tolerance", "Largest change of the output, in its standard deviations.", float, default=0.1)
 @options.architecture
+@options.option("-o --output", "File to write (default: NAME-baked.safetensors).", Path)
 @options.force
 @options.json
 def command(model: str, output: Path | None, force: bool, images: int, tolerance: float, **given: Any) -> None:
