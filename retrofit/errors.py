@@ -2,17 +2,17 @@
 
 
 class RetrofitError(Exception):
-    """Something the user can mend.
+    """An error that the user can fix.
 
-    The message is one line that says what happened and what to do. It names arguments as Python does, in backticks:
-    "pass `num_classes=7`". The command line prints it after `error: `, with its flags in their places
-    (`retrofit.cli.console`), without a traceback, and exits with `exit_code`.
+    The message is one line that says what happened and what to do. It writes arguments as Python does, in backticks:
+    "pass `num_classes=7`". The command line prints the message after `error: `, with flags in place of the arguments
+    (`retrofit.cli.console`) and without a traceback, and exits with `exit_code`.
     """
 
     exit_code = 1
 
 
 class UsageError(RetrofitError, ValueError):
-    """An argument wrong by itself: an unknown name, a malformed pattern, a number out of range (exit code 2)."""
+    """An invalid argument: an unknown name, a malformed pattern, a number out of range (exit code 2)."""
 
     exit_code = 2

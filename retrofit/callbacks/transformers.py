@@ -10,34 +10,34 @@ from retrofit.callbacks.walk import Walk
 
 
 class TransformersStrength(Walk, TrainerCallback, ExportableState):
-    """Raise the strength with the optimizer's steps, log it as `strength`, and go on with it when a run resumes.
+    """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run resumes.
 
     Args:
-        **options: `StrengthSchedule`'s; `total_steps` is the trainer's own unless given.
+        **options: Arguments of `StrengthSchedule`; `total_steps` is by default the trainer's number of steps.
     """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **_: Any
     ) -> None:
-        """Begin, or go on."""
+        """Start the schedule, or continue it."""
         own = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and isinstance(own, dict):
             self.load_state_dict(own.get("attributes", {}))
         self.begin(model, state.max_steps, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Move on before anyone saves."""
+        """Set the next strength, before a checkpoint is saved."""
         self.go(state.global_step)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
-        """Add the strength to what is logged."""
+        """Add the strength to the logged values."""
         if logs is not None and self.strength is not None:
             logs["strength"] = self.strength
             if state.log_history:
                 state.log_history[-1]["strength"] = self.strength
 
     def state(self) -> dict[str, Any]:
-        """Return what the trainer saves of the callback."""
+        """Return the state that the trainer saves for the callback."""
         return {"args": self.options, "attributes": self.state_dict()}

@@ -49,22 +49,22 @@ def fold(
     freeze_lambda: bool = False,
     dynamic_size: bool = False,
 ) -> nn.Module:
-    """Return a network for inference, its normalization layers folded: the computation that is exported.
+    """Return a network for inference, with folded normalization layers: the computation that `export_onnx` writes.
 
-    It is captured with example inputs and takes the same arguments, with any number of samples; another call ends in an
-    error. It is compared with the network on these inputs and on the images given; an approximate one on images that
-    it was not fitted on, if there are any. A network that torch.export cannot capture is not folded: a warning says so,
-    and a copy comes back in which each layer computes by plain torch operations.
+    The network is captured with example inputs. The result takes the same arguments, with any number of samples; other
+    calls raise an error. Its outputs are compared with the network's on these inputs and on the images of `calibrate`
+    (an approximation: on images that it was not fitted on, if any). If torch.export cannot capture the network, nothing
+    is folded: a warning says so, and each layer of the returned copy computes by plain torch operations.
 
-    The network is not changed. The arguments are those of `export_onnx`, of which `tolerance` is what passes here too.
+    The network is not changed. The arguments are those of `export_onnx`; `tolerance` is the largest difference allowed.
 
     Returns:
         The folded network, in evaluation mode and float32: for torch.compile or AOTInductor.
 
     Raises:
         UsageError: If an argument is out of range.
-        RetrofitError: If the network does not take such inputs, no degree meets the tolerance, or the folded network is
-            not the same function.
+        RetrofitError: If the network does not take such inputs, no degree meets the tolerance, or the outputs of the
+            folded network differ.
     """
     how = fold, inputs, input_size, batch, runtime, degree, tolerance, calibrate, freeze_lambda, dynamic_size
     program, _, _, comparison = _checked_fold(Request(model, *how))
@@ -95,48 +95,48 @@ def export_onnx(
     report: str | Path | None = None,
     force: bool = False,
 ) -> ExportReport:
-    """Write a network as ONNX, folded, and checked against PyTorch; a model that fails the check is not written.
+    """Write a network as a folded ONNX file, checked against PyTorch; a file that fails the check is not written.
 
-    An exact export is compared with the network on seeded random input, and on the images given. An approximate one
-    (fold "poly", or frozen lambdas) is compared with its own folded PyTorch form on seeded input, at the tolerance of
-    exact ones, and with the network on images that it was not fitted on (on seeded input without images).
+    An exact export is compared with the network on seeded random inputs (or `inputs`) and on the images of `calibrate`.
+    An approximate one (fold "poly", or frozen lambdas) is compared with its own folded PyTorch form on the same inputs,
+    at the tolerance of exact exports, and with the network on images not used to fit (without images, on those inputs).
 
     Args:
         model: Any network, converted or not; it is not changed.
-        path: The file.
-        fold: "exact", the same function to rounding, or "poly", polynomials or lines in place of the power transform.
-        input_size: Shape of one sample, (C, H, W); the model's own if None.
+        path: The file to write.
+        fold: "exact" keeps the function, up to rounding; "poly" replaces power transforms by polynomials or lines.
+        input_size: Shape of one sample, (C, H, W); by default the network's own.
         opset: ONNX operator set, 18 to 22.
-        inputs: Example inputs as the network takes them, in place of random images: one tensor, a tuple of positional
-            arguments, or a dict of keyword arguments, by which several inputs of the file are named.
-        batch: The number of samples, fixed, for networks that cannot be captured with any number.
-        runtime: What an approximation is for: "onnxruntime" (None is the same), polynomials, or "openvino", which fuses
-            elementwise operations, continuous piecewise-linear functions and polynomials. In INT8 both are polynomials:
-            for "onnxruntime" quantized up to degree 3, for "openvino" left in float32.
-        degree: Of all polynomials, or the number of lines, 2 to 8; if None, as low for each layer as the tolerance
-            allows, by what its error does to the output.
-        tolerance: Largest difference of an output that passes, as a share of the largest output; if None 1e-4, 0.05 for
-            approximate exports, 0.02 in float16 and 0.3 in INT8, where it judges the file alone, and an approximation
-            if it is larger than its own.
-        calibrate: Batches of preprocessed images to check on, with labels or without, as a loader gives them. Where
-            something is approximated, every second image is fitted on and the others are checked on.
-        freeze_lambda: Give layers that estimate lambda from their input (layer, group and instance normality
-            normalization) its mean over the images instead.
-        dynamic_size: Whether height and width may vary, besides the batch.
-        precision: "float16" halves the file; it is judged in ONNX Runtime and by arithmetic in which each operation
-            gives float16, so that what overflows there is refused. "int8" quantizes convolutions and matrix products,
-            per channel, with the ranges that every second image of `calibrate` shows. Either is compared with the
-            network in its own precision, on the other images.
-        report: A .json file for the report, `ExportReport.to_dict`. It is written when the model has passed its check,
-            and complete before either file gets its name: the model's first, then the report's.
-        force: Whether existing files may be replaced.
+        inputs: Example inputs as the network takes them, in place of random images: a tensor, a tuple of positional
+            arguments, or a dict of keyword arguments. If there are several, the file's inputs get the dict's names.
+        batch: Fixed number of samples, for networks that cannot be captured with a variable number.
+        runtime: The runtime that an approximation is made for. "onnxruntime" (the default): polynomials. "openvino",
+            which fuses elementwise operations: continuous piecewise-linear functions and polynomials. In INT8 both get
+            polynomials; "onnxruntime" quantizes them up to degree 3, "openvino" leaves them in float32.
+        degree: Degree of all polynomials, or number of lines, 2 to 8. By default each layer gets the lowest that the
+            tolerance allows, judged by what its error does to the output.
+        tolerance: Largest allowed difference of an output, as a share of the largest output. Default: 1e-4; 0.05 for
+            approximate exports; 0.02 in float16 and 0.3 in INT8. In these two it applies to the file alone, and to
+            an approximation only if it is larger than 0.05.
+        calibrate: Batches of preprocessed images to check on, with labels or without, as a DataLoader gives them. If
+            something is approximated, every second image is used to fit, and the others to check.
+        freeze_lambda: Whether layers that estimate lambda from their input (layer, group and instance normality
+            normalization) get the mean of lambda over the images instead.
+        dynamic_size: Whether height and width may vary, besides the number of samples.
+        precision: "float16" halves the size of the file. It is checked in ONNX Runtime, and by arithmetic in which each
+            operation gives float16, so that an overflow is refused. "int8" quantizes convolutions and matrix products
+            per channel, with ranges measured on every second image of `calibrate`. Both are compared with the network
+            in float32, on the other images.
+        report: A .json file for the report (`ExportReport.to_dict`). It is written once the model has passed its check.
+            Both files are complete before either gets its name: first the model, then the report.
+        force: Whether to replace existing files.
 
     Returns:
         The report.
 
     Raises:
         UsageError: If an argument is out of range.
-        RetrofitError: If the network cannot be exported, the check fails, or the file cannot be written.
+        RetrofitError: If the network cannot be exported, the check fails, or a file cannot be written.
     """
     if opset not in OPSETS:
         raise UsageError(f"`opset={opset}` is not supported; use {OPSETS.start} to {OPSETS.stop - 1}")

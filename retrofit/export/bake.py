@@ -76,27 +76,28 @@ def bake(
     inputs: Inputs | None = None,
     tolerance: float = TOLERANCE,
 ) -> tuple[nn.Module, BakeReport]:
-    """Turn what layers estimate from each image, and their power transforms, into constants, where little is lost.
+    """Replace statistics computed per image, and power transforms, by constants in the layers where little changes.
 
-    Layers that are baked stand at strength 0 afterwards, with constants of their own: they export as their source does,
-    and can be trained on. Proxy activations stay, since what they are depends on no image.
+    A baked layer is at strength 0 afterwards, with constants of its own: it exports like its source layer and can be
+    trained. Proxy normalization is left as it is, since it depends on no image.
 
     Args:
-        model: A converted network; its layers change in place, or not at all.
-        images: Batches (N, C, H, W), preprocessed, with labels or without; every second image is fitted on and the
-            others are judged on.
-        inputs: In place of images, one batch as the network takes it: one tensor, a tuple of positional arguments, or a
-            dict of keyword arguments; every tensor of as many rows as the first has one row a sample.
-        tolerance: Largest change of the output, root mean square on the images judged on as a share of the output's
-            standard deviation. Of the choices tried the one with most layers within it is taken.
+        model: A converted network. Its layers change in place, or not at all if an error is raised.
+        images: Batches (N, C, H, W) of preprocessed images, with labels or without. Every second image is used to fit
+            the constants, the others to judge them.
+        inputs: In place of images, one batch as the network takes it: a tensor, a tuple of positional arguments, or a
+            dict of keyword arguments. Each tensor with as many rows as the first one has one row per sample.
+        tolerance: Largest allowed change of the output: its root mean square on the images used to judge, as a share of
+            the output's standard deviation. Of the choices of layers tried, the largest one within it is taken.
 
     Returns:
         The network, and the report.
 
     Raises:
-        UsageError: If the tolerance is not above 0, there are both images and inputs, or a batch holds no images.
-        RetrofitError: If there is nothing to bake, too few images or NaN in them, or nothing can be baked within the
-            tolerance.
+        UsageError: If the tolerance is not above 0, `images` and `inputs` are both given or both missing, or a batch
+            holds no images.
+        RetrofitError: If there is nothing to bake, the images are too few or hold NaN, or no layer can be baked
+            within the tolerance.
     """
     if not tolerance > 0:
         raise UsageError(f"`tolerance` must be more than 0, not {tolerance}; leave it out for the usual one")

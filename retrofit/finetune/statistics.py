@@ -30,22 +30,22 @@ _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow wi
 
 @torch.no_grad()
 def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
-    """Estimate the running statistics of batch normalizations anew, with lambda and whitening of converted layers.
+    """Estimate the running statistics of batch normalizations anew; in converted layers also lambda and whitening.
 
-    As `torch.optim.swa_utils.update_bn`, which does the work; but this reads no data where there is nothing to
+    `torch.optim.swa_utils.update_bn` does the work. Unlike it, this function reads no data if there is nothing to
     estimate, refuses an empty loader, and restores every mode. Migrated and frozen statistics are constants, and stay.
 
     Args:
         loader: Batches: tensors, or lists and tuples whose first entry is the input.
         model: The network; its mode is restored.
-        device: Where to move inputs, if anywhere.
+        device: The device to move inputs to; None leaves them where they are.
 
     Returns:
-        How many layers were estimated; with none, the loader is not read. A layer that no batch reached keeps its
-        statistics, and does not count.
+        The number of layers estimated; if it is 0 for lack of such layers, the loader is not read. A layer that no
+        batch reached keeps its statistics and is not counted.
 
     Raises:
-        RetrofitError: If the loader is empty, or statistics are not finite; they are then as they were.
+        RetrofitError: If the loader is empty, or statistics are not finite; all statistics are then as before.
     """
     layers = estimated_layers(model)
     if not layers:
@@ -83,20 +83,20 @@ def _tracking(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
-    """Bring the constants of migrated norms up to date with the network, before its strength falls from 1 to 0.
+    """Update the constants of migrated norms to the trained network, before its strength falls from 1 to 0.
 
-    A migrated norm standardizes by constants, then by the moments of each image and group. While it was trained, the
-    mean of those moments may have moved; at strength 0 only the constants are left. The standardization of each group
-    is moved and scaled so that the moments are 0 and 1 on average. At strength 1 the function stays the same, since
-    group normalization undoes a shift and a scale of its groups (with several groups, to their eps).
+    A migrated norm standardizes by constants, then by the moments (mean and variance) of each image and group. In
+    training the mean of these moments may move, but at strength 0 only the constants are left. So the constants of each
+    group are shifted and scaled until the moments are 0 and 1 on average. At strength 1 the function stays the same,
+    since group normalization undoes a shift and a scale of its groups (with several groups, up to their eps).
 
     Args:
         loader: Batches as the network is trained on: tensors, or lists and tuples whose first entry is the input.
         model: The network, changed in place; its mode is restored.
-        device: Where to move inputs, if anywhere.
+        device: The device to move inputs to; None leaves them where they are.
 
     Returns:
-        How many layers were brought up to date.
+        The number of layers updated.
 
     Raises:
         RetrofitError: If the loader is empty, or moments are not finite; nothing is changed then.
@@ -136,16 +136,16 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
 
 
 def freeze_norms(model: nn.Module) -> int:
-    """Hold the running statistics of batch normalizations where they are, converted or not, in training too.
+    """Keep the running statistics of batch normalizations, converted or not, fixed in training too.
 
-    Converted layers then evaluate whatever `model.train()` says; torch's and timm's become `FrozenBatchNorm`. gamma and
-    beta still train. Migrated statistics are constants already.
+    Converted layers then compute as in evaluation, even after `model.train()`; BatchNorm layers of torch and timm
+    become `FrozenBatchNorm`. gamma and beta still train. Migrated statistics are constants already.
 
     Args:
-        model: The network, changed in place; not a normalization layer itself.
+        model: The network, changed in place. It must not be a normalization layer itself.
 
     Returns:
-        How many layers were frozen.
+        The number of layers frozen.
     """
     layers = _tracking(model)
     for layer in layers:
@@ -159,19 +159,20 @@ def freeze_norms(model: nn.Module) -> int:
 
 
 def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> int:
-    """Let batch normalizations take their training statistics over all processes, with exact gradients.
+    """Compute the training statistics of batch normalizations over all processes, with exact gradients.
 
-    Each layer turns into its synchronized form in place: same object, parameters, buffers and state-dict names.
+    Each layer becomes its synchronized form in place: object, parameters, buffers and state-dict names stay the same.
 
     Args:
         model: The network.
-        device: Where it will run, if elsewhere. On a CPU only converted layers synchronize: torch's need a GPU.
+        device: The device that the network will run on; None for the one that it is on. On a CPU only converted layers
+            synchronize: torch's need a GPU.
 
     Returns:
-        How many layers synchronize.
+        The number of layers that synchronize.
 
     Raises:
-        RetrofitError: If a layer whitens, which needs each set whole.
+        RetrofitError: If a layer whitens (`dbn`, `dbnn`), which needs all values of a set in one process.
     """
     if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
         raise RetrofitError("whitening is not synchronized between processes; leave dbn and dbnn unsynchronized")

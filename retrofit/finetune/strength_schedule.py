@@ -15,32 +15,31 @@ NOISE_STAGES = 4  # noise is a plain number, on which a compiled network special
 
 
 class StrengthSchedule:
-    """Raises the strength t of converted layers from 0, the source's function, to 1, the paper's.
+    """Raises the strength t of converted layers during training, from 0 (the source) to 1 (the target).
 
     Construct it before the first step and call `step()` after every optimizer step. The noise factor xi of normality
-    layers has a course of its own, because the papers' noise is made for long training from scratch; the layers
-    multiply it by t besides.
+    layers follows a schedule of its own, because the paper's noise is meant for long training from scratch; the layers
+    also multiply the noise by t.
 
-    Layers may stand anywhere, from an earlier conversion or training. Each walks from `start`, or from where it stands
-    if that is higher, so that what it was trained for is not lost. To begin anew, set the
-    strength back first, by `retrofit.set_strength`.
+    Layers may start at any strength, from an earlier conversion or training. Each moves from `start`, or from its
+    present strength if that is higher, so that what it learned there is not lost. To begin again at `start`, first set
+    the strength back with `retrofit.set_strength`.
 
     Args:
-        model: A network with converted layers; wrap several in an `nn.ModuleList` to move them together.
-        total_steps: Optimizer steps of the whole training.
-        shape: "linear" or "cosine" in t; "there-and-back" rises to 1, turns in the middle of the training and returns
-            to `end`, where the network costs what its source costs (see `retrofit.recentre`); "off" leaves the
-            strength as it is.
-        ramp: Fraction of the training over which t moves: half of it each way, there and back; 0 starts at `end` at
-            once.
-        start: t at the first step, of the layers that do not stand higher.
-        end: t from the end of the ramp on.
-        noise: xi at the end, for all layers; None leaves each layer's own.
+        model: A network with converted layers. To move several networks together, wrap them in an `nn.ModuleList`.
+        total_steps: Number of optimizer steps of the whole training.
+        shape: "linear" or "cosine": how t rises. "there-and-back": t rises to 1, turns in the middle of the training
+            and returns to `end`, which must be below 1; at 0 the network costs what its source costs (see
+            `retrofit.recentre`). "off": the strength does not change.
+        ramp: Fraction of the training over which t moves (there and back: half of it each way); 0 sets `end` at once.
+        start: t at the first step, for layers that are not above it.
+        end: t after the ramp.
+        noise: xi at the end of `noise_ramp`, for all layers; None keeps the xi of each layer.
         noise_start: Fraction of the training at which noise begins.
-        noise_ramp: Fraction of the training over which it grows to `noise`, in a few equal stages.
+        noise_ramp: Fraction of the training over which xi grows to `noise`, in a few equal stages.
 
     Raises:
-        UsageError: If an argument is out of range, or noise is asked of layers that have none.
+        UsageError: If an argument is out of range, or `noise` is given for layers that have none.
         RetrofitError: If the network holds no converted layer.
     """
 
@@ -84,23 +83,23 @@ class StrengthSchedule:
         self._set()
 
     def step(self) -> None:
-        """Move to the next step: call it once after every optimizer step."""
+        """Move to the next step: call this once after every optimizer step."""
         self._steps += 1
         self._set()
 
     @property
     def strength(self) -> float:
-        """The strength of the layers (of several, the lowest)."""
+        """The strength of the layers; if they differ, the lowest."""
         return min(self._strengths)
 
     @property
     def turning(self) -> bool:
-        """Whether the way back begins with the next step: the time for `retrofit.recentre`."""
+        """Whether t starts to return with the next step: the time to call `retrofit.recentre`."""
         return self._there_and_back and self._steps == self._turn
 
     @property
     def remaining(self) -> float:
-        """The way that t still has to go, there and back (of several, the longest); 0 if it is left alone."""
+        """How far t still has to move, there and back (if layers differ, the farthest); 0 with shape "off"."""
         if self._shape == "off":
             return 0.0
         if self._there_and_back and self._steps <= self._turn:
@@ -108,14 +107,14 @@ class StrengthSchedule:
         return max(abs(t - self._end) for t in self._strengths)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands; the layers' strength is in the model's own state."""
+        """Return the state of the schedule; the strength of the layers is in the model's state dict."""
         return {"steps": self._steps, "starts": list(self._starts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another schedule stood, and set the layers accordingly.
+        """Continue from the state of another schedule, and set the layers accordingly.
 
         Raises:
-            UsageError: If this is not the state of a schedule of such a network; nothing is changed then.
+            UsageError: If `state` does not come from a schedule of such a network; nothing is changed then.
         """
         try:
             steps, starts = int(state["steps"]), [float(start) for start in state["starts"]]

@@ -24,12 +24,12 @@ _SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays bel
 
 
 class StrengthMixin(ConvertedLayer):
-    """A layer that lies on the path from its source layer (strength 0) to the paper's (strength 1).
+    """A layer between its source layer (strength 0) and the target (strength 1).
 
-    The buffer `strength` is a code: t and its square, (2,), in units of 2^-40. A tensor, so that changing t triggers no
-    recompilation, and one of integers: moving averages of weights copy integers from the model, where they would let a
-    float lag behind it for thousands of steps. Some average integers too. An average of different t's is told by the
-    square, and refused in evaluation.
+    The buffer `strength` holds t and its square as integers, (2,), in units of 2^-40. It is a tensor, so that changing
+    t triggers no recompilation. It holds integers, because moving averages of weights copy integers from the model, but
+    would let a float lag behind the model for thousands of steps. Some average integers too; the square then shows that
+    different values of t were averaged, and evaluation is refused.
     """
 
     frozen: bool = False  # whether the layer evaluates in training too: see `retrofit.freeze_norms`
@@ -46,10 +46,10 @@ class StrengthMixin(ConvertedLayer):
 
     @property
     def strength(self) -> Tensor:
-        """T in [0, 1], a 0-dim float32 tensor; `set_strength` sets it.
+        """The strength t in [0, 1], a 0-dim float32 tensor; `set_strength` sets it.
 
         Raises:
-            RuntimeError: In evaluation, if t is an average of several.
+            RuntimeError: In evaluation, if t is an average of different values.
         """
         code = self._code
         if not (self.training or code.is_meta or torch.compiler.is_compiling() or transformed()):
@@ -58,7 +58,7 @@ class StrengthMixin(ConvertedLayer):
 
     @property
     def stored_strength(self) -> float:
-        """T as it is stored, also where it is an average of several."""
+        """The strength t as it is stored, even if it is an average of different values."""
         return float(self._code[0]) * _UNIT
 
     def _refuse_average(self) -> None:
@@ -76,22 +76,22 @@ class StrengthMixin(ConvertedLayer):
         self._checked = seen
 
     def channel_dims(self, x: Tensor) -> tuple[int, ...]:
-        """Return the dimensions of an input that one value of gamma spans."""
+        """Return the dimensions of the input that share one value of gamma."""
         return (0, *range(2, x.ndim))
 
     def bakeable(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight and bias nearest to those given that `bake` can give the layer."""
+        """Return the values nearest to `weight` and `bias` that `bake` can give the layer."""
         return weight, bias
 
     def bake(self, weight: Tensor, bias: Tensor) -> None:
-        """Set the layer to strength 0, where it is to give `weight` times its normalization there, plus `bias`."""
+        """Set the layer to strength 0, where it then computes `weight` times its normalization, plus `bias`."""
         layer: Any = self
         self.set_strength(0.0)
         layer.weight.copy_(weight.view_as(layer.weight))
         layer.bias.copy_(bias.view_as(layer.bias))
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the layer, unless it is frozen, and of its children."""
+        """Set the mode of the layer and its children; a frozen layer itself stays in evaluation mode."""
         super().train(mode)
         self.training = mode and not self.frozen
         return self
@@ -118,13 +118,13 @@ class StrengthMixin(ConvertedLayer):
 
 
 class NormalityMixin(StrengthMixin):
-    """The options of a normality-normalized layer.
+    """The options of a normality-normalized layer (Eftekhari & Papyan 2025).
 
     Attributes:
-        noise: xi, the factor of the Gaussian noise in training (paper's section 4.2), by default the paper's; 0 for
-            none.
-        noise_kind: "scaled" is the paper's additive noise; "unscaled" gives every set the same, and
-            "gaussian-dropout" multiplies instead: the paper compares with both (section 5.6, figure 7).
+        noise: xi, the factor of the Gaussian noise in training (section 4.2); by default the paper's, 0.4 (LayerNorm:
+            1.0); 0 for no noise.
+        noise_kind: "scaled" is the paper's additive noise; "unscaled" is noise of the same size for every set;
+            "gaussian-dropout" multiplies by noise. The paper compares with these two (section 5.6, figure 7).
         alpha: Degree of gaussianization in [0, 1] (eq. 6): lambda = 1 + strength * alpha * (estimate - 1). 1 is the
             paper's; 0 leaves the plain normalization and its noise.
     """

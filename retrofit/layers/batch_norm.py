@@ -219,8 +219,8 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
 class BatchNormalNorm1d(_BatchNormalNorm):
     """Batch normality normalization over (N, C) or (N, C, L) input: `torch.nn.BatchNorm1d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
-    `alpha`.
+    The arguments are those of torch's layer, `noise` (xi, by default the paper's 0.4), `strength` (t, by default 1),
+    and `noise_kind` and `alpha` of `NormalityMixin`.
     """
 
     source_name: ClassVar[str] = "BatchNorm1d"
@@ -241,9 +241,9 @@ class BatchNormalNorm3d(_BatchNormalNorm):
 class SyncBatchNormalNorm(_BatchNormalNorm):
     """Batch normality normalization with sets that span a process group: `torch.nn.SyncBatchNorm`'s counterpart.
 
-    In training, once a process group is initialised, mean, variance and the moments of the lambda estimate are reduced
-    over its ranks, which may hold batches of unequal size, and so are their gradients. Takes (N, C, *) input on any
-    device, and `BatchNormalNorm1d`'s arguments; `process_group` holds the ranks to share statistics with, None for all.
+    In training, once a process group is initialised, mean, variance, the moments of the lambda estimate and their
+    gradients are reduced over its ranks, which may hold batches of unequal size. The input is (N, C, *), on any device.
+    The arguments are `BatchNormalNorm1d`'s and `process_group`, the ranks that share statistics; None for all.
     """
 
     source_name: ClassVar[str] = "SyncBatchNorm"

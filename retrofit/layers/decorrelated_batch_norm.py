@@ -225,8 +225,8 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
 class DecorrelatedBatchNorm1d(DecorrelatedNorm):
     """Decorrelated batch normalization over (N, C) or (N, C, L) input.
 
-    Takes `torch.nn.BatchNorm1d`'s arguments and `group_size` (most channels whitened together, the paper's 16) and
-    `strength` (t, 1).
+    The arguments are those of `torch.nn.BatchNorm1d`, `group_size` (largest number of channels whitened together, by
+    default the paper's 16) and `strength` (t, by default 1).
     """
 
     source_name: ClassVar[str] = "BatchNorm1d"
@@ -269,7 +269,7 @@ class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
 class DecorrelatedBatchNormalNorm1d(_ThenTransform, batch_norm.BatchNormalNorm1d):
     """Decorrelated batch normality normalization over (N, C) or (N, C, L) input (Eftekhari & Papyan 2025, table 3).
 
-    Takes the arguments of `BatchNormalNorm1d` and those of `DecorrelatedBatchNorm1d`.
+    The arguments are those of `BatchNormalNorm1d` and of `DecorrelatedBatchNorm1d`.
     """
 
 

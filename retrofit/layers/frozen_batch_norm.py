@@ -50,20 +50,20 @@ class ConstantStatistics(ConvertedLayer):
 class FrozenBatchNorm(ConstantStatistics):
     """(x - running_mean) / sqrt(running_var + eps) * weight + bias per channel, in training and evaluation alike.
 
-    It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
-    other. Unlike torchvision's FrozenBatchNorm2d it trains `weight` and `bias`. No sample sees another. It is no
-    `_BatchNorm`: what synchronizes or re-estimates BatchNorm would thaw it.
+    Parameters and buffers have BatchNorm's names, so a checkpoint of either layer loads into the other. Unlike in
+    torchvision's FrozenBatchNorm2d, `weight` and `bias` are trained. No sample influences another. The class is no
+    subclass of torch's `_BatchNorm`, because functions that synchronize or re-estimate BatchNorm would unfreeze it.
 
     Args:
-        num_features: Channels C.
+        num_features: Number of channels C.
         eps: Added to the running variance.
-        affine: Learn `weight` and `bias`.
+        affine: Whether to learn `weight` and `bias`.
         device: Device of parameters and buffers.
         dtype: Type of parameters and running statistics.
-        bias: With `affine`, learn `bias`.
+        bias: Whether to learn `bias` (only with `affine`).
 
     Shape:
-        (N, C, *) to the same, in the input's type and memory format.
+        Input (N, C, *); the output has the same shape, type and memory format.
     """
 
     weight: nn.Parameter | None

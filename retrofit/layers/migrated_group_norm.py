@@ -32,33 +32,33 @@ def migrated_group_norm(
     source_eps: Tensor | float | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    """Standardize by constant running statistics, then group-normalize as far as t = `strength` says.
+    """Standardize by constant running statistics, then group-normalize to the degree t = `strength`.
 
         x' = (x - running_mean) / sqrt(running_var + source_eps) * gain       per channel
         y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight / gain + bias
 
     where m and v are the mean and variance of x' per sample and group. At t = 0 this is `F.batch_norm` in evaluation,
-    whatever the gain, at t = 1 `F.group_norm` of x' with the weight divided by the gain; one group normalizes each
-    whole sample, as LayerNorm over (C, *). The gain is how much a channel counts in its group's moments.
+    for any gain; at t = 1 it is `F.group_norm` of x' with the weight divided by the gain. One group normalizes each
+    whole sample, like LayerNorm over (C, *). The gain says how much a channel counts in the moments of its group.
 
-    All of it is one scale and one shift per sample and channel, which follow from the moments of x per sample and
-    channel; of the activations only x is kept for the backward. Statistics are float32 at least. Running statistics,
-    gain and t are constants to autograd; there is no second derivative.
+    The result is one scale and one shift per sample and channel, computed from the moments of x per sample and channel.
+    Of the activations only x is kept for the backward pass. Statistics are float32 at least. Autograd takes running
+    statistics, gain and t as constants; there is no second derivative.
 
     Args:
-        x: (N, C, *), floating point, 2 dimensions or more.
-        num_groups: Groups G; divides C.
-        running_mean: (C,), as are those that follow.
-        running_var: The source's.
-        weight: gamma, or None for ones.
-        bias: beta, or None for zeros.
-        strength: t in [0, 1]; a 0-dim tensor changes without recompilation.
-        eps: Added to the group variance, in proportion; a number or a 0-dim tensor.
+        x: Input (N, C, *), floating point, with 2 dimensions or more.
+        num_groups: Number of groups G, a divisor of C.
+        running_mean: Running mean of the source, (C,).
+        running_var: Running variance of the source, (C,).
+        weight: gamma, (C,); None for ones.
+        bias: beta, (C,); None for zeros.
+        strength: t in [0, 1]; if it is a 0-dim tensor, changing it triggers no recompilation.
+        eps: Added to the group variance, multiplied by t; a number or a 0-dim tensor.
         source_eps: Added to the running variance; `eps` if None.
-        gain: (C,) positive, or None for ones.
+        gain: Positive factors, (C,); None for ones.
 
     Returns:
-        (N, C, *) in the type and memory format of `x`.
+        The output, (N, C, *), in the type and memory format of `x`.
 
     Raises:
         ValueError: If `x` has fewer than 2 dimensions or not C channels, or G does not divide C.
@@ -207,25 +207,25 @@ def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_grou
 class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
     """GroupNorm of an input that was standardized by a BatchNorm's running statistics: see `migrated_group_norm`.
 
-    It has the parameters and buffers of BatchNorm under BatchNorm's names, so that a checkpoint of one loads into the
-    other; the buffers are constants, as are `gain`, (C,), which starts at ones (see `group_gain`), and `eps` and
-    `group_eps`, 0-dim tensors. A conversion settles gain and group_eps by the source's statistics, and so does loading
-    the source's checkpoint. `eps` is the BatchNorm's own, as code that reads the layer's tensors expects. No sample
-    sees another, in training or evaluation, which are the same function.
+    Parameters and buffers have BatchNorm's names, so a checkpoint of either layer loads into the other. The buffers are
+    constants. So are `gain`, (C,), which starts at ones (see `group_gain`), and `eps` and `group_eps`, 0-dim tensors. A
+    conversion computes gain and group_eps from the source's statistics, and so does loading the source's checkpoint.
+    `eps` is the BatchNorm's own, as code that reads the layer's tensors expects. No sample influences another; training
+    and evaluation compute the same function.
 
     Args:
-        num_groups: Groups G; 1 normalizes each whole sample.
-        num_channels: Channels C, a multiple of G.
+        num_groups: Number of groups G; 1 normalizes each whole sample.
+        num_channels: Number of channels C, a multiple of G.
         eps: Added to the running variance: the BatchNorm's own eps, for its function at t = 0.
-        affine: Learn `weight` and `bias`.
+        affine: Whether to learn `weight` and `bias`.
         device: Device of parameters and buffers.
         dtype: Type of parameters and running statistics.
-        bias: With `affine`, learn `bias`.
-        group_eps: Added to the group variance at t = 1. `eps` if None.
+        bias: Whether to learn `bias` (only with `affine`).
+        group_eps: Added to the group variance at t = 1; `eps` if None.
         strength: Initial t, in [0, 1]: 0 is BatchNorm in evaluation, 1 is GroupNorm.
 
     Shape:
-        (N, C, *) to the same, in the input's type and memory format.
+        Input (N, C, *); the output has the same shape, type and memory format.
 
     Raises:
         ValueError: If G does not divide C or an argument is out of range.
@@ -278,7 +278,7 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return migrated_group_norm(x, self.num_groups, *affine, **options)
 
     def input_affine(self) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift, the standardization and gain."""
+        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift: standardization and gain."""
         scale = torch.rsqrt(self.running_var.double() + self.eps) * self.gain.double()
         return scale, -self.running_mean.double() * scale
 
@@ -288,13 +288,13 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
 
     def bakeable(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return them where they are of gamma's sign; a channel of no weight is its bias, either way."""
+        """Return the two where `weight` has gamma's sign, else gamma and beta (if gamma is 0, only beta counts)."""
         gamma, beta = self.weight.view_as(weight), self.bias.view_as(bias)
         able = weight * gamma > 1e-3 * gamma.square()
         return torch.where(able, weight, gamma), torch.where(able, bias, beta)
 
     def bake(self, weight: Tensor, bias: Tensor) -> None:
-        """Hold them in the running statistics: a proxy activation behind the layer goes by its weight and bias."""
+        """Store the two in the running statistics; gamma and beta stay, for a ProxyNorm behind the layer reads them."""
         self.set_strength(0.0)
         gamma, beta, weight, bias = (values.double().flatten() for values in (self.weight, self.bias, weight, bias))
         off = gamma == 0
@@ -317,7 +317,7 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return (1.0 if self.weight is None else self.weight.detach().double()) / self.gain.double()
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the constants, and group normalization behind them at strength 1, gamma and beta at 0."""
+        """Return the constants, and the layer behind them: group normalization at strength 1, gamma and beta at 0."""
         t = float(self.strength)
         if t == 0:
             return super().plain_layer()

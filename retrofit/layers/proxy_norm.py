@@ -18,40 +18,40 @@ from retrofit.layers.kernels.eager import compute_dtype
 
 
 class ProxyNorm(StrengthMixin):
-    """An elementwise activation, normalized by the moments that a Gaussian proxy of its input would have.
+    """An elementwise activation, normalized by the moments that it would have on a Gaussian proxy of its input.
 
-    With y the output of a normalization layer before its affine part and gamma, beta that affine part, the activation
-    step phi(gamma * y + beta) becomes, per channel:
+    Let y be the output of a normalization layer before its affine part, and gamma and beta that affine part. Per
+    channel, the activation step phi(gamma * y + beta) becomes:
 
         z = (phi(gamma * y + beta) - E_p) / sqrt(Var_p + eps)
         E_p, Var_p = mean and variance of phi(gamma * Y + beta),  Y ~ N(proxy_bias, (1 + proxy_scale)^2)
 
-    The expectation is evaluated on `samples` values of Y, uniform in probability, in float32 at least; it depends on
-    parameters only, so training and evaluation are the same function and no sample sees another. Gradients reach
-    gamma, beta, `proxy_bias` and `proxy_scale` through E_p and Var_p. Nothing is kept from one call to the next.
+    E_p and Var_p are computed on `samples` values of Y, uniform in probability, in float32 at least. They depend on
+    parameters only, so training and evaluation compute the same function and no sample influences another. Gradients
+    reach gamma, beta, `proxy_bias` and `proxy_scale` through E_p and Var_p. Nothing is kept between calls.
 
     gamma and beta belong to the preceding layer, `norm`, and stay registered there. ProxyNorm holds that layer by a
-    plain reference that `nn.Module` does not register and reads `norm.weight` and `norm.bias` at every call: an
-    unmodified model can go on calling `act(x)`, and copying or pickling the model keeps the pair together. Whoever
-    replaces the norm must call `follow` with the new one. `nn.DataParallel`, which copies modules one by one, is not
+    plain reference that `nn.Module` does not register, and reads `norm.weight` and `norm.bias` at every call: an
+    unmodified model can go on calling `act(x)`, and copying or pickling the model keeps the pair together. If you
+    replace the norm, call `follow` with the new one. `nn.DataParallel`, which copies modules one by one, is not
     supported; DistributedDataParallel is.
 
-    Not in the paper, for networks that were trained without it (both leave the paper's layer as the default):
+    Two options, not in the paper, serve networks trained without ProxyNorm; the default is the paper's layer:
 
-    - `strength` t blends with the plain activation, phi + t * (z - phi): the activation itself at t = 0, z at t = 1.
-    - `restore` returns what was removed: z * restore_scale + restore_shift, with sqrt(Var_p + eps) and E_p as they were
-      when `seed_restore` was last called. The step is then the plain activation until gamma or beta move, and from
-      there on keeps each channel at the mean and scale that the next layer was trained for.
+    - `strength` t blends z with the plain activation, phi + t * (z - phi): the activation itself at t = 0, z at t = 1.
+    - `restore` gives back what was removed: z * restore_scale + restore_shift, with sqrt(Var_p + eps) and E_p as they
+      were when `seed_restore` was last called. The step is the plain activation until gamma or beta change. From then
+      on, each channel keeps the mean and scale that the next layer was trained for.
 
     Args:
         activation: Elementwise module or function. Parameters per channel (PReLU) are evaluated per channel.
-        num_features: Channels C.
-        norm: Layer whose `weight` and `bias` (each of C elements, or None) are gamma and beta; None where the
-            activation follows a normalization without affine part. See `follow`.
-        eps: Added to Var_p. The paper found smaller values than 0.03 harmful.
-        params: Learn `proxy_bias` and `proxy_scale`, both zero at first. The paper applies weight decay to them.
-        scale: Divide by sqrt(Var_p + eps); False only subtracts E_p, for the activation before the final pooling.
-        restore: Keep the restoring affine, seeded at construction.
+        num_features: Number of channels C.
+        norm: Layer whose `weight` and `bias` (each of C elements, or None) are gamma and beta; None if the activation
+            follows a normalization without affine part. See `follow`.
+        eps: Added to Var_p. The paper found values below 0.03 harmful.
+        params: Whether to learn `proxy_bias` and `proxy_scale`, both zero at first. The paper applies weight decay.
+        scale: Whether to divide by sqrt(Var_p + eps). False only subtracts E_p, as before the final pooling.
+        restore: Whether to give back what was removed (see above), seeded at construction.
         samples: Number of proxy samples, 256 in the paper.
         channel_dim: Dimension of the channels: 1 for (N, C, *), -1 for (N, *, C).
         strength: Initial t, in [0, 1].
@@ -59,7 +59,7 @@ class ProxyNorm(StrengthMixin):
         dtype: Type of parameters; buffers have at least float32.
 
     Shape:
-        (N, C, *) or (N, *, C) with 2 dimensions or more, to the same. The output has the type of the activation's.
+        Input (N, C, *) or (N, *, C) with 2 dimensions or more; the output has that shape, and the activation's type.
 
     Raises:
         ValueError: If an argument is out of range, `norm` does not have C channels, or the activation is not
@@ -120,7 +120,7 @@ class ProxyNorm(StrengthMixin):
         """Take gamma and beta from `norm.weight` and `norm.bias` from now on; either may be None or absent.
 
         Raises:
-            ValueError: If one of them does not hold one value a channel.
+            ValueError: If one of them does not hold one value per channel.
         """
         for name in ("weight", "bias"):
             value = getattr(norm, name, None)
@@ -130,7 +130,7 @@ class ProxyNorm(StrengthMixin):
 
     @torch.no_grad()
     def seed_restore(self) -> None:
-        """Store sqrt(Var_p + eps) and E_p of the present gamma and beta as the restoring affine."""
+        """Store sqrt(Var_p + eps) and E_p of the present gamma and beta, which `restore` gives back from now on."""
         if self.restore_shift is None:
             raise ValueError("this ProxyNorm has no restoring affine; build it with restore=True")
         mean, std = self.moments(self.restore_shift.dtype)
@@ -184,7 +184,7 @@ class ProxyNorm(StrengthMixin):
         return torch.func.functional_call(self.activation, cast, (proxy,)) if cast else self.activation(proxy)
 
     def constants(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), each (C,), such that the layer is phi * scale + shift, at its present strength."""
+        """Return (scale, shift), each (C,): at its present strength the layer computes phi * scale + shift."""
         mean, std = self.moments(dtype)
         scale = torch.ones_like(mean)
         if self.scale:
@@ -204,14 +204,14 @@ class ProxyNorm(StrengthMixin):
 
     @torch.no_grad()
     def plain_layer(self) -> tuple[None, nn.Module]:
-        """Return the activation, and behind it the constants that its normalization is now, which nothing trains."""
+        """Return the activation, followed by its present normalization as constants that are not trained."""
         scale, shift = self.constants(torch.float64)
         like = self.strength if self.restore_shift is None else self.restore_shift
         affine = ConstantAffine(scale.to(like.dtype), shift.to(like.dtype), self.channel_dim)
         return None, nn.Sequential(OrderedDict(act=self.source_layer(), affine=affine))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return phi(x), proxy-normalized; `x` is the output of the norm, gamma and beta included."""
+        """Return phi(x), proxy-normalized; `x` is the output of the norm, with gamma and beta applied."""
         if x.ndim < 2 or x.shape[self.channel_dim] != self.num_features:
             where = f"dimension {self.channel_dim} of {tuple(x.shape)}"
             raise ValueError(f"ProxyNorm expects {self.num_features} channels in {where}")

@@ -19,9 +19,9 @@ from retrofit.layers.normality_norm import Statistics, memory_format_of
 class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
     """Layer normality normalization over the trailing `normalized_shape`: `torch.nn.LayerNorm`'s counterpart.
 
-    lambda is estimated from each sample, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes torch's
-    arguments and `noise` (xi, the paper's 1.0), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
-    `alpha`.
+    lambda is estimated for each set of values normalized together, in training and evaluation (Eftekhari & Papyan 2025,
+    algorithm 1). The arguments are those of torch's layer, `noise` (xi, by default the paper's 1.0), `strength` (t, by
+    default 1), and `noise_kind` and `alpha` of `NormalityMixin`.
     """
 
     source_name: ClassVar[str] = "LayerNorm"
@@ -60,7 +60,7 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
 
 
 class LayerNormalNorm2d(LayerNormalNorm):
-    """Layer normality normalization of channels-first maps, (N, C, *): each position over C.
+    """Layer normality normalization of channels-first maps, (N, C, *): each position is normalized over C.
 
     The counterpart of timm's and torchvision's LayerNorm2d; keeps the input's memory format. `normalized_shape` is C.
     """
@@ -91,9 +91,9 @@ class LayerNormalNormAct2d(_ThenActivate, LayerNormalNorm2d):
 class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
     """Group normality normalization over (N, C, *) input: `torch.nn.GroupNorm`'s counterpart.
 
-    lambda is estimated from each sample and group, in training and after (Eftekhari & Papyan 2025, algorithm 1). Takes
-    torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
-    `alpha`.
+    lambda is estimated for each sample and group, in training and evaluation (Eftekhari & Papyan 2025, algorithm 1).
+    The arguments are those of torch's layer, `noise` (xi, by default the paper's 0.4), `strength` (t, by default 1),
+    and `noise_kind` and `alpha` of `NormalityMixin`.
     """
 
     source_name: ClassVar[str] = "GroupNorm"
@@ -191,8 +191,8 @@ class _InstanceNormalNorm(RunningNormality):
 class InstanceNormalNorm1d(_InstanceNormalNorm):
     """Instance normality normalization over (N, C, L) or (C, L) input: `torch.nn.InstanceNorm1d`'s counterpart.
 
-    Takes torch's arguments and `noise` (xi, the paper's 0.4), `strength` (t, 1) and `NormalityMixin`'s `noise_kind` and
-    `alpha`.
+    The arguments are those of torch's layer, `noise` (xi, by default the paper's 0.4), `strength` (t, by default 1),
+    and `noise_kind` and `alpha` of `NormalityMixin`.
     """
 
     source_name: ClassVar[str] = "InstanceNorm1d"
@@ -207,7 +207,7 @@ class InstanceNormalNorm2d(_InstanceNormalNorm):
 
 
 class InstanceNormalNorm3d(_InstanceNormalNorm):
-    """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W), in the same way."""
+    """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W); see `InstanceNormalNorm1d`."""
 
     source_name: ClassVar[str] = "InstanceNorm3d"
     _batched_ndim = 5

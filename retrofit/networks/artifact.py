@@ -162,29 +162,29 @@ def save(
     force: bool = False,
     proved: bool = False,
 ) -> None:
-    """Write a network, converted or not, as an artifact.
+    """Write a network, converted or not, to an artifact.
 
-    What is not given is taken from the network's record. A network of timm or torchvision is built again first, and
-    compared with this one: what is written can be loaded, and is the same function. Any other is the user's own: `load`
-    asks for one that the user built, and compares what it answers. A network that is very large, or takes no images, is
-    not run; the file says so, and `load` repeats it.
+    What you do not pass is taken from the network's record. A network of timm or torchvision is first built again and
+    compared with `model`: so the file can be loaded, and gives the same function. Any other network is your own: `load`
+    takes it as you build it (`into=`), and compares its outputs. A network that is very large, or takes no images, is
+    not run; the file says so, and `load` warns of it.
 
     Args:
         model: The network; wrappers of DistributedDataParallel and torch.compile are taken off.
-        path: The file to write, by custom `*.safetensors`.
-        source: Which network it is ("resnet50", "tv:resnet50"), where it cannot tell; "own" for a network that no
-            library builds as it is.
-        model_kwargs: Arguments that the library's builder got, where it cannot tell.
-        labels: Names of its outputs, one for each.
-        weights: Whose weights it had before: {"kind": "random" | "pretrained" | "checkpoint", "from": str | None}.
-        preprocess: What it expects of its images; the library's prescription if not known.
+        path: The file to write; its name usually ends in `.safetensors`.
+        source: The network's name in its library ("resnet50", "tv:resnet50"), where the network does not tell it; "own"
+            for a network that no library builds as it is.
+        model_kwargs: Arguments that the library's builder got, where the network does not tell them.
+        labels: Names of the network's outputs, one for each.
+        weights: Origin of the source's weights: {"kind": "random" | "pretrained" | "checkpoint", "from": str | None}.
+        preprocess: How images are prepared; by default as the library prescribes.
         force: Whether to replace an existing file.
-        proved: Whether this network, with other tensors, was saved or loaded before as the `source` that is given: it
-            is not built again.
+        proved: Whether this network, with other tensors, was saved or loaded before as the given `source`; it is then
+            not built again.
 
     Raises:
-        RetrofitError: If its library does not build the network, with the first difference, or the file cannot be
-            written.
+        RetrofitError: If the library does not build the network (the message names the first difference), or the file
+            cannot be written.
     """
     ensure_writable(path, force)
     model = unwrapped(model)
@@ -243,18 +243,18 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     """Build the network that an artifact holds, on the CPU.
 
     Args:
-        path: A file that `save` wrote; or `hf-hub:OWNER/NAME[@REVISION]`, or `local-dir:FOLDER`, where
-            `retrofit.push_to_hub` or `save_for_hub` put one.
-        into: For a network of one's own, or in place of the library's: the network as it was before its conversion,
-            with any weights. It is converted and filled in place, on its own device.
+        path: A file that `save` wrote; or `hf-hub:OWNER/NAME[@REVISION]`, or `local-dir:FOLDER`, as written by
+            `retrofit.push_to_hub` and `save_for_hub`.
+        into: The network as it was before its conversion, with any weights: needed for a network of your own, possible
+            for one of a library. It is converted and filled in place, on its own device.
 
     Returns:
-        The network with its tensors, in their dtypes, in training mode as timm and torchvision hand networks out
-        (`into` stays in its mode). Use what is returned, also where `into` was given.
+        The network with the file's tensors, in their dtypes, in training mode as timm and torchvision return networks
+        (`into` stays in its mode). Use the returned network, also if you passed `into`.
 
     Raises:
         RetrofitError: If the file is damaged, not an artifact, or of a newer schema, the installed libraries do not
-            build the network that it holds, or `into` is another one; `into` is then as it was.
+            build the network that it holds, or `into` is another network, which is then unchanged.
     """
     model, manifest = opened(artifact_path(str(path)) or path, into)
     if manifest.not_checked:

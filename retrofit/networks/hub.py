@@ -34,24 +34,24 @@ def save_for_hub(
     force: bool = False,
     **options: Any,
 ) -> Path:
-    """Write the folder of a model on the hub: the artifact, timm's config.json and a model card.
+    """Write a model's folder for the Hugging Face hub: the artifact, timm's config.json and a model card.
 
-    `retrofit.load` opens it. So does timm where the network is one of timm's as it stands. Any other it refuses, by the
-    name of the architecture: it would build the source, without what the conversion added.
+    `retrofit.load` opens the folder. timm opens it too if the network is an unconverted network of timm. timm refuses
+    any other by its architecture's name, because it would build the source, without what the conversion added.
 
     Args:
         model: The network, converted or not.
-        folder: Where to; made if need be.
-        license: For the card, as the hub spells it ("apache-2.0").
-        details: Further lines of the card, by heading: data, recipe, accuracy.
-        force: Whether to replace the files of such a folder.
-        **options: `retrofit.save`'s.
+        folder: The folder to write; created if it does not exist.
+        license: The license for the card, as the hub spells it ("apache-2.0").
+        details: Further lines for the card, text by heading: data, recipe, accuracy.
+        force: Whether to replace the files of an existing folder.
+        **options: Arguments of `retrofit.save`.
 
     Returns:
         The folder.
 
     Raises:
-        RetrofitError: As `retrofit.save`, or if the files are there already; nothing is written then.
+        RetrofitError: As for `retrofit.save`, or if the files exist already; nothing is written then.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -82,23 +82,23 @@ def push_to_hub(
     commit_message: str = "Add model",
     **options: Any,
 ) -> str:
-    """Put a network on the hub, as `save_for_hub` writes it.
+    """Upload a network to the Hugging Face hub, in the form that `save_for_hub` writes.
 
     Args:
         model: The network, converted or not.
-        repo_id: "owner/name"; made if need be.
-        private: Whether a repository that is made is private.
-        token: The hub's; that of the user who is logged in if None.
-        revision: Branch to write to.
+        repo_id: The repository, "owner/name"; created if it does not exist.
+        private: Whether a repository that is created is private.
+        token: Access token of the hub; None for that of the user who is logged in.
+        revision: Branch to write to; None for the main branch.
         create_pr: Whether to open a pull request.
-        commit_message: Of the commit.
-        **options: `save_for_hub`'s.
+        commit_message: Message of the commit.
+        **options: Arguments of `save_for_hub`.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
-        RetrofitError: As `retrofit.save`; nothing is uploaded then.
+        RetrofitError: As for `retrofit.save`; nothing is uploaded then.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = save_for_hub(model, temporary, **options)

@@ -1,15 +1,15 @@
-"""Importing this registers with Opacus (1.6) what it asks of layers: validators, a fixer, gradients of each sample.
+"""Importing this module prepares Opacus (1.6) for the layers: it registers validators, a fixer, per-sample gradients.
 
     import retrofit.opacus
     model = ModuleValidator.fix(model)            # BatchNorm keeps its trained function: see `fix_batch_norm`
     model, optimizer, loader = PrivacyEngine().make_private(module=model, ...)
 
-- The validator refuses what mixes the samples of a batch: bnn, dbn, dbnn, and timm's BatchNormAct2d.
+- The validator refuses layers that mix the samples of a batch: bnn, dbn, dbnn, and timm's BatchNormAct2d.
 - GradSampleModule takes batch-independent converted networks as they are, at any strength, in mode "hooks". In modes
-  "functorch" and "ew" it takes what `retrofit.plain` makes of them, and what the fixer makes of BatchNorm.
+  "functorch" and "ew" it takes them after `retrofit.plain`, and the layers that the fixer puts in place of BatchNorm.
 
-Running statistics are constants here, part of the model that training starts from: that model must not have seen the
-private data.
+Running statistics are constants here. They are part of the model that training starts from, and that model must not
+have seen the private data.
 """
 
 import copy
@@ -110,17 +110,17 @@ def _validate_network(
     [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct]
 )
 def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
-    """Return what takes the place of torch's or timm's BatchNorm: plain layers, with its statistics as constants.
+    """Return plain layers that take the place of a BatchNorm of torch or timm, with its statistics as constants.
 
     Args:
         module: The BatchNorm.
-        **kwargs: What `ModuleValidator.fix(model, ...)` is given. `to`: "frozen" keeps the function exactly, as a
-            constant affine with gamma and beta to be trained; "ln" and "gn" normalize each sample, close to the trained
-            function. Without it, "frozen" for a layer that has been trained and "ln" for one that has not.
-            `num_groups`: groups for "gn", which it implies. `replace_bn_with_in`: Opacus's own fixer.
+        **kwargs: Arguments given to `ModuleValidator.fix(model, ...)`. `to`: "frozen" keeps the function exactly, as a
+            constant affine map with trainable gamma and beta; "ln" and "gn" normalize each sample, and stay close to
+            the trained function. Default: "frozen" for a layer that has been trained, "ln" for one that has not.
+            `num_groups`: groups for "gn", which becomes the default. `replace_bn_with_in`: use Opacus's own fixer.
 
     Raises:
-        UsageError: If `to` names nothing that Opacus can train.
+        UsageError: If `to` is a target that Opacus cannot train.
     """
     if kwargs.get("replace_bn_with_in") or module.running_mean is None:
         own: nn.Module = batch_norm.fix(module, **kwargs)

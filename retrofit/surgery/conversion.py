@@ -50,32 +50,32 @@ def convert(
     strength: float | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Report]:
-    """Plan, apply, and check that the network is still its source's function in evaluation.
+    """Convert the network, and check that in evaluation it computes the same as before.
 
-    The network is run before, which shows what normalizes a single value and what is never called, and after, to
-    compare outputs and layers. Modes, buffers and random state are left as they were. Where it cannot be run, a note
-    of the report that begins `not checked:` says why.
+    The network is run before the conversion (to find layers that normalize a single value or are never called) and
+    after it, to compare outputs and layers. Modes, buffers and random state are left as they were. If the network
+    cannot be run, a note of the report that begins `not checked:` says why.
 
     Args:
         model: Any network; converted in place.
-        to: Target, a key of `TARGETS`.
-        only: As for `plan`, as are the options.
-        skip: As for `plan`.
-        source: As for `plan`.
-        check: Whether to compare the two.
-        input_size: Shape of the random samples that the network is run on, (C, H, W); what the model says of itself if
-            None, or 3 x 224 x 224.
-        inputs: What it is run on instead: a tensor, a tuple of positional or a mapping of keyword arguments.
-        strength: Of the layers converted now; None for 0, where the network is its source.
+        to: The target, a key of `TARGETS`.
+        only: Regular expressions; convert only layers whose name matches (see `plan`).
+        skip: Regular expressions; keep layers whose name matches (see `plan`).
+        source: Families of layers to convert (see `plan`).
+        check: Whether to compare the converted network with the original.
+        input_size: Shape of the random samples that the network is run on, (C, H, W); by default the size that the
+            network was made for, or (3, 224, 224).
+        inputs: Inputs in place of random samples: a tensor, a tuple of positional or a mapping of keyword arguments.
+        strength: Strength of the layers converted now, from 0 (the source) to 1 (the target); None for 0.
         **options: See below. On the images of `calibrate` the report counts how many predictions stay the same.
 
     Returns:
         The network to use, and the report.
 
     Raises:
-        UsageError: As `plan`, or for a strength out of range.
-        RetrofitError: As `plan`, or if the check fails, or the network does not take the `inputs` or the `input_size`
-            that are given. The model is then unchanged.
+        UsageError: As for `plan`, or for a strength out of range.
+        RetrofitError: As for `plan`, or if the check fails, or the network does not take the given `inputs` or
+            `input_size`. The model is then unchanged.
     """
     converter = converter_for(to)
     if strength is not None and not converter.has_strength:

@@ -187,21 +187,21 @@ def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
 
 
 def set_strength(model: nn.Module, strength: float) -> int:
-    """Set the strength of every converted layer of `model`: 0 is the source network, 1 the paper's.
+    """Set the strength of every converted layer of `model`: 0 is the source, 1 the target.
 
-    All of them get the same one, also those of a network that was converted in several goes; to set some, give the part
-    of the network that holds them (`retrofit.set_strength(model.layer4, 0.5)`).
+    All layers get the same strength, also if the network was converted in several steps. To set only some of them, pass
+    the part of the network that holds them (`retrofit.set_strength(model.layer4, 0.5)`).
 
     Args:
         model: A converted network, or a part of one.
-        strength: t in [0, 1].
+        strength: The strength t, in [0, 1].
 
     Returns:
-        How many layers were set.
+        The number of layers set.
 
     Raises:
         UsageError: If `strength` lies outside [0, 1].
-        RetrofitError: If the model holds no converted layer that has one.
+        RetrofitError: If the model holds no converted layer that has a strength.
     """
     converted = strength_layers(model)
     if not converted:
@@ -217,7 +217,7 @@ def strength_layers(model: nn.Module) -> list[StrengthMixin]:
 
 
 def strength_of(model: nn.Module) -> float | None:
-    """Return the strength of `model`'s converted layers; None if it has none, or they are on the meta device.
+    """Return the strength of `model`'s converted layers; None if no layer has one, or they are on the meta device.
 
     Raises:
         RetrofitError: If the layers differ in strength.

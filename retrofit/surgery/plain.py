@@ -34,23 +34,23 @@ _ALL_CHILDREN = {"children", "named_children", "_modules", "get_submodule"}
 
 @torch.no_grad()
 def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: Inputs | None = None) -> nn.Module:
-    """Return a copy of a converted network that holds layers of torch and timm alone, with the same function.
+    """Return a copy of a converted network with layers of torch and timm only, which computes the same.
 
-    It can be trained. What is constant in it stays so: the statistics of the BatchNorm that was, and what ProxyNorm and
-    weight standardization were computed to be. They go into the convolution before where it is proved that it feeds
-    that layer and nothing else; elsewhere into a `ConstantAffine`, with gamma and beta of a frozen layer behind it in a
-    `TrainedAffine`: the two classes of ours that are left.
+    The copy can be trained. The statistics of the former BatchNorm and ProxyNorm's present normalization are constants
+    in it; standardized weights become ordinary ones. Statistics are merged into the convolution before the layer if it
+    provably feeds that layer and nothing else. Other constants are held by a `ConstantAffine`, for a frozen layer
+    followed by a `TrainedAffine` with gamma and beta: the only two classes of retrofit in the copy.
 
-    The two are compared. Where that cannot be, a warning that begins `not checked:` says why.
+    The copy is compared with the network. If that is impossible, a warning that begins `not checked:` says why.
 
     Args:
-        model: A network at strength 1 (targets gn, ln, gn-pn, ln-pn), of target frozen, or at strength 0 (any other).
-        input_size: Shape of one sample, (C, H, W), on which the two are compared; the model's own if None.
-        inputs: Example inputs to compare them on: a tensor, positional arguments, or keyword arguments.
+        model: A network at strength 1 (targets gn, ln, gn-pn, ln-pn), of target frozen, or at strength 0 (any target).
+        input_size: Shape of one sample for the comparison, (C, H, W); by default the network's own.
+        inputs: Example inputs for the comparison: a tensor, a tuple of positional or a dict of keyword arguments.
 
     Raises:
-        RetrofitError: If a layer is neither, with the name and the reason of each, or other code reads the tensors of
-            one that changes, or the copy is another function.
+        RetrofitError: If a layer has no such form (the message names the first and the reason), other code reads the
+            tensors of a layer that changes, or the copy computes something else.
     """
     if problems := {name: reason for name, layer in model.named_modules() if (reason := _problem(layer))}:
         name, problem = next(iter(problems.items()))

@@ -143,18 +143,18 @@ def plan(
 
     Args:
         model: Any network.
-        to: Target, a key of `TARGETS`.
-        only: Convert only layers whose name one of these regular expressions finds (`re.search`).
-        skip: Keep layers whose name one of these finds.
-        source: Families to convert ("bn", "ln", "gn", "in", "frozen-bn"); None for the target's own.
+        to: The target, a key of `TARGETS`.
+        only: One or several regular expressions; convert only layers whose name matches one (`re.search`).
+        skip: One or several regular expressions; keep layers whose name matches one.
+        source: Families of layers to convert ("bn", "ln", "gn", "in", "frozen-bn"); by default the target's.
         **options: See below.
 
     Returns:
         The plan, which `apply` executes.
 
     Raises:
-        UsageError: For what is no network, an unknown target or family, an option out of range, or a pattern that does
-            not compile.
+        UsageError: If `model` is no network, the target or a family is unknown, an option is out of range, or a pattern
+            does not compile.
         RetrofitError: If a pattern matches no layer, or nothing would be converted.
     """
     return plan_and_sites(network_in(model), to, only, skip, source, options)[0]
