@@ -19,13 +19,7 @@ from retrofit.cli.console import emit, names, say, say_written, show_table, wait
 
 @options.command("bake", __doc__, calibrate="The fit", output="Output")
 @options.model
-@options.option(
-    "--calibrate",
-    "Folder or .tar of images: half to fit the constants, half to check them.",
-    Path,
-    metavar="DIR",
-    required=True,
-)
+@options.option("--calibrate", "Folder or .tar of images; half fit, half check.", Path, metavar="DIR", required=True)
 @options.option("--images", "How many of them at most.", click.IntRange(4), default=128)
 @options.option("--tolerance", "Largest change of the output, in its standard deviations.", float, default=0.1)
 @options.architecture

@@ -71,16 +71,16 @@ class Recipe(BaseModel):
     model: str | None = _as(None, "Artifact or network to train.")
     pretrained: bool = _as(False, "Fetch the library's weights, if MODEL is a name.")
     checkpoint: str | None = _as(None, "Weights, if MODEL is a name.")
-    match: Literal["name", "order"] | None = _as(
-        None, "Pair the checkpoint's tensors by name or order (default: name)."
-    )
+    match: Literal["name", "order"] | None = _as(None, "Pair the weights' tensors by name or order (default: name).")
 
     data_dir: str | None = _as(
         None, "Folder or .tar with train and val, each with a folder per class; or a dataset's name."
     )
     dataset: str = _as("", "timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
     train_split: str = _as("train", "Part of the data to train on.")
-    val_split: Split = _as("validation", "Part to validate on, or fraction of train to hold out (0.1 if no such part).")
+    val_split: Split = _as(
+        "validation", "Part to validate on, or fraction of train to hold out (without such a part: 0.1)."
+    )
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
     num_classes: Count | None = _as(None, "Outputs, where the data does not tell.")
     img_size: Count | None = _as(None, "Side of the images (default: the network's own).")

@@ -39,7 +39,7 @@ class CheckError(RetrofitError):
 @takes_options
 def convert(
     model: nn.Module,
-    to: str = "bnn",
+    to: str,
     *,
     only: Patterns = None,
     skip: Patterns = None,
@@ -67,7 +67,7 @@ def convert(
             network was made for, or (3, 224, 224).
         inputs: Inputs in place of random samples: a tensor, a tuple of positional or a mapping of keyword arguments.
         strength: Strength of the layers converted now, from 0 (the source) to 1 (the target); None for 0.
-        **options: See below. On the images of `calibrate` the report counts how many predictions stay the same.
+        **options: Options of the target; on the images of `calibrate` the report counts the predictions that stay.
 
     Returns:
         The network to use, and the report.

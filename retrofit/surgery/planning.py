@@ -132,7 +132,7 @@ def group_count(name: str, channels: int, options: ConversionOptions, default: i
 @takes_options
 def plan(
     model: nn.Module,
-    to: str = "bnn",
+    to: str,
     *,
     only: Patterns = None,
     skip: Patterns = None,
@@ -147,7 +147,7 @@ def plan(
         only: One or several regular expressions; convert only layers whose name matches one (`re.search`).
         skip: One or several regular expressions; keep layers whose name matches one.
         source: Families of layers to convert ("bn", "ln", "gn", "in", "frozen-bn"); by default the target's.
-        **options: See below.
+        **options: Options of the target, such as `groups`, `noise` or `calibrate`.
 
     Returns:
         The plan, which `apply` executes.

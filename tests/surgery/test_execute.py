@@ -64,7 +64,7 @@ def resnet18() -> nn.Module:
 
 
 def test_only_and_skip() -> None:
-    made = plan(resnet18(), only=r"^layer[12]\.", skip=[r"\.bn2$", "downsample"])
+    made = plan(resnet18(), "bnn", only=r"^layer[12]\.", skip=[r"\.bn2$", "downsample"])
     assert [row.name for row in made.converted] == ["layer1.0.bn1", "layer1.1.bn1", "layer2.0.bn1", "layer2.1.bn1"]
     reasons = {row.name: row.reason for row in made.layers}
     assert len(reasons) == 20
@@ -93,7 +93,7 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[RetrofitError], 
 
 
 def test_a_container_that_is_named_after_what_it_holds_is_no_layer() -> None:
-    assert statuses(plan(nn.Sequential(ConvNormAct(3, 8)))) == {"0.bn": "converted"}
+    assert statuses(plan(nn.Sequential(ConvNormAct(3, 8)), "bnn")) == {"0.bn": "converted"}
 
 
 def test_a_model_keeps_its_class_and_methods(tmp_path: Any) -> None:
@@ -111,7 +111,7 @@ def test_strength() -> None:
     model = timm.create_model("test_resnet")
     with pytest.raises(RetrofitError, match="convert it first"):
         set_strength(model, 0.5)
-    model, report = retrofit.convert(model)
+    model, report = retrofit.convert(model, "bnn")
     assert report.strength == strength_of(model) == 0.0
     set_strength(model, 0.25)
     assert strength_of(model) == 0.25
@@ -138,7 +138,7 @@ def test_plan_survives_json_and_replays() -> None:
 
 def test_a_plan_for_another_model_is_refused() -> None:
     with pytest.raises(RetrofitError, match="another model"):
-        apply(plan(timm.create_model("test_resnet")), timm.create_model("test_efficientnet"))
+        apply(plan(timm.create_model("test_resnet"), "bnn"), timm.create_model("test_efficientnet"))
     for made_for, other in ((blocks.NormTwice(), blocks.TwoConsumers()), (blocks.Shared(), blocks.TwoConsumers())):
         with pytest.raises(RetrofitError, match="another model: here no activation follows bn1"):
             apply(plan(made_for, "gn-pn"), other)
@@ -194,10 +194,10 @@ def test_where_it_cannot_run_it_says_so() -> None:
 
 def test_an_input_size_that_is_given_counts() -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8))
-    assert retrofit.convert(copy.deepcopy(model), input_size=(5,))[1].check is not None
+    assert retrofit.convert(copy.deepcopy(model), "bnn", input_size=(5,))[1].check is not None
     before = state(model)
     with pytest.raises(RetrofitError, match="did not take a random input of size 7"):
-        retrofit.convert(model, input_size=(7,))
+        retrofit.convert(model, "bnn", input_size=(7,))
     assert state(model) == before
 
 
@@ -246,7 +246,7 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
 @pytest.mark.parametrize("thing", ["resnet50", None, nn.BatchNorm2d], ids=str)
 def test_what_is_no_network_is_refused(thing: Any) -> None:
     with pytest.raises(retrofit.UsageError, match=r"a torch.nn.Module is converted, not .*; build the network first"):
-        retrofit.convert(thing)
+        retrofit.convert(thing, "bnn")
 
 
 @pytest.mark.parametrize(
@@ -287,4 +287,4 @@ def test_a_report_prints_as_a_small_table() -> None:
     assert any(line.split()[:4] == ["15", "BatchNorm2d", "MigratedGroupNorm", "bn1"] for line in lines)
     assert "strength: 0" in lines
     assert any(line.startswith("note: 7 of 17 activations are converted") for line in lines)
-    assert "<b>\\x1b" in str(plan(nn.ModuleDict({"<b>\x1b[31m": nn.BatchNorm2d(3)})))
+    assert "<b>\\x1b" in str(plan(nn.ModuleDict({"<b>\x1b[31m": nn.BatchNorm2d(3)}), "bnn"))

@@ -74,11 +74,11 @@ def test_a_network_that_calls_the_source_by_another_reference_is_refused() -> No
 def test_a_forward_or_a_compiled_call_of_the_source_is_not_taken_over() -> None:
     norm = nn.BatchNorm2d(8)
     norm.compile()
-    assert apply(retrofit.plan(norm), norm)[0]._compiled_call_impl is None
+    assert apply(retrofit.plan(norm, "bnn"), norm)[0]._compiled_call_impl is None
     wrapped = torch.compile(nn.Sequential(nn.BatchNorm2d(8)))
-    assert apply(retrofit.plan(wrapped), wrapped)[0] is wrapped
+    assert apply(retrofit.plan(wrapped, "bnn"), wrapped)[0] is wrapped
     with pytest.raises(RetrofitError, match="its forward was replaced"):
-        retrofit.plan(norm)
+        retrofit.plan(norm, "bnn")
 
 
 class Pair(nn.Module):  # a network of two inputs
