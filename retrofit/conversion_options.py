@@ -77,7 +77,7 @@ class ConversionOptions:
     groups: int | Literal["auto"] | None = known_as(
         int,
         ("gn", "gn-pn", "evonorm-s0"),
-        "Most groups a layer gets: the largest divisor of its channels up to that (default: 8; evonorm-s0: 32). "
+        "Groups of a layer: the largest divisor of its channels up to N (default: 8; evonorm-s0: 32). "
         "auto: the most that keep a layer's output, measured on the images of `calibrate`.",
         words=("auto",),
         low=1,
@@ -106,7 +106,7 @@ class ConversionOptions:
     group_size: int | None = known_as(
         int,
         ("dbn", "dbnn"),
-        "Most channels that are whitened together: the largest divisor of the channels up to that (default: 16).",
+        "Channels whitened together: the largest divisor of a layer's channels up to N (default: 16).",
         low=1,
     )
     pn_params: bool | None = known_as(
