@@ -50,7 +50,7 @@ def convert(
     strength: float | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Report]:
-    """Convert the network, and check that in evaluation it computes the same as before.
+    """Convert the network, and check that in evaluation it computes the same (but for evonorm-s0 and frn-tlu).
 
     The network is run before the conversion (to find layers that normalize a single value or are never called) and
     after it, to compare outputs and layers. Modes, buffers and random state are left as they were. If the network

@@ -71,8 +71,7 @@ def test_a_guide_runs_as_written(page: Path) -> None:
         if name := re.search(r"Save this as\s+`(\w+)\.py`:\n\n$", before):
             Path(f"{name[1]}.py").write_text(block)
             sys.modules.pop(name[1], None)
-        else:
-            exec(compile(block, page.name, "exec"), {"__name__": "page"})
+        exec(compile(block, page.name, "exec"), {"__name__": "page"})
         for words, error in commands(following):
             result = CliRunner().invoke(main, words)
             assert (result.exit_code == 0) is not bool(error), (words, result.stderr)
