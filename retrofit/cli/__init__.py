@@ -24,11 +24,11 @@ from retrofit.utils.text import printable, with_class
 COMMANDS = {
     "inspect": "List a network's normalization layers and what a conversion would do to them.",
     "convert": "Replace a network's normalization layers, check the outputs and write a file.",
-    "finetune": "Train a converted network while its strength goes from 0 to 1.",
+    "finetune": "Train a converted network while its strength rises to 1.",
     "evaluate": "Measure top-1 and top-5 accuracy on a folder or tar of images.",
     "diagnose": "Measure how normal the features of a network are, and draw it; of two with --against.",
     "bench": "Measure time and memory of a network against its source or another one.",
-    "bake": "Replace statistics that a converted network takes of each image by constants.",
+    "bake": "Replace a converted network's per-image statistics with constants.",
     "export": "Write a network as ONNX, folded and checked against PyTorch.",
     "recipes": "List, show or copy the recipes for finetune.",
 }

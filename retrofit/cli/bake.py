@@ -1,4 +1,4 @@
-"""Replace statistics that a converted network takes of each image by constants, so that it runs faster.
+"""Replace a converted network's per-image statistics with constants, so that it runs faster.
 
 Layers are baked in the order of the network, on half of the images, and checked on the other half. A layer stays as it
 is where constants would cost more than the tolerance. The artifact is exported, evaluated and trained like any other.

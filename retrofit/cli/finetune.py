@@ -1,4 +1,4 @@
-"""Train MODEL, a converted network, while its strength goes from 0, the source, to 1, the target.
+"""Train MODEL, a converted network, while its strength rises to 1 from what the file holds (0 after convert).
 
 A network that is not converted is trained as it is: the control run. Unless told otherwise the learning rate warms up
 over a tenth of the epochs, at least one, and the gradient is clipped to norm 1.

@@ -79,7 +79,7 @@ class Recipe(BaseModel):
     dataset: str = _as("", "timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
     train_split: str = _as("train", "Part of the data to train on.")
     val_split: Split = _as(
-        "validation", "Part to validate on, or fraction of train to hold out (without such a part: 0.1)."
+        "validation", "Part to validate on (val is one too), or fraction of train to hold out; without a part 0.1."
     )
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
     num_classes: Count | None = _as(None, "Outputs, where the data does not tell.")
