@@ -84,7 +84,7 @@ def usual_way(figure: Figure) -> None:
     migrated, copied = (number(cell) for cell in table("retention.md", "migrated")["ln"])
     source = source_top1()
     groups = {
-        "differential privacy,\nepsilon 8": (
+        "private training,\nepsilon 8": (
             ("Opacus's fixer", private["Opacus's GroupNorm, norms and last layer"]),
             ("frozen", private["frozen, norms and last layer"]),
             ("last layer alone", longer["frozen statistics, last layer alone"]),
@@ -104,7 +104,7 @@ def usual_way(figure: Figure) -> None:
             ("ln", half["ln, t to 1"]),
             ("bn.eval()", half[frozen]),
         ),
-        f"LayerNorm (source: {source}),\nbefore training": (("gamma and beta copied", copied), ("ln", migrated)),
+        f"swap to LayerNorm,\nuntrained (source: {source})": (("gamma and beta copied", copied), ("ln", migrated)),
     }
     axes = figure.subplots()
     place = 0.0

@@ -172,15 +172,15 @@ def save(
     Args:
         model: The network; wrappers of DistributedDataParallel and torch.compile are taken off.
         path: The file to write; its name usually ends in `.safetensors`.
-        source: The network's name in its library ("resnet50", "tv:resnet50"), where the network does not tell it; "own"
-            for a network that no library builds as it is.
-        model_kwargs: Arguments that the library's builder got, where the network does not tell them.
+        source: The network's name in its library ("resnet50", "tv:resnet50"), if the network does not
+            record it; "own" for a network that no library builds as it is.
+        model_kwargs: Arguments that the library's builder got, if the network does not record them.
         labels: Names of the network's outputs, one for each.
         weights: Origin of the source's weights: {"kind": "random" | "pretrained" | "checkpoint", "from": str | None}.
         preprocess: How images are prepared; by default as the library prescribes.
         force: Whether to replace an existing file.
-        proved: Whether this network, with other tensors, was saved or loaded before as the given `source`; it is then
-            not built again.
+        proved: Whether to skip building the network again: with other tensors it was saved or loaded as this `source`
+            before.
 
     Raises:
         RetrofitError: If the library does not build the network (the message names the first difference), or the file

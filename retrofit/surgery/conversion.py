@@ -61,13 +61,13 @@ def convert(
         to: The target, a key of `TARGETS`.
         only: Regular expressions; convert only layers whose name matches (see `plan`).
         skip: Regular expressions; keep layers whose name matches (see `plan`).
-        source: Families of layers to convert (see `plan`).
+        source: Families of layers to convert, as `--from` (see `plan`).
         check: Whether to compare the converted network with the original.
         input_size: Shape of the random samples that the network is run on, (C, H, W); by default the size that the
             network was made for, or (3, 224, 224).
         inputs: Inputs in place of random samples: a tensor, a tuple of positional or a mapping of keyword arguments.
         strength: Strength of the layers converted now, from 0 (the source) to 1 (the target); None for 0.
-        **options: Options of the target; on the images of `calibrate` the report counts the predictions that stay.
+        **options: Options of the target. With `calibrate`, the report counts the unchanged predictions on its images.
 
     Returns:
         The network to use, and the report.
