@@ -104,7 +104,10 @@ def usual_way(figure: Figure) -> None:
             ("ln", half["ln, t to 1"]),
             ("bn.eval()", half[frozen]),
         ),
-        f"swap to LayerNorm,\nuntrained (source: {source})": (("gamma and beta copied", copied), ("ln", migrated)),
+        f"swap to LayerNorm,\nnot yet trained\n(source: {source})": (
+            ("gamma and beta copied", copied),
+            ("ln", migrated),
+        ),
     }
     axes = figure.subplots()
     place = 0.0
