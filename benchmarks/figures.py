@@ -70,7 +70,7 @@ def before_training(figure: Figure) -> None:
     rows = table("retention.md", "migrated")
     bars = [("source", source_top1(), BASELINE)]
     migrated, swapped = (number(cell) for cell in rows["ln"])
-    bars += [("LayerNorm by retrofit", migrated, OURS), ("LayerNorm, weights copied", swapped, TODAY)]
+    bars += [("LayerNorm by retrofit, t = 1", migrated, OURS), ("LayerNorm, weights copied", swapped, TODAY)]
     horizontal(figure, bars, "top-1 before any training, %")
 
 
@@ -104,7 +104,7 @@ def usual_way(figure: Figure) -> None:
             ("ln", half["ln, t to 1"]),
             ("bn.eval()", half[frozen]),
         ),
-        f"swap to LayerNorm,\nnot yet trained\n(source: {source})": (
+        f"LayerNorm at t = 1,\nnot yet trained\n(source: {source})": (
             ("gamma and beta copied", copied),
             ("ln", migrated),
         ),
