@@ -82,7 +82,6 @@ def usual_way(figure: Figure) -> None:
     batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
     half = {name: number(cells[0]) for name, cells in table("half_reset_again.md", "batch 2").items()}
     migrated, copied = (number(cell) for cell in table("retention.md", "migrated")["ln"])
-    source = source_top1()
     groups = {
         "private training,\nepsilon 8": (
             ("Opacus's fixer", private["Opacus's GroupNorm, norms and last layer"]),
@@ -104,9 +103,10 @@ def usual_way(figure: Figure) -> None:
             ("ln", half["ln, t to 1"]),
             ("bn.eval()", half[frozen]),
         ),
-        f"LayerNorm at t = 1,\nnot yet trained\n(source: {source})": (
+        "LayerNorm put in,\nbefore any training": (
             ("gamma and beta copied", copied),
             ("ln", migrated),
+            ("original", source_top1()),
         ),
     }
     axes = figure.subplots()
