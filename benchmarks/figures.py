@@ -75,13 +75,12 @@ def before_training(figure: Figure) -> None:
 
 
 def usual_way(figure: Figure) -> None:
-    """Top-1 by what most people do, by retrofit and by the best other way, in five situations."""
+    """Top-1 by what most people do, by retrofit and by the best other way, in four situations."""
     private = {name: number(top1) for name, eps, top1 in csv_rows(RESULTS / "dp.md") if eps == "8"}
     longer = {name: number(top1) for name, _, top1 in csv_rows(RESULTS / "dp_longer.md")}
     clients, small = table("federated.md", "batch 8"), table("evidence.md", "batch 1 ", "## cifar10, 500 training")
     batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
     half = {name: number(cells[0]) for name, cells in table("half_reset_again.md", "batch 2").items()}
-    migrated, copied = (number(cell) for cell in table("retention.md", "migrated")["ln"])
     groups = {
         "private training,\nepsilon 8": (
             ("Opacus's fixer", private["Opacus's GroupNorm, norms and last layer"]),
@@ -102,11 +101,6 @@ def usual_way(figure: Figure) -> None:
             ("BatchNorm", half[batch]),
             ("ln", half["ln, t to 1"]),
             ("bn.eval()", half[frozen]),
-        ),
-        "LayerNorm put in,\nbefore any training": (
-            ("gamma and beta copied", copied),
-            ("ln", migrated),
-            ("original", source_top1()),
         ),
     }
     axes = figure.subplots()

@@ -110,7 +110,7 @@ class Recipe(BaseModel):
     decay_rate: Positive = _as(0.1, "Factor of a step schedule.")
 
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
-        "linear", "Course of the strength t; there-and-back returns from 1 to the t at the end (give it)."
+        "linear", "Course of the strength t; there-and-back returns from 1 to the strength at the end (give that)."
     )
     strength_ramp: Fraction = _as(0.5, "Fraction of the training in which the strength moves.")
     strength_end: Fraction = _as(1.0, "Strength at the end.")

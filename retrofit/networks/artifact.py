@@ -165,7 +165,7 @@ def save(
     """Write a network, converted or not, to an artifact.
 
     What you do not pass is taken from the network's record. A network of timm or torchvision is first built again and
-    compared with `model`: so the file can be loaded, and gives the same function. Any other network is your own: `load`
+    compared with `model`, so the file can be loaded and gives the same function. Any other network is your own: `load`
     takes it as you build it (`into=`), and compares its outputs. A network that is very large, or takes no images, is
     not run; the file says so, and `load` warns of it.
 
@@ -179,8 +179,8 @@ def save(
         weights: Origin of the source's weights: {"kind": "random" | "pretrained" | "checkpoint", "from": str | None}.
         preprocess: How images are prepared; by default as the library prescribes.
         force: Whether to replace an existing file.
-        proved: Whether to skip building the network again: with other tensors it was saved or loaded as this `source`
-            before.
+        proved: Whether to skip building the network again, because it was saved or loaded as this `source` before, with
+            other tensors.
 
     Raises:
         RetrofitError: If the library does not build the network (the message names the first difference), or the file
