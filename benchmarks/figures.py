@@ -115,8 +115,8 @@ def usual_way(figure: Figure) -> None:
         place += 0.3
     axes.set_yticks(ticks, groups)
     axes.invert_yaxis()
-    axes.set_xlim(0, 118)
-    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlim(0, 96)
+    axes.set_xticks(range(0, 81, 20))
     axes.set_xlabel("top-1, %")
     axes.grid(visible=False)
     names = {"usual way": TODAY, "retrofit": OURS, "best other way": BASELINE}
