@@ -75,12 +75,11 @@ def before_training(figure: Figure) -> None:
 
 
 def usual_way(figure: Figure) -> None:
-    """Top-1 by what most people do, by retrofit and by the best other way, in four situations."""
+    """Top-1 by what most people do, by retrofit and by the best other way, in three situations."""
     private = {name: number(top1) for name, eps, top1 in csv_rows(RESULTS / "dp.md") if eps == "8"}
     longer = {name: number(top1) for name, _, top1 in csv_rows(RESULTS / "dp_longer.md")}
     clients, small = table("federated.md", "batch 8"), table("evidence.md", "batch 1 ", "## cifar10, 500 training")
     batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
-    half = {name: number(cells[0]) for name, cells in table("half_reset_again.md", "batch 2").items()}
     groups = {
         "private training,\nepsilon 8": (
             ("Opacus's fixer", private["Opacus's GroupNorm, norms and last layer"]),
@@ -96,11 +95,6 @@ def usual_way(figure: Figure) -> None:
             ("BatchNorm", number(small[batch][4])),
             ("frozen", number(small[frozen][4])),
             ("bn.eval()", number(small[frozen][4])),
-        ),
-        "half re-initialized,\nbatches of 2": (
-            ("BatchNorm", half[batch]),
-            ("ln", half["ln, t to 1"]),
-            ("bn.eval()", half[frozen]),
         ),
     }
     axes = figure.subplots()
@@ -276,7 +270,7 @@ def legend(figure: Figure, axes: Any = None) -> None:
 
 
 FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
-    "usual-way": (usual_way, (5.6, 4.6)),
+    "usual-way": (usual_way, (5.6, 3.5)),
     "before-training": (before_training, (5.6, 1.8)),
     "strengths": (strengths, (5.2, 5.6)),
     "batch-size": (batch_size, (5.2, 3.6)),
