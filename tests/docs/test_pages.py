@@ -148,8 +148,8 @@ MAIN, DP = ("evidence.md", "batch 1 ", "## cifar10, 500"), "## tf_efficientnet_l
 HALF, AGAIN = ("half_reset.md", "batch 1 "), ("half_reset_again.md", "batch 2")
 CLIENTS, LEFT = ("federated.md", "batch 8"), ("retention.md", "migrated")
 FIGURES: list[tuple[str, int, Any]] = [
-    *(("ln", 1, LEFT), ("ln", 0, LEFT), (BN, 0, CLIENTS), (FROZEN, 0, CLIENTS), ("ln, t to 1", 0, CLIENTS)),
-    *((BN, 4, MAIN), (FROZEN, 4, MAIN), ("ln, t to 1", 4, MAIN), ("BatchNorm, frozen whole", 4, MAIN)),
+    *(("ln", 1, LEFT), ("ln", 0, LEFT), (BN, 0, CLIENTS), (FROZEN, 0, CLIENTS)),
+    *((BN, 4, MAIN), (FROZEN, 4, MAIN), ("BatchNorm, frozen whole", 4, MAIN)),
     *((name, 0, AGAIN) for name in (BN, FROZEN, "ln, t to 1")),
     *((name, 4, HALF) for name in ("BatchNorm, then PreciseBN", "ln, t to 1")),
 ]
