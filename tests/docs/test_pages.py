@@ -92,7 +92,7 @@ def test_the_notebook_runs() -> None:
 def test_readme_runs_as_written(folder: Path, real_weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "efficientnet-lite0.pth").symlink_to(real_weights)
     Path("classes.txt").write_text("\n".join(["ant", "bee", "cat", *map(str, range(997))]))
-        first = re.search("## First run(.*?)With trained weights", PAGES[0].read_text(), re.DOTALL)[1]  # type: ignore[index]
+    first = re.search("## First run(.*?)With trained weights", PAGES[0].read_text(), re.DOTALL)[1]  # type: ignore[index]
     first = first.replace("    retrofit ", "    $ retrofit ")
     for words, _ in commands(first + (ROOT / "docs" / "evidence.md").read_text()):
         result = CliRunner().invoke(main, words)
