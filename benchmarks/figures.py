@@ -309,7 +309,7 @@ def record_terminal(args: argparse.Namespace) -> None:
     shown = {weights: "efficientnet-lite0.pth", photographs: "photos.tar", names: "classes.txt"}
     lines = (
         "inspect tf_efficientnet_lite0 --to ln",
-        f"convert tf_efficientnet_lite0 --to ln --strength 1 --checkpoint {weights} --match order",
+        f"convert tf_efficientnet_lite0 --to ln --checkpoint {weights} --match order",
         f"evaluate tf_efficientnet_lite0-ln.safetensors --data-dir {photographs} --class-map {names}",
     )
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115  nothing is printed

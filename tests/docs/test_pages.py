@@ -147,13 +147,12 @@ def test_the_code_of_a_page_parses_and_its_links_lead_somewhere(page: Path) -> N
 
 BN, FROZEN = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
 MAIN, DP = ("evidence.md", "batch 1 ", "## cifar10, 500"), "## tf_efficientnet_lite0 at 64 px, 5000 pictures"
-HALF, AGAIN = ("half_reset.md", "batch 1 "), ("half_reset_again.md", "batch 2")
+AGAIN = ("half_reset_again.md", "batch 2")
 CLIENTS, LEFT = ("federated.md", "batch 8"), ("retention.md", "migrated")
 FIGURES: list[tuple[str, int, Any]] = [
     *(("ln", 1, LEFT), ("ln", 0, LEFT), (BN, 0, CLIENTS), (FROZEN, 0, CLIENTS)),
-    *((BN, 4, MAIN), (FROZEN, 4, MAIN), ("BatchNorm, frozen whole", 4, MAIN)),
+    *((BN, 4, MAIN), (FROZEN, 4, MAIN)),
     *((name, 0, AGAIN) for name in (BN, FROZEN, "ln, t to 1")),
-    *((name, 4, HALF) for name in ("BatchNorm, then PreciseBN", "ln, t to 1")),
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 
