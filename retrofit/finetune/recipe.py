@@ -79,7 +79,7 @@ class Recipe(BaseModel):
     dataset: str = _as("", "timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
     train_split: str = _as("train", "Part of the data to train on.")
     val_split: Split = _as(
-        "validation", "Part to validate on (val is one too), or fraction of train to hold out; without a part 0.1."
+        "validation", "Split to validate on (val will do), or fraction of train to hold out; without a split 0.1."
     )
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
     num_classes: Count | None = _as(None, "Outputs, where the data does not tell.")
@@ -93,12 +93,12 @@ class Recipe(BaseModel):
 
     opt: str = _as("adamw", "timm's optimizer.")
     lr: Positive = _as(3e-4, "Learning rate; try 1e-4 in batches of 1 or 2, 1e-3 with batch statistics.")
-    weight_decay: NotNegative = _as(0.05, "Weight decay of all but biases and norms; ProxyNorm's parameters have it.")
+    weight_decay: NotNegative = _as(0.05, "Weight decay, not of biases and norms; ProxyNorm's parameters have it.")
     decay_norms: bool = _as(False, "Decay biases, gamma and beta too: everything that is trained.")
     opt_eps: Positive | None = _as(None, "The optimizer's eps (default: timm's).")
     momentum: Fraction = _as(0.9, "Momentum, for optimizers that have one.")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = _as(None, "Layer-wise learning rate decay.")
-    clip_grad: NotNegative | None = _as(1.0, "Largest norm of the gradient; 0: any.")
+    clip_grad: NotNegative | None = _as(1.0, "Norm to which the gradient is clipped; 0: none.")
     sched: InLowerCase = _as("cosine", "timm's schedule of the rate; constant (with warm-up), none (without).")
     warmup_epochs: NotNegative | None = _as(
         None, "Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it)."
@@ -110,7 +110,7 @@ class Recipe(BaseModel):
     decay_rate: Positive = _as(0.1, "Factor of a step schedule.")
 
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
-        "linear", "Course of the strength t; there-and-back returns from 1 to the strength at the end (give that)."
+        "linear", "Course of the strength t; there-and-back rises to 1 and returns to its end (which you must give)."
     )
     strength_ramp: Fraction = _as(0.5, "Fraction of the training in which the strength moves.")
     strength_end: Fraction = _as(1.0, "Strength at the end.")
