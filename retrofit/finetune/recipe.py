@@ -137,7 +137,7 @@ class Recipe(BaseModel):
     ratio: Pair = _as((0.75, 4 / 3), "Aspect ratio of random crops.")
     train_interpolation: str = _as("random", "Interpolation of random crops.")
     hflip: Fraction = _as(0.5, "Probability of a horizontal flip.")
-    color_jitter: NotNegative = _as(0.4, "Strength of colour jitter.")
+    color_jitter: NotNegative = _as(0.4, "Strength of color jitter.")
     aa: str | None = _as(None, "AutoAugment policy (rand-m9-mstd0.5-inc1, ...).")
     reprob: Fraction = _as(0.0, "Probability of random erasing.")
     smoothing: Annotated[float, Field(ge=0, lt=1)] = _as(0.1, "Label smoothing.")
