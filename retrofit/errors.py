@@ -4,7 +4,7 @@
 class RetrofitError(Exception):
     """An error that the user can fix.
 
-    The message is one line that says what happened and what to do. It writes arguments as Python does, in backticks:
+    The message is one line that says what happened and what to do. Arguments are written as in Python, in backticks:
     "pass `num_classes=7`". The command line prints the message after `error: `, with flags in place of the arguments
     (`retrofit.cli.console`) and without a traceback, and exits with `exit_code`.
     """

@@ -11,10 +11,10 @@ class LightningStrength(Walk, Callback):
     """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run resumes.
 
     The callback follows `trainer.global_step`, so gradients may be accumulated. A checkpoint holds the strength of its
-    step. The averaged weights that a weight-averaging callback evaluates or leaves behind have that strength too.
+    step. The averaged weights that a weight-averaging callback evaluates or leaves in place have that strength too.
 
     Args:
-        **options: Arguments of `StrengthSchedule`; `total_steps` is by default the trainer's estimate.
+        **options: Arguments of `StrengthSchedule`; `total_steps` defaults to the trainer's estimate.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -23,7 +23,7 @@ class LightningStrength(Walk, Callback):
         self.begin(pl_module, total, trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Set the strength of the present step again, since weight averaging exchanges the weights."""
+        """Set the strength of the current step again, since weight averaging swaps the weights."""
         self.go(trainer.global_step)
 
     on_validation_batch_start = on_fit_end = on_train_batch_start

@@ -13,7 +13,7 @@ class TransformersStrength(Walk, TrainerCallback, ExportableState):
     """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run resumes.
 
     Args:
-        **options: Arguments of `StrengthSchedule`; `total_steps` is by default the trainer's number of steps.
+        **options: Arguments of `StrengthSchedule`; `total_steps` defaults to the trainer's number of steps.
     """
 
     def on_train_begin(

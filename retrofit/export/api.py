@@ -51,19 +51,19 @@ def fold(
 ) -> nn.Module:
     """Return a network for inference, with folded normalization layers: the computation that `export_onnx` writes.
 
-    The network is captured with example inputs. The result takes the same arguments, with any number of samples; other
-    calls raise an error. Its outputs are compared with the network's on these inputs and on the images of `calibrate`
-    (an approximation: on images that it was not fitted on, if any). If torch.export cannot capture the network, nothing
-    is folded: a warning says so, and each layer of the returned copy computes by plain torch operations.
+    The network is captured with example inputs. The result accepts the same arguments, with any number of samples;
+    other calls raise an error. Its outputs are compared with the network's on these inputs and on the images of
+    `calibrate` (an approximation: on images not used to fit it, if any). If torch.export cannot capture the network,
+    nothing is folded: a warning says so, and each layer of the returned copy uses plain torch operations.
 
-    The network is not changed. The arguments are those of `export_onnx`; `tolerance` is the largest difference allowed.
+    The network is not changed. The arguments are those of `export_onnx`; `tolerance` is the largest allowed difference.
 
     Returns:
-        The folded network, in evaluation mode and float32: for torch.compile or AOTInductor.
+        The folded network, in evaluation mode and float32, ready for torch.compile or AOTInductor.
 
     Raises:
         UsageError: If an argument is out of range.
-        RetrofitError: If the network does not take such inputs, no degree meets the tolerance, or the outputs of the
+        RetrofitError: If the network does not accept such inputs, no degree meets the tolerance, or the outputs of the
             folded network differ.
     """
     how = fold, inputs, input_size, batch, runtime, degree, tolerance, calibrate, freeze_lambda, dynamic_size
@@ -104,31 +104,31 @@ def export_onnx(
     Args:
         model: Any network, converted or not; it is not changed.
         path: The file to write.
-        fold: "exact" keeps the function, up to rounding; "poly" replaces power transforms by polynomials or lines.
-        input_size: Shape of one sample, (C, H, W); by default the network's own.
+        fold: "exact" keeps the function, up to rounding; "poly" replaces power transforms with polynomials or lines.
+        input_size: Shape of one sample, (C, H, W); by default, the network's own.
         opset: ONNX operator set, 18 to 22.
-        inputs: Example inputs as the network takes them, in place of random images: a tensor, a tuple of positional
+        inputs: Example inputs for the network, used instead of random images: a tensor, a tuple of positional
             arguments, or a dict of keyword arguments. If there are several, the file's inputs get the dict's names.
         batch: Fixed number of samples, for networks that cannot be captured with a variable number.
-        runtime: The runtime that an approximation is made for. "onnxruntime" (the default): polynomials. "openvino",
+        runtime: The runtime that approximations are tuned for. "onnxruntime" (the default): polynomials. "openvino",
             which fuses elementwise operations: continuous piecewise-linear functions and polynomials. In INT8 both get
             polynomials; "onnxruntime" quantizes them up to degree 3, "openvino" leaves them in float32.
-        degree: Degree of all polynomials, or number of lines, 2 to 8. By default each layer gets the lowest that the
-            tolerance allows, judged by what its error does to the output.
-        tolerance: Largest allowed difference of an output, as a share of the largest output. Default: 1e-4; 0.05 for
-            approximate exports; 0.02 in float16 and 0.3 in INT8. In these two it applies to the file alone, and to
+        degree: Degree of all polynomials, or number of lines, 2 to 8. By default, each layer gets the lowest that the
+            tolerance allows, judged by how its error affects the output.
+        tolerance: Largest allowed difference of an output, as a fraction of the largest output. Default: 1e-4; 0.05 for
+            approximate exports; 0.02 in float16 and 0.3 in INT8. In these two, it applies to the file alone, and to
             an approximation only if it is larger than 0.05.
-        calibrate: Batches of preprocessed images to check on, with labels or without, as a DataLoader gives them. If
-            something is approximated, every second image is used to fit, and the others to check.
+        calibrate: Batches of preprocessed images to check on, with or without labels, as from a DataLoader. If
+            anything is approximated, every second image is used for fitting and the others for checking.
         freeze_lambda: Whether layers that estimate lambda from their input (layer, group and instance normality
             normalization) get the mean of lambda over the images instead.
-        dynamic_size: Whether height and width may vary, besides the number of samples.
-        precision: "float16" halves the size of the file. It is checked in ONNX Runtime, and by arithmetic in which each
-            operation gives float16, so that an overflow is refused. "int8" quantizes convolutions and matrix products
+        dynamic_size: Whether height and width may vary, in addition to the number of samples.
+        precision: "float16" halves the size of the file. It is checked in ONNX Runtime, and with arithmetic where each
+            operation returns float16, so an overflow is refused. "int8" quantizes convolutions and matrix products
             per channel, with ranges measured on every second image of `calibrate`. Both are compared with the network
             in float32, on the other images.
         report: A .json file for the report (`ExportReport.to_dict`). It is written once the model has passed its check.
-            Both files are complete before either gets its name: first the model, then the report.
+            Both files are complete before either is renamed into place, the model first.
         force: Whether to replace existing files.
 
     Returns:

@@ -76,19 +76,19 @@ def bake(
     inputs: Inputs | None = None,
     tolerance: float = TOLERANCE,
 ) -> tuple[nn.Module, BakeReport]:
-    """Replace statistics computed per image, and power transforms, by constants in the layers where little changes.
+    """Replace per-image statistics and power transforms with constants in the layers where this changes little.
 
-    A baked layer is at strength 0 afterwards, with constants of its own: it exports like its source layer and can be
-    trained. Proxy normalization is left as it is, since it depends on no image.
+    A baked layer is at strength 0 afterwards, with its own constants. It exports like its source layer and can be
+    trained. Proxy normalization is unchanged, since it does not depend on images.
 
     Args:
-        model: A converted network. Its layers change in place, or not at all if an error is raised.
-        images: Batches (N, C, H, W) of preprocessed images, with labels or without. Every second image is used to fit
-            the constants, the others to judge them.
-        inputs: In place of images, one batch as the network takes it: a tensor, a tuple of positional arguments, or a
-            dict of keyword arguments. Each tensor with as many rows as the first one has one row per sample.
-        tolerance: Largest allowed change of the output: its root mean square on the images used to judge, as a share of
-            the output's standard deviation. Of the choices of layers tried, the largest one within it is taken.
+        model: A converted network. Its layers are changed in place, or not at all if an error is raised.
+        images: Batches (N, C, H, W) of preprocessed images, with or without labels. Every second image is used to fit
+            the constants, the others to evaluate them.
+        inputs: Instead of images, one batch of network inputs: a tensor, a tuple of positional arguments, or a
+            dict of keyword arguments. Each tensor with as many rows as the first has one row per sample.
+        tolerance: Largest allowed change of the output: its root mean square on the evaluation images, as a fraction of
+            the output's standard deviation. Of the sets of layers tried, `bake` uses the largest one within it.
 
     Returns:
         The network, and the report.
@@ -96,7 +96,7 @@ def bake(
     Raises:
         UsageError: If the tolerance is not above 0, `images` and `inputs` are both given or both missing, or a batch
             holds no images.
-        RetrofitError: If there is nothing to bake, the images are too few or hold NaN, or no layer can be baked
+        RetrofitError: If there is nothing to bake, the images are too few or contain NaN, or no layer can be baked
             within the tolerance.
     """
     if not tolerance > 0:

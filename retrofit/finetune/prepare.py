@@ -231,16 +231,16 @@ def source_network(network: Network, resumed: bool = False) -> nn.Module:
 def parameter_groups(
     model: nn.Module, weight_decay: float, layer_decay: float | None = None, decay_norms: bool = False
 ) -> list[dict[str, Any]]:
-    """Return timm's parameter groups, but with ProxyNorm's parameters decayed; for torch's and timm's optimizers.
+    """Return timm's parameter groups, but with weight decay on ProxyNorm; for torch's and timm's optimizers.
 
-    timm decays no one-dimensional parameters, and ProxyNorm's are one-dimensional; its paper decays them (Labatie et
-    al. 2021, appendix A.1).
+    timm does not decay one-dimensional parameters, such as ProxyNorm's; the ProxyNorm paper does (Labatie et al.
+    2021, appendix A.1).
 
     Args:
-        model: The network; parameters that take no gradient are left out.
+        model: The network; parameters that do not require gradients are left out.
         weight_decay: Weight decay of all parameters except biases and those of norms.
-        layer_decay: Factor of the learning rate from each layer to the one before it; None for the same rate in all.
-        decay_norms: Whether to decay all parameters, as both papers do with ResNets.
+        layer_decay: Factor on the learning rate from each layer to the one before it; None for the same rate in all.
+        decay_norms: Whether to decay all parameters, as both papers do for ResNets.
     """
     affines = {id(module.weight) for module in model.modules() if isinstance(module, TrainedAffine)}  # (C, 1, 1) each
     undecayed = {name for name, parameter in model.named_parameters() if id(parameter) in affines}

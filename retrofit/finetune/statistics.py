@@ -30,10 +30,10 @@ _NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow wi
 
 @torch.no_grad()
 def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
-    """Estimate the running statistics of batch normalizations anew; in converted layers also lambda and whitening.
+    """Re-estimate the running statistics of batch normalizations; in converted layers, also lambda and whitening.
 
     `torch.optim.swa_utils.update_bn` does the work. Unlike it, this function reads no data if there is nothing to
-    estimate, refuses an empty loader, and restores every mode. Migrated and frozen statistics are constants, and stay.
+    estimate, refuses an empty loader, and restores every mode. Migrated and frozen statistics stay constant.
 
     Args:
         loader: Batches: tensors, or lists and tuples whose first entry is the input.
@@ -41,11 +41,11 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         device: The device to move inputs to; None leaves them where they are.
 
     Returns:
-        The number of layers estimated; if it is 0 for lack of such layers, the loader is not read. A layer that no
-        batch reached keeps its statistics and is not counted.
+        The number of layers re-estimated; if there are no such layers, it is 0 and the loader is not read. A layer
+        that no batch reached keeps its statistics and is not counted.
 
     Raises:
-        RetrofitError: If the loader is empty, or statistics are not finite; all statistics are then as before.
+        RetrofitError: If the loader is empty, or statistics are not finite; all statistics are then restored.
     """
     layers = estimated_layers(model)
     if not layers:
@@ -83,15 +83,15 @@ def _tracking(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
-    """Update the constants of migrated norms to the trained network, before its strength falls from 1 to 0.
+    """Update the constants of migrated norms to match the trained network, before its strength falls from 1 to 0.
 
-    A migrated norm standardizes by constants, then by the moments (mean and variance) of each image and group. In
-    training the mean of these moments may move, but at strength 0 only the constants are left. So the constants of each
-    group are shifted and scaled until the moments are 0 and 1 on average. At strength 1 the function stays the same,
+    A migrated norm standardizes with constants, then with the moments (mean and variance) of each image and group.
+    During training, the mean of these moments may drift, but at strength 0 only the constants remain. So the constants
+    of each group are shifted and scaled until the moments average 0 and 1. At strength 1, the function stays the same,
     since group normalization undoes a shift and a scale of its groups (with several groups, up to their eps).
 
     Args:
-        loader: Batches as the network is trained on: tensors, or lists and tuples whose first entry is the input.
+        loader: Batches like those used in training: tensors, or lists and tuples whose first entry is the input.
         model: The network, changed in place; its mode is restored.
         device: The device to move inputs to; None leaves them where they are.
 
@@ -99,7 +99,7 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
         The number of layers updated.
 
     Raises:
-        RetrofitError: If the loader is empty, or moments are not finite; nothing is changed then.
+        RetrofitError: If the loader is empty, or moments are not finite; nothing is changed in that case.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MigratedGroupNorm)}
     if not layers:
@@ -136,13 +136,13 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
 
 
 def freeze_norms(model: nn.Module) -> int:
-    """Keep the running statistics of batch normalizations, converted or not, fixed in training too.
+    """Keep the running statistics of batch normalizations, converted or not, fixed during training too.
 
-    Converted layers then compute as in evaluation, even after `model.train()`; BatchNorm layers of torch and timm
-    become `FrozenBatchNorm`. gamma and beta still train. Migrated statistics are constants already.
+    Converted layers then compute as in evaluation, even after `model.train()`; torch's and timm's BatchNorm layers
+    become `FrozenBatchNorm`. gamma and beta are still trained. Migrated statistics are already constants.
 
     Args:
-        model: The network, changed in place. It must not be a normalization layer itself.
+        model: The network, changed in place. It must not itself be a normalization layer.
 
     Returns:
         The number of layers frozen.
@@ -159,20 +159,20 @@ def freeze_norms(model: nn.Module) -> int:
 
 
 def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> int:
-    """Compute the training statistics of batch normalizations over all processes, with exact gradients.
+    """Compute the training statistics of batch normalizations across all processes, with exact gradients.
 
     Each layer becomes its synchronized form in place: object, parameters, buffers and state-dict names stay the same.
 
     Args:
         model: The network.
-        device: The device that the network will run on; None for the one that it is on. On a CPU only converted layers
-            synchronize: torch's need a GPU.
+        device: The device that the network will run on; None for its current device. On a CPU, only converted layers
+            synchronize, since torch's need a GPU.
 
     Returns:
         The number of layers that synchronize.
 
     Raises:
-        RetrofitError: If a layer whitens (`dbn`, `dbnn`), which needs all values of a set in one process.
+        RetrofitError: If a layer whitens (`dbn`, `dbnn`), which requires all values of a set in one process.
     """
     if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
         raise RetrofitError("whitening is not synchronized between processes; leave dbn and dbnn unsynchronized")

@@ -18,29 +18,29 @@ class StrengthSchedule:
     """Raises the strength t of converted layers during training, from 0 (the source) to 1 (the target).
 
     Construct it before the first step and call `step()` after every optimizer step. The noise factor xi of normality
-    layers follows a schedule of its own, because the paper's noise is meant for long training from scratch; the layers
+    layers has its own schedule, because the paper's noise is meant for long training from scratch; the layers
     also multiply the noise by t.
 
-    Layers may start at any strength, from an earlier conversion or training. Each moves from `start`, or from its
-    present strength if that is higher, so that what it learned there is not lost. To begin again at `start`, first set
-    the strength back with `retrofit.set_strength`.
+    Layers may start at any strength, from an earlier conversion or training. Each starts at `start`, or at its
+    current strength if that is higher, so that what it learned there is not lost. To begin at `start` again, first
+    reset the strength with `retrofit.set_strength`.
 
     Args:
-        model: A network with converted layers. To move several networks together, wrap them in an `nn.ModuleList`.
-        total_steps: Number of optimizer steps of the whole training.
-        shape: "linear" or "cosine": how t rises. "there-and-back": t rises to 1, turns in the middle of the training
+        model: A network with converted layers. To schedule several networks together, wrap them in an `nn.ModuleList`.
+        total_steps: Number of optimizer steps in the whole training run.
+        shape: "linear" or "cosine": how t rises. "there-and-back": t rises to 1, turns around halfway through training
             and returns to `end`, which must be below 1; at 0 the network costs what its source costs (see
             `retrofit.recentre`). "off": the strength does not change.
-        ramp: Fraction of the training over which t moves (there and back: half of it each way); 0 sets `end` at once.
-        start: t at the first step, for layers that are not above it.
+        ramp: Fraction of training over which t moves (there and back: half of it each way); 0 sets `end` at once.
+        start: t at the first step, for layers that are not already above it.
         end: t after the ramp.
         noise: xi at the end of `noise_ramp`, for all layers; None keeps the xi of each layer.
-        noise_start: Fraction of the training at which noise begins.
-        noise_ramp: Fraction of the training over which xi grows to `noise`, in a few equal stages.
+        noise_start: Fraction of training at which noise begins.
+        noise_ramp: Fraction of training over which xi grows to `noise`, in a few equal stages.
 
     Raises:
         UsageError: If an argument is out of range, or `noise` is given for layers that have none.
-        RetrofitError: If the network holds no converted layer.
+        RetrofitError: If the network has no converted layers.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StrengthSchedule:
         self._set()
 
     def step(self) -> None:
-        """Move to the next step: call this once after every optimizer step."""
+        """Advance by one step; call this once after every optimizer step."""
         self._steps += 1
         self._set()
 
@@ -94,7 +94,7 @@ class StrengthSchedule:
 
     @property
     def turning(self) -> bool:
-        """Whether t starts to return with the next step: the time to call `retrofit.recentre`."""
+        """Whether t starts to fall at the next step, so that now is the time to call `retrofit.recentre`."""
         return self._there_and_back and self._steps == self._turn
 
     @property
@@ -111,10 +111,10 @@ class StrengthSchedule:
         return {"steps": self._steps, "starts": list(self._starts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another schedule, and set the layers accordingly.
+        """Continue from another schedule's state, and set the layers accordingly.
 
         Raises:
-            UsageError: If `state` does not come from a schedule of such a network; nothing is changed then.
+            UsageError: If `state` is not from a schedule of such a network; nothing is changed in that case.
         """
         try:
             steps, starts = int(state["steps"]), [float(start) for start in state["starts"]]

@@ -1,4 +1,4 @@
-"""Normality-normalized and batch-independent layers: the mathematics and the modules. Needs torch alone."""
+"""Normality-normalized and batch-independent layers: the math and the modules. Needs only torch."""
 
 from retrofit.layers.base import NormalityMixin, StrengthMixin
 from retrofit.layers.batch_norm import (

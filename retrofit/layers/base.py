@@ -26,9 +26,9 @@ _SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays bel
 class StrengthMixin(ConvertedLayer):
     """A layer between its source layer (strength 0) and the target (strength 1).
 
-    The buffer `strength` holds t and its square as integers, (2,), in units of 2^-40. It is a tensor, so that changing
-    t triggers no recompilation. It holds integers, because moving averages of weights copy integers from the model, but
-    would let a float lag behind the model for thousands of steps. Some average integers too; the square then shows that
+    The buffer `strength` holds t and its square as integers, (2,), in units of 2^-40. It is a tensor so that changing
+    t does not trigger recompilation. It holds integers because moving averages of weights copy integers from the model
+    but would let a float lag behind it for thousands of steps. Some average integers too; the square then shows that
     different values of t were averaged, and evaluation is refused.
     """
 
@@ -58,7 +58,7 @@ class StrengthMixin(ConvertedLayer):
 
     @property
     def stored_strength(self) -> float:
-        """The strength t as it is stored, even if it is an average of different values."""
+        """The strength t as stored, even if it is an average of different values."""
         return float(self._code[0]) * _UNIT
 
     def _refuse_average(self) -> None:
@@ -121,12 +121,12 @@ class NormalityMixin(StrengthMixin):
     """The options of a normality-normalized layer (Eftekhari & Papyan 2025).
 
     Attributes:
-        noise: xi, the factor of the Gaussian noise in training (section 4.2); by default the paper's, 0.4 (LayerNorm:
+        noise: xi, the factor of the Gaussian noise in training (section 4.2); by default, the paper's 0.4 (LayerNorm:
             1.0); 0 for no noise.
         noise_kind: "scaled" is the paper's additive noise; "unscaled" is noise of the same size for every set;
             "gaussian-dropout" multiplies by noise. The paper compares with these two (section 5.6, figure 7).
         alpha: Degree of gaussianization in [0, 1] (eq. 6): lambda = 1 + strength * alpha * (estimate - 1). 1 is the
-            paper's; 0 leaves the plain normalization and its noise.
+            paper's value; 0 leaves only the plain normalization and its noise.
     """
 
     paper_noise: ClassVar[float] = 0.4

@@ -119,7 +119,7 @@ class RunningStatistics(StrengthMixin, _NormBase):
         self._register_options(device, **options)
 
     def reset_running_stats(self) -> None:
-        """Return the running statistics to mean 0, variance 1, lambda 1, unless the layer is frozen."""
+        """Reset the running statistics to mean 0, variance 1 and lambda 1, unless the layer is frozen."""
         if self.frozen:
             return
         super().reset_running_stats()
@@ -241,8 +241,8 @@ class BatchNormalNorm3d(_BatchNormalNorm):
 class SyncBatchNormalNorm(_BatchNormalNorm):
     """Batch normality normalization with sets that span a process group: `torch.nn.SyncBatchNorm`'s counterpart.
 
-    In training, once a process group is initialised, mean, variance, the moments of the lambda estimate and their
-    gradients are reduced over its ranks, which may hold batches of unequal size. The input is (N, C, *), on any device.
+    In training, once a process group is initialized, the mean, variance, moments of the lambda estimate and their
+    gradients are reduced across its ranks, whose batch sizes may differ. The input is (N, C, *), on any device.
     The arguments are `BatchNormalNorm1d`'s and `process_group`, the ranks that share statistics; None for all.
     """
 

@@ -1,6 +1,6 @@
 """Decorrelated batch normalization (Huang et al. 2018) and its normality version (Eftekhari & Papyan 2025, table 3).
 
-ZCA whitening multiplies centred values by the inverse square root of their covariance.
+ZCA whitening multiplies centered values by the inverse square root of their covariance.
 """
 
 from dataclasses import replace
@@ -79,19 +79,19 @@ def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatistics):
     """Mixin: groups of channels are whitened where BatchNorm divides each by its standard deviation.
 
-    With S the covariance of a group over (N, *), the matrix that multiplies the centred values is
+    With S the covariance of a group over (N, *), the matrix that multiplies the centered values is
 
         (1 - t) * diag(S + eps)^(-1/2) + t * (S + eps)^(-1/2)
 
     with t the strength: BatchNorm at 0, ZCA whitening at 1. Computed in float32 (float64 for float64 input).
 
     Attributes:
-        group_size: Channels that are whitened together: the largest divisor of the channels up to what was asked for.
+        group_size: Channels that are whitened together: the largest divisor of the channels up to the requested number.
         running_covariance: Running average of S, unbiased as `running_var` is, (groups, group_size, group_size); None
             where no statistics are tracked.
-        running_whitening: Its root (running_covariance + eps)^(-1/2), whatever the strength. The paper averages the
-            roots of the batches instead. Where a group's covariance is singular, as behind a convolution with fewer
-            inputs than outputs, its null space turns from step to step and that average magnifies what lies there.
+        running_whitening: Its root (running_covariance + eps)^(-1/2), regardless of the strength. The paper averages
+            the roots of the batches instead. Where a group's covariance is singular, as after a convolution with fewer
+            inputs than outputs, its null space rotates from step to step and that average magnifies what lies in it.
     """
 
     running_covariance: Tensor | None
@@ -107,13 +107,13 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         self.reset_running_whitening()
 
     def reset_running_stats(self) -> None:
-        """Return the running statistics to mean 0, variance 1 and no correlation, unless the layer is frozen."""
+        """Reset the running statistics to mean 0, variance 1 and no correlation, unless the layer is frozen."""
         super().reset_running_stats()
         if not self.frozen and "running_whitening" in self._buffers:
             self.reset_running_whitening()
 
     def reset_running_whitening(self) -> None:
-        """Forget correlations: the running matrix becomes the one of BatchNorm, diag(running_var + eps)^(-1/2)."""
+        """Forget correlations: the running matrix becomes BatchNorm's, diag(running_var + eps)^(-1/2)."""
         if self.running_var is not None:
             self.running_covariance, self.running_whitening = self._uncorrelated(self.running_var)
 
@@ -146,7 +146,7 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         return out.contiguous(memory_format=memory_format_of(x))
 
     def running_matrix(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrices, (groups, g, g), that multiply centred values in evaluation."""
+        """Return the matrices, (groups, g, g), that multiply centered values in evaluation."""
         assert self.running_var is not None
         assert self.running_whitening is not None
         return self._mixed(self.running_var.to(dtype), self.running_whitening.to(dtype))
@@ -226,7 +226,7 @@ class DecorrelatedBatchNorm1d(DecorrelatedNorm):
     """Decorrelated batch normalization over (N, C) or (N, C, L) input.
 
     The arguments are those of `torch.nn.BatchNorm1d`, `group_size` (largest number of channels whitened together, by
-    default the paper's 16) and `strength` (t, by default 1).
+    default, the paper's 16) and `strength` (t, by default 1).
     """
 
     source_name: ClassVar[str] = "BatchNorm1d"

@@ -51,7 +51,7 @@ class FrozenBatchNorm(ConstantStatistics):
     """(x - running_mean) / sqrt(running_var + eps) * weight + bias per channel, in training and evaluation alike.
 
     Parameters and buffers have BatchNorm's names, so a checkpoint of either layer loads into the other. Unlike in
-    torchvision's FrozenBatchNorm2d, `weight` and `bias` are trained. No sample influences another. The class is no
+    torchvision's FrozenBatchNorm2d, `weight` and `bias` are trained. No sample influences another. The class is not a
     subclass of torch's `_BatchNorm`, because functions that synchronize or re-estimate BatchNorm would unfreeze it.
 
     Args:

@@ -32,27 +32,27 @@ def migrated_group_norm(
     source_eps: Tensor | float | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    """Standardize by constant running statistics, then group-normalize to the degree t = `strength`.
+    """Standardize with constant running statistics, then group-normalize to the degree t = `strength`.
 
         x' = (x - running_mean) / sqrt(running_var + source_eps) * gain       per channel
         y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight / gain + bias
 
     where m and v are the mean and variance of x' per sample and group. At t = 0 this is `F.batch_norm` in evaluation,
     for any gain; at t = 1 it is `F.group_norm` of x' with the weight divided by the gain. One group normalizes each
-    whole sample, like LayerNorm over (C, *). The gain says how much a channel counts in the moments of its group.
+    whole sample, like LayerNorm over (C, *). The gain determines how much a channel counts in its group's moments.
 
     The result is one scale and one shift per sample and channel, computed from the moments of x per sample and channel.
-    Of the activations only x is kept for the backward pass. Statistics are float32 at least. Autograd takes running
+    Of the activations, only x is kept for the backward pass. Statistics use at least float32. Autograd treats running
     statistics, gain and t as constants; there is no second derivative.
 
     Args:
-        x: Input (N, C, *), floating point, with 2 dimensions or more.
+        x: Input (N, C, *), floating point, with at least 2 dimensions.
         num_groups: Number of groups G, a divisor of C.
         running_mean: Running mean of the source, (C,).
         running_var: Running variance of the source, (C,).
         weight: gamma, (C,); None for ones.
         bias: beta, (C,); None for zeros.
-        strength: t in [0, 1]; if it is a 0-dim tensor, changing it triggers no recompilation.
+        strength: t in [0, 1]; if it is a 0-dim tensor, changing it does not trigger recompilation.
         eps: Added to the group variance, multiplied by t; a number or a 0-dim tensor.
         source_eps: Added to the running variance; `eps` if None.
         gain: Positive factors, (C,); None for ones.
@@ -61,7 +61,7 @@ def migrated_group_norm(
         The output, (N, C, *), in the type and memory format of `x`.
 
     Raises:
-        ValueError: If `x` has fewer than 2 dimensions or not C channels, or G does not divide C.
+        ValueError: If `x` has fewer than 2 dimensions or does not have C channels, or G does not divide C.
     """
     channels = running_mean.numel()
     if x.ndim < 2 or x.shape[1] != channels:
@@ -205,13 +205,13 @@ def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_grou
 
 
 class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
-    """GroupNorm of an input that was standardized by a BatchNorm's running statistics: see `migrated_group_norm`.
+    """GroupNorm of an input that was standardized with a BatchNorm's running statistics; see `migrated_group_norm`.
 
     Parameters and buffers have BatchNorm's names, so a checkpoint of either layer loads into the other. The buffers are
     constants. So are `gain`, (C,), which starts at ones (see `group_gain`), and `eps` and `group_eps`, 0-dim tensors. A
-    conversion computes gain and group_eps from the source's statistics, and so does loading the source's checkpoint.
-    `eps` is the BatchNorm's own, as code that reads the layer's tensors expects. No sample influences another; training
-    and evaluation compute the same function.
+    conversion computes gain and group_eps from the source's statistics; so does loading the source's checkpoint.
+    `eps` is the BatchNorm's own, as expected by code that reads the layer's tensors. No sample influences another;
+    training and evaluation compute the same function.
 
     Args:
         num_groups: Number of groups G; 1 normalizes each whole sample.

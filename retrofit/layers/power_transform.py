@@ -37,7 +37,7 @@ _SERIES_TERMS = 12  # 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in 
 def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
     """Apply the Yeo-Johnson power transform.
 
-    `expm1` and `log1p` keep it exact near lmbda = 0 and 2, where the formula would divide by 0, and the identity (to
+    `expm1` and `log1p` keep it exact near lmbda = 0 and 2, where the formula would divide by 0, and the identity (up to
     rounding) at lmbda = 1. It is twice continuously differentiable in h and strictly increasing in both arguments.
 
     `h` holds standardized values of any shape; `lmbda`, the parameter, broadcasts to it. The result has the shape and

@@ -26,28 +26,28 @@ class ProxyNorm(StrengthMixin):
         z = (phi(gamma * y + beta) - E_p) / sqrt(Var_p + eps)
         E_p, Var_p = mean and variance of phi(gamma * Y + beta),  Y ~ N(proxy_bias, (1 + proxy_scale)^2)
 
-    E_p and Var_p are computed on `samples` values of Y, uniform in probability, in float32 at least. They depend on
-    parameters only, so training and evaluation compute the same function and no sample influences another. Gradients
+    E_p and Var_p are computed on `samples` values of Y, uniform in probability, in at least float32. They depend only
+    on parameters, so training and evaluation compute the same function and no sample influences another. Gradients
     reach gamma, beta, `proxy_bias` and `proxy_scale` through E_p and Var_p. Nothing is kept between calls.
 
-    gamma and beta belong to the preceding layer, `norm`, and stay registered there. ProxyNorm holds that layer by a
-    plain reference that `nn.Module` does not register, and reads `norm.weight` and `norm.bias` at every call: an
-    unmodified model can go on calling `act(x)`, and copying or pickling the model keeps the pair together. If you
+    gamma and beta belong to the preceding layer, `norm`, and stay registered there. ProxyNorm holds a plain
+    reference to that layer, which `nn.Module` does not register, and reads `norm.weight` and `norm.bias` on every call.
+    An unmodified model can keep calling `act(x)`, and copying or pickling the model keeps the pair together. If you
     replace the norm, call `follow` with the new one. `nn.DataParallel`, which copies modules one by one, is not
     supported; DistributedDataParallel is.
 
-    Two options, not in the paper, serve networks trained without ProxyNorm; the default is the paper's layer:
+    Two options, not in the paper, are for networks trained without ProxyNorm; the default is the paper's layer:
 
     - `strength` t blends z with the plain activation, phi + t * (z - phi): the activation itself at t = 0, z at t = 1.
     - `restore` gives back what was removed: z * restore_scale + restore_shift, with sqrt(Var_p + eps) and E_p as they
-      were when `seed_restore` was last called. The step is the plain activation until gamma or beta change. From then
+      were when `seed_restore` was last called. The step is the plain activation until gamma or beta changes. From then
       on, each channel keeps the mean and scale that the next layer was trained for.
 
     Args:
         activation: Elementwise module or function. Parameters per channel (PReLU) are evaluated per channel.
         num_features: Number of channels C.
         norm: Layer whose `weight` and `bias` (each of C elements, or None) are gamma and beta; None if the activation
-            follows a normalization without affine part. See `follow`.
+            follows a normalization without an affine part. See `follow`.
         eps: Added to Var_p. The paper found values below 0.03 harmful.
         params: Whether to learn `proxy_bias` and `proxy_scale`, both zero at first. The paper applies weight decay.
         scale: Whether to divide by sqrt(Var_p + eps). False only subtracts E_p, as before the final pooling.
@@ -59,7 +59,7 @@ class ProxyNorm(StrengthMixin):
         dtype: Type of parameters; buffers have at least float32.
 
     Shape:
-        Input (N, C, *) or (N, *, C) with 2 dimensions or more; the output has that shape, and the activation's type.
+        Input (N, C, *) or (N, *, C) with at least 2 dimensions; the output has that shape and the activation's type.
 
     Raises:
         ValueError: If an argument is out of range, `norm` does not have C channels, or the activation is not
@@ -117,7 +117,7 @@ class ProxyNorm(StrengthMixin):
         return self._norm[0] if self._norm else None
 
     def follow(self, norm: nn.Module | None) -> None:
-        """Take gamma and beta from `norm.weight` and `norm.bias` from now on; either may be None or absent.
+        """Read gamma and beta from `norm.weight` and `norm.bias` from now on; either may be None or absent.
 
         Raises:
             ValueError: If one of them does not hold one value per channel.
@@ -130,7 +130,7 @@ class ProxyNorm(StrengthMixin):
 
     @torch.no_grad()
     def seed_restore(self) -> None:
-        """Store sqrt(Var_p + eps) and E_p of the present gamma and beta, which `restore` gives back from now on."""
+        """Store sqrt(Var_p + eps) and E_p of the current gamma and beta, which `restore` gives back from now on."""
         if self.restore_shift is None:
             raise ValueError("this ProxyNorm has no restoring affine; build it with restore=True")
         mean, std = self.moments(self.restore_shift.dtype)
@@ -149,7 +149,7 @@ class ProxyNorm(StrengthMixin):
         return gamma, beta
 
     def moments(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the present gamma and beta."""
+        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the current gamma and beta."""
         gamma, beta = self._affine()
         device = self._code.device
         scale = torch.ones(self.num_features, device=device, dtype=dtype)
@@ -184,7 +184,7 @@ class ProxyNorm(StrengthMixin):
         return torch.func.functional_call(self.activation, cast, (proxy,)) if cast else self.activation(proxy)
 
     def constants(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), each (C,): at its present strength the layer computes phi * scale + shift."""
+        """Return (scale, shift), each (C,): at its current strength, the layer computes phi * scale + shift."""
         mean, std = self.moments(dtype)
         scale = torch.ones_like(mean)
         if self.scale:
@@ -204,7 +204,7 @@ class ProxyNorm(StrengthMixin):
 
     @torch.no_grad()
     def plain_layer(self) -> tuple[None, nn.Module]:
-        """Return the activation, followed by its present normalization as constants that are not trained."""
+        """Return the activation, followed by its current normalization as constants that are not trained."""
         scale, shift = self.constants(torch.float64)
         like = self.strength if self.restore_shift is None else self.restore_shift
         affine = ConstantAffine(scale.to(like.dtype), shift.to(like.dtype), self.channel_dim)

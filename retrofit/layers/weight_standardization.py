@@ -19,20 +19,20 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         weight used = w + t * ((w^ * restore_scale + restore_shift) * scale - w)
 
     At t = `strength` = 1, with scale 1 and shift 0 as constructed, that is StdConv; a `restore_scale` of
-    gain * gamma / sqrt(fan-in) makes it ScaledStdConv, whose learned gain a normalization layer behind makes redundant.
-    `seed_restore` stores the standard deviation and mean of the present weights instead: the layer is then the plain
-    convolution at any t until training moves them, and keeps each channel's mean and scale from there on.
+    gain * gamma / sqrt(fan-in) makes it ScaledStdConv, whose learned gain is redundant before a normalization layer.
+    `seed_restore` stores the standard deviation and mean of the current weights instead. The layer is then the plain
+    convolution at any t until training changes them, and keeps each channel's mean and scale from there on.
 
-    The parameter keeps its name, `weight`, in the state dict. It is standardized in float32 at least. Fan-in 1 (1x1
+    The parameter keeps its name, `weight`, in the state dict. It is standardized in at least float32. Fan-in 1 (1x1
     depthwise) leaves nothing to standardize and is refused.
 
     Args:
-        *args: The convolution's own, as are further keywords.
-        eps: Added to the variance: timm's 1e-6; the paper of ProxyNorm takes 0.
+        *args: The convolution's own arguments.
+        eps: Added to the variance: timm's 1e-6; the ProxyNorm paper uses 0.
         strength: Initial t, in [0, 1].
-        scale: Learn a scale for each output channel, (C,), from 1: the one that the paper of ProxyNorm puts behind the
+        scale: Learn a scale for each output channel, (C,), from 1: the one that the ProxyNorm paper puts after the
             last convolution of a residual block (appendix A.1), whose output no norm rescales.
-        **kwargs: The convolution's own.
+        **kwargs: The convolution's own keyword arguments.
 
     Raises:
         ValueError: If an argument is out of range or the fan-in is 1.
@@ -60,13 +60,13 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
 
     @torch.no_grad()
     def seed_scale(self) -> None:
-        """Start the learned scale at the standard deviation of the present weights, per output channel."""
+        """Start the learned scale at the standard deviation of the current weights, per output channel."""
         if self.scale is not None:
             self.scale.copy_(self._moments(self.weight.to(self.restore_scale.dtype))[1].flatten())
 
     @torch.no_grad()
     def seed_restore(self) -> None:
-        """Store the mean and the standard deviation of the present weights, per output channel."""
+        """Store the mean and standard deviation of the current weights, per output channel."""
         mean, std = self._moments(self.weight.to(self.restore_scale.dtype))
         self.restore_scale.copy_(std.flatten())
         self.restore_shift.copy_(mean.flatten())
@@ -90,7 +90,7 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
 
     @torch.no_grad()
     def plain_layer(self) -> tuple[None, nn.Module]:
-        """Return torch's convolution with the weights that this one uses now, not standardized as they are trained."""
+        """Return torch's convolution with the weights that this one uses now, no longer standardized in training."""
         new: Any = self.source_layer()
         new.weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
         return None, new

@@ -164,26 +164,26 @@ def save(
 ) -> None:
     """Write a network, converted or not, to an artifact.
 
-    What you do not pass is taken from the network's record. A network of timm or torchvision is first built again and
-    compared with `model`, so the file can be loaded and gives the same function. Any other network is your own: `load`
-    takes it as you build it (`into=`), and compares its outputs. A network that is very large, or takes no images, is
-    not run; the file says so, and `load` warns of it.
+    Anything you do not pass is read from the network's record. A timm or torchvision network is first rebuilt and
+    compared with `model`, so the file is known to load and compute the same function. Any other network is your own:
+    pass it to `load` as your code builds it (`into=`); `load` compares its outputs. A network that is very large, or
+    accepts no images, is not run; the file says so, and `load` warns about it.
 
     Args:
-        model: The network; wrappers of DistributedDataParallel and torch.compile are taken off.
+        model: The network; DistributedDataParallel and torch.compile wrappers are removed.
         path: The file to write; its name usually ends in `.safetensors`.
         source: The network's name in its library ("resnet50", "tv:resnet50"), if the network does not
-            record it; "own" for a network that no library builds as it is.
-        model_kwargs: Arguments that the library's builder got, if the network does not record them.
-        labels: Names of the network's outputs, one for each.
+            record it; "own" for a network that no library builds in this form.
+        model_kwargs: Arguments that were passed to the library's builder, if the network does not record them.
+        labels: Names of the network's outputs, one per output.
         weights: Origin of the source's weights: {"kind": "random" | "pretrained" | "checkpoint", "from": str | None}.
-        preprocess: How images are prepared; by default as the library prescribes.
+        preprocess: How images are prepared; by default, as the library specifies.
         force: Whether to replace an existing file.
-        proved: Whether to skip building the network again, because it was saved or loaded as this `source` before, with
+        proved: Whether to skip rebuilding the network, because it was saved or loaded as this `source` before, with
             other tensors.
 
     Raises:
-        RetrofitError: If the library does not build the network (the message names the first difference), or the file
+        RetrofitError: If the library does not build this network (the message names the first difference), or the file
             cannot be written.
     """
     ensure_writable(path, force)
@@ -240,21 +240,21 @@ def common_strength(model: nn.Module) -> float | None:
 
 
 def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
-    """Build the network that an artifact holds, on the CPU.
+    """Build the network stored in an artifact, on the CPU.
 
     Args:
-        path: A file that `save` wrote; or `hf-hub:OWNER/NAME[@REVISION]`, or `local-dir:FOLDER`, as written by
+        path: A file written by `save`; or `hf-hub:OWNER/NAME[@REVISION]` or `local-dir:FOLDER`, as written by
             `retrofit.push_to_hub` and `save_for_hub`.
-        into: The network as it was before its conversion, with any weights: needed for a network of your own, possible
-            for one of a library. It is converted and filled in place, on its own device.
+        into: The network as it was before its conversion, with any weights; required for your own network, optional
+            for a library's. It is converted and filled in place, on its own device.
 
     Returns:
-        The network with the file's tensors, in their dtypes, in training mode as timm and torchvision return networks
-        (`into` stays in its mode). Use the returned network, also if you passed `into`.
+        The network with the file's tensors, in their dtypes, in training mode like networks from timm and torchvision
+        (`into` keeps its mode). Use the returned network, even if you passed `into`.
 
     Raises:
-        RetrofitError: If the file is damaged, not an artifact, or of a newer schema, the installed libraries do not
-            build the network that it holds, or `into` is another network, which is then unchanged.
+        RetrofitError: If the file is damaged, not an artifact, or of a newer schema; if the installed libraries do not
+            build its network; or if `into` is a different network, which is then left unchanged.
     """
     model, manifest = opened(artifact_path(str(path)) or path, into)
     if manifest.not_checked:

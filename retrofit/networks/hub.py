@@ -36,14 +36,14 @@ def save_for_hub(
 ) -> Path:
     """Write a model's folder for the Hugging Face hub: the artifact, timm's config.json and a model card.
 
-    `retrofit.load` opens the folder. timm opens it too if the network is an unconverted network of timm. timm refuses
-    any other by its architecture's name, because it would build the source, without what the conversion added.
+    `retrofit.load` opens the folder. timm can open it too if the network is an unconverted timm network. It refuses
+    any other by its architecture name, because it would build the source without what the conversion added.
 
     Args:
         model: The network, converted or not.
         folder: The folder to write; created if it does not exist.
         license: The license for the card, as the hub spells it ("apache-2.0").
-        details: Further lines for the card, text by heading: data, recipe, accuracy.
+        details: More lines for the card, as {heading: text}: data, recipe, accuracy.
         force: Whether to replace the files of an existing folder.
         **options: Arguments of `retrofit.save`.
 
@@ -51,7 +51,7 @@ def save_for_hub(
         The folder.
 
     Raises:
-        RetrofitError: As for `retrofit.save`, or if the files exist already; nothing is written then.
+        RetrofitError: As for `retrofit.save`, or if the files already exist; nothing is written in that case.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -87,18 +87,18 @@ def push_to_hub(
     Args:
         model: The network, converted or not.
         repo_id: The repository, "owner/name"; created if it does not exist.
-        private: Whether a repository that is created is private.
-        token: Access token of the hub; None for that of the user who is logged in.
-        revision: Branch to write to; None for the main branch.
+        private: Whether a newly created repository is private.
+        token: Access token for the hub; None for the logged-in user's.
+        revision: Branch to push to; None for the main branch.
         create_pr: Whether to open a pull request.
-        commit_message: Message of the commit.
+        commit_message: Commit message.
         **options: Arguments of `save_for_hub`.
 
     Returns:
         The URL of the commit.
 
     Raises:
-        RetrofitError: As for `retrofit.save`; nothing is uploaded then.
+        RetrofitError: As for `retrofit.save`; nothing is uploaded in that case.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = save_for_hub(model, temporary, **options)

@@ -1,12 +1,12 @@
-"""Importing this module prepares Opacus (1.6) for the layers: it registers validators, a fixer, per-sample gradients.
+"""Import this to prepare Opacus (1.6) for the layers: it registers validators, a fixer and per-sample gradients.
 
     import retrofit.opacus
-    model = ModuleValidator.fix(model)            # BatchNorm keeps its trained function: see `fix_batch_norm`
+    model = ModuleValidator.fix(model)            # BatchNorm keeps its trained function; see `fix_batch_norm`
     model, optimizer, loader = PrivacyEngine().make_private(module=model, ...)
 
 - The validator refuses layers that mix the samples of a batch: bnn, dbn, dbnn, and timm's BatchNormAct2d.
-- GradSampleModule takes batch-independent converted networks as they are, at any strength, in mode "hooks". In modes
-  "functorch" and "ew" it takes them after `retrofit.plain`, and the layers that the fixer puts in place of BatchNorm.
+- GradSampleModule accepts batch-independent converted networks as they are, at any strength, in mode "hooks". Modes
+  "functorch" and "ew" accept them after `retrofit.plain`, and accept the layers that the fixer puts in for BatchNorm.
 
 Running statistics are constants here. They are part of the model that training starts from, and that model must not
 have seen the private data.
@@ -110,13 +110,13 @@ def _validate_network(
     [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct]
 )
 def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
-    """Return plain layers that take the place of a BatchNorm of torch or timm, with its statistics as constants.
+    """Return plain layers that replace a torch or timm BatchNorm, with its statistics as constants.
 
     Args:
         module: The BatchNorm.
-        **kwargs: Arguments given to `ModuleValidator.fix(model, ...)`. `to`: "frozen" keeps the function exactly, as a
+        **kwargs: Arguments passed to `ModuleValidator.fix(model, ...)`. `to`: "frozen" keeps the function exactly, as a
             constant affine map with trainable gamma and beta; "ln" and "gn" normalize each sample, and stay close to
-            the trained function. Default: "frozen" for a layer that has been trained, "ln" for one that has not.
+            the trained function. Default: "frozen" for a trained layer, "ln" for an untrained one.
             `num_groups`: groups for "gn", which becomes the default. `replace_bn_with_in`: use Opacus's own fixer.
 
     Raises:

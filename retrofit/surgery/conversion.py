@@ -50,31 +50,31 @@ def convert(
     strength: float | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Report]:
-    """Convert the network, and check that in evaluation it computes the same (but for evonorm-s0 and frn-tlu).
+    """Convert the network, and check that in evaluation it computes the same (except for evonorm-s0 and frn-tlu).
 
-    The network is run before the conversion (to find layers that normalize a single value or are never called) and
-    after it, to compare outputs and layers. Modes, buffers and random state are left as they were. If the network
-    cannot be run, a note of the report that begins `not checked:` says why.
+    The network is run before the conversion, to find layers that normalize a single value or are never called, and
+    after it, to compare outputs and layers. Modes, buffers and random state are left unchanged. If the network
+    cannot be run, a note in the report that begins with `not checked:` says why.
 
     Args:
         model: Any network; converted in place.
         to: The target, a key of `TARGETS`.
         only: Regular expressions; convert only layers whose name matches (see `plan`).
         skip: Regular expressions; keep layers whose name matches (see `plan`).
-        source: Families of layers to convert, as `--from` (see `plan`).
+        source: Families of layers to convert (see `plan`).
         check: Whether to compare the converted network with the original.
-        input_size: Shape of the random samples that the network is run on, (C, H, W); by default the size that the
-            network was made for, or (3, 224, 224).
-        inputs: Inputs in place of random samples: a tensor, a tuple of positional or a mapping of keyword arguments.
+        input_size: Shape of the random samples that the network is run on, (C, H, W); by default, the size that the
+            network was built for, or (3, 224, 224).
+        inputs: Inputs instead of random samples: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         strength: Strength of the layers converted now, from 0 (the source) to 1 (the target); None for 0.
-        **options: Options of the target. With `calibrate`, the report counts the unchanged predictions on its images.
+        **options: Options of the target. With `calibrate`, the report counts unchanged predictions on those images.
 
     Returns:
         The network to use, and the report.
 
     Raises:
         UsageError: As for `plan`, or for a strength out of range.
-        RetrofitError: As for `plan`, or if the check fails, or the network does not take the given `inputs` or
+        RetrofitError: As for `plan`, or if the check fails, or the network does not accept the given `inputs` or
             `input_size`. The model is then unchanged.
     """
     converter = converter_for(to)

@@ -189,8 +189,8 @@ def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
 def set_strength(model: nn.Module, strength: float) -> int:
     """Set the strength of every converted layer of `model`: 0 is the source, 1 the target.
 
-    All layers get the same strength, also if the network was converted in several steps. To set only some of them, pass
-    the part of the network that holds them (`retrofit.set_strength(model.layer4, 0.5)`).
+    All layers get the same strength, even if the network was converted in several steps. To set only some, pass the
+    part of the network that contains them (`retrofit.set_strength(model.layer4, 0.5)`).
 
     Args:
         model: A converted network, or a part of one.
@@ -201,7 +201,7 @@ def set_strength(model: nn.Module, strength: float) -> int:
 
     Raises:
         UsageError: If `strength` lies outside [0, 1].
-        RetrofitError: If the model holds no converted layer that has a strength.
+        RetrofitError: If the model has no converted layer with a strength.
     """
     converted = strength_layers(model)
     if not converted:

@@ -34,23 +34,23 @@ _ALL_CHILDREN = {"children", "named_children", "_modules", "get_submodule"}
 
 @torch.no_grad()
 def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: Inputs | None = None) -> nn.Module:
-    """Return a copy of a converted network with layers of torch and timm only, which computes the same.
+    """Return a copy of a converted network that uses only torch and timm layers and computes the same function.
 
-    The copy can be trained. The statistics of the former BatchNorm and ProxyNorm's present normalization are constants
-    in it; standardized weights become ordinary ones. Statistics are merged into the convolution before the layer if it
-    provably feeds that layer and nothing else. Other constants are held by a `ConstantAffine`, for a frozen layer
-    followed by a `TrainedAffine` with gamma and beta: the only two classes of retrofit in the copy.
+    The copy can be trained. The former BatchNorm's statistics and ProxyNorm's current normalization are constants in
+    it; standardized weights become ordinary ones. Statistics are merged into the convolution before the layer if it
+    provably feeds only that layer. Other constants go into a `ConstantAffine`, followed for a frozen layer by a
+    `TrainedAffine` with gamma and beta. These are the only two retrofit classes in the copy.
 
-    The copy is compared with the network. If that is impossible, a warning that begins `not checked:` says why.
+    The copy is compared with the network. If that is impossible, a warning that begins with `not checked:` says why.
 
     Args:
-        model: A network at strength 1 (targets gn, ln, gn-pn, ln-pn), of target frozen, or at strength 0 (any target).
-        input_size: Shape of one sample for the comparison, (C, H, W); by default the network's own.
-        inputs: Example inputs for the comparison: a tensor, a tuple of positional or a dict of keyword arguments.
+        model: A network at strength 1 (gn, ln, gn-pn, ln-pn), with target frozen, or at strength 0 (any target).
+        input_size: Shape of one sample for the comparison, (C, H, W); by default, the network's own.
+        inputs: Example inputs for the comparison: a tensor, a tuple of arguments, or a dict of keyword arguments.
 
     Raises:
-        RetrofitError: If a layer has no such form (the message names the first and the reason), other code reads the
-            tensors of a layer that changes, or the copy computes something else.
+        RetrofitError: If a layer has no such form (the message names the first and the reason), if other code reads the
+            tensors of a layer that changes, or if the copy computes something different.
     """
     if problems := {name: reason for name, layer in model.named_modules() if (reason := _problem(layer))}:
         name, problem = next(iter(problems.items()))

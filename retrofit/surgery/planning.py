@@ -144,17 +144,17 @@ def plan(
     Args:
         model: Any network.
         to: The target, a key of `TARGETS`.
-        only: One or several regular expressions; convert only layers whose name matches one (`re.search`).
-        skip: One or several regular expressions; keep layers whose name matches one.
-        source: Families of layers to convert ("bn", "ln", "gn", "in", "frozen-bn"); by default the target's.
+        only: One or more regular expressions; convert only layers whose name matches one (`re.search`).
+        skip: One or more regular expressions; keep layers whose name matches one.
+        source: Families of layers to convert ("bn", "ln", "gn", "in", "frozen-bn"); by default, the target's.
         **options: Options of the target, such as `groups`, `noise` or `calibrate`.
 
     Returns:
         The plan, which `apply` executes.
 
     Raises:
-        UsageError: If `model` is no network, the target or a family is unknown, an option is out of range, or a pattern
-            does not compile.
+        UsageError: If `model` is not a network, the target or a family is unknown, an option is out of range, or a
+            pattern does not compile.
         RetrofitError: If a pattern matches no layer, or nothing would be converted.
     """
     return plan_and_sites(network_in(model), to, only, skip, source, options)[0]
