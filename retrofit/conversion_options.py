@@ -77,15 +77,15 @@ class ConversionOptions:
     groups: int | Literal["auto"] | None = known_as(
         int,
         ("gn", "gn-pn", "evonorm-s0"),
-        "Groups of a layer: the largest divisor of its channels up to N (default: 8; evonorm-s0: 32). "
-        "auto: the most that keep a layer's output, measured on the images of `calibrate`.",
+        "Groups per layer: the largest divisor of its channels up to N (default: 8; evonorm-s0: 32). "
+        "auto: the most that leave a layer's output nearly unchanged, measured on the `calibrate` images.",
         words=("auto",),
         low=1,
     )
     group_channels: int | None = known_as(
         int,
         ("gn", "gn-pn", "evonorm-s0"),
-        "Channels in each group, in place of a number of groups; it must divide the channels of every layer.",
+        "Channels per group, instead of a number of groups; must divide the channels of every layer.",
         low=1,
     )
     noise: float | Literal["paper"] | None = known_as(
@@ -97,11 +97,11 @@ class ConversionOptions:
     noise_kind: NoiseKind | None = known_as(
         str,
         _NORMALITY,
-        "Kind of that noise (default: scaled, the paper's).",
+        "Kind of noise (default: scaled, as in the paper).",
         words=("scaled", "unscaled", "gaussian-dropout"),
     )
     alpha: float | None = known_as(
-        float, _NORMALITY, "Degree of gaussianization (default: 1, the paper's; 0: no transform).", high=1
+        float, _NORMALITY, "Degree of gaussianization (default: 1, as in the paper; 0: no transform).", high=1
     )
     group_size: int | None = known_as(
         int,
@@ -117,19 +117,19 @@ class ConversionOptions:
     pn_restore: bool | None = known_as(
         bool,
         _MIGRATED,
-        "Keep each channel at the mean and scale that the next layer was trained for, with ProxyNorm or `ws` "
+        "With ProxyNorm or `ws`, keep each channel at the mean and scale that the next layer was trained for "
         "(default: yes; from scratch: no, as in the paper).",
     )
     ws: bool | None = known_as(
         bool,
         _MIGRATED,
-        "Also standardize the weights of all convolutions but those in squeeze-excites and classifiers.",
+        "Also standardize the weights of all convolutions except those in squeeze-excites and classifiers.",
         switch=True,
     )
     calibrate: Iterable[Any] | None = known_as(
         "batches",
         (*_MIGRATED, "evonorm-s0", "frn-tlu"),
-        "Images to measure on, for `groups` auto; convert also counts those whose predicted class is unchanged.",
+        "Images to measure on for `groups` auto; convert also counts those whose predicted class is unchanged.",
     )
 
     def check(self, to: str) -> None:

@@ -1,6 +1,6 @@
 """The command line: `retrofit COMMAND ...`.
 
-Commands are imported when they are called and torch inside their bodies, so that `retrofit --help` answers at once.
+Commands are imported when called, and torch inside their bodies, so that `retrofit --help` responds at once.
 People read stderr, programs read stdout. A user's mistake ends as one line, `error: what happened; what to do`, with
 exit code 1 (refused, failed check, nothing to do) or 2 (usage); RETROFIT_DEBUG=1 adds the traceback.
 """
@@ -26,8 +26,8 @@ COMMANDS = {
     "convert": "Replace a network's normalization layers, check the outputs and write a file.",
     "finetune": "Train a converted network while its strength rises to 1.",
     "evaluate": "Measure top-1 and top-5 accuracy on a folder or tar of images.",
-    "diagnose": "Measure how normal the features of a network are, and draw it; of two with --against.",
-    "bench": "Measure time and memory of a network against its source or another one.",
+    "diagnose": "Measure and plot how Gaussian a network's features are; compare two with --against.",
+    "bench": "Measure a network's time and memory against its source or another network.",
     "bake": "Replace a converted network's per-image statistics with constants.",
     "export": "Write a network as ONNX, folded and checked against PyTorch.",
     "recipes": "List, show or copy the recipes for finetune.",
@@ -41,7 +41,7 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; for a mistyped one, say which is the closest."""
+        """Import a command; for a mistyped one, suggest the closest."""
         if cmd_name in COMMANDS:
             command: click.Command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
             return command
@@ -55,7 +55,7 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what it refuses is said in its own flags."""
+        """Run a command; its errors name its own flags."""
         try:
             return super().invoke(ctx)
         except RetrofitError as error:
@@ -63,7 +63,7 @@ class _Commands(click.Group):
             raise
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = "retrofit", **extra: Any) -> Any:  # type: ignore[override]
-        """Run the command line and exit with the code that the outcome calls for."""
+        """Run the command line and exit with the code for the outcome."""
         try:
             sys.exit(super().main(args, prog_name, **{**extra, "standalone_mode": False}) or 0)
         except click.exceptions.NoArgsIsHelpError as bare:
@@ -78,7 +78,7 @@ class _Commands(click.Group):
 
 
 def _line(error: Exception) -> str:
-    """Return what the user reads of an exception: what happened and what to do."""
+    """Return the line that the user sees for an exception: what happened and what to do."""
     match error:
         case click.Abort():
             return "interrupted"

@@ -1,7 +1,7 @@
 """Replace a converted network's per-image statistics with constants, so that it runs faster.
 
-Layers are baked in the order of the network, on half of the images, and checked on the other half. A layer stays as it
-is where constants would cost more than the tolerance. The artifact is exported, evaluated and trained like any other.
+Layers are baked in network order on half of the images and checked on the other half. A layer is left as it is if
+constants would cost more than the tolerance. The artifact can be exported, evaluated and trained like any other.
 
 \b
     $ retrofit bake runs/lite0-ln/best.safetensors --calibrate photos.tar --tolerance 0.2
@@ -19,9 +19,9 @@ from retrofit.cli.console import emit, names, say, say_written, show_table, wait
 
 @options.command("bake", __doc__, calibrate="The fit", output="Output")
 @options.model
-@options.option("--calibrate", "Folder or .tar of images; half fit, half check.", Path, metavar="DIR", required=True)
-@options.option("--images", "How many of them at most.", click.IntRange(4), default=128)
-@options.option("--tolerance", "Largest change of the output, in its standard deviations.", float, default=0.1)
+@options.option("--calibrate", "Image folder or .tar: half to fit, half to check.", Path, metavar="DIR", required=True)
+@options.option("--images", "Maximum number of images.", click.IntRange(4), default=128)
+@options.option("--tolerance", "Largest change in the output, in its standard deviations.", float, default=0.1)
 @options.architecture
 @options.option("-o --output", "File to write (default: NAME-baked.safetensors).", Path)
 @options.force

@@ -1,10 +1,10 @@
-"""Measure what MODEL costs: time and peak memory of evaluation and of a training step.
+"""Measure what MODEL costs: time and peak memory for evaluation and for a training step.
 
 An artifact is measured against the network that it was converted from, unless --against names another one. The
-networks take turns; ratios are medians over the turns, with their quartiles. A network named by --against gets images
-of MODEL's size; an artifact there gets its own.
+networks take turns; ratios are medians over the turns, with quartiles. A network passed to --against gets images of
+MODEL's size; an artifact gets images of its own size.
 
-Where MODEL and --against are exported files (.onnx), --runtime runs them as they are.
+If MODEL and --against are exported files (.onnx), --runtime runs them as they are.
 
 \b
     $ retrofit bench resnet18-bnn.safetensors
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @options.command("bench", __doc__, against="The measurement")
 @options.model
-@options.against("The reference (default: an artifact's source network).")
+@options.against("Reference to measure against (default: an artifact's source network).")
 @options.runtime
 @options.option("--mode", "What to measure.", ("both", "eval", "train"), default="both")
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=16)
-@options.option("--rounds", "How often each network is timed.", click.IntRange(3), default=15)
+@options.option("--rounds", "Number of times each network is timed.", click.IntRange(3), default=15)
 @options.precision
-@options.option("--compile", "Run through torch.compile.", bool)
+@options.option("--compile", "Compile with torch.compile.", bool)
 @options.weights
 @options.architecture
 @options.json
@@ -120,7 +120,7 @@ def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> Me
 
 
 def _times(cost: Cost | FileCost) -> tuple[str, str]:
-    """Return the milliseconds of a batch, and how many times the reference's they are."""
+    """Return the time of a batch in milliseconds, and its ratio to the reference's."""
     time, ratio = cost.seconds, cost.time_ratio
     milliseconds = f"{time.median * 1e3:.1f} ({time.low * 1e3:.1f} to {time.high * 1e3:.1f})"
     return milliseconds, "1" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -36,8 +36,8 @@ _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
 def in_flags(text: str, command: click.Command | None = None) -> str:
     """Return "pass `num_classes=7`" as "pass --num-classes 7", in the flags of `command`, or of click's current one.
 
-    An option goes by the name of the Python argument that it sets, so `source` is --from where a command declares
-    `click.option("--from", "source")`. What the command, or a group's commands, have no option for stays as it is.
+    An option is named after the Python argument that it sets, so `source` is --from where a command declares
+    `click.option("--from", "source")`. Names without an option in the command, or a group's commands, are left as is.
     """
     if command is None and (context := click.get_current_context(silent=True)) is not None:
         command = context.command
@@ -60,7 +60,7 @@ def literal(text: str) -> Any:
 
 
 def _as_typed(option: click.Option, text: str | None) -> str:
-    """Return an option as a user types it, with a value that Python's text names; a placeholder (FILE) stays a word."""
+    """Return an option as a user types it, with a value that Python's text names; a placeholder (FILE) stays as is."""
     name = max(option.opts, key=len)
     if text is None:
         return name
@@ -74,7 +74,7 @@ def _as_typed(option: click.Option, text: str | None) -> str:
 
 
 def stderr() -> Console:
-    """Return a console on stderr that writes what it is given as it is."""
+    """Return a console on stderr that writes text verbatim."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -97,7 +97,7 @@ def say_written(path: Path) -> None:
 
 
 def emit(values: dict[str, Any]) -> None:
-    """Write one JSON object to stdout where --json asks for it."""
+    """Write one JSON object to stdout if --json is set."""
     if click.get_current_context().meta["json"]:
         click.echo(json_text(values))
 
@@ -106,7 +106,7 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     """Write a table to stderr; the first column holds numbers, and a column without entries is left out.
 
     Rows beyond a limit are counted, not shown. Where the terminal is too narrow, the last column is broken between
-    words, and entries of the others are shortened in their middle, those of the widest column first.
+    words, and entries of the others are shortened in the middle, those of the widest column first.
     """
     from rich import box
     from rich.table import Table
@@ -138,7 +138,7 @@ def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def show_plan(plan: Plan, full: bool = False) -> None:
-    """Write what becomes of the layers and of what lies around them: a line for each, or for each kind of them."""
+    """Write what a plan does to the layers and to what surrounds them: one line for each, or for each kind."""
     if full:
         show_lines([(row.name or ROOT, row.source, row.fate, row.reason) for row in (*plan.layers, *plan.edits)])
         return
@@ -147,7 +147,7 @@ def show_plan(plan: Plan, full: bool = False) -> None:
 
 
 def names(values: Iterable[str]) -> str:
-    """Return the first names, two where there is room for them, and the number of the others."""
+    """Return the first name, or two if there is room, and how many others there are."""
     listed = list(values)
     if stderr().width < _WIDE and len(listed) > 1:
         return f"{listed[0]} (+{len(listed) - 1})"
@@ -165,7 +165,7 @@ def waiting(text: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def progress_bar(text: str) -> Iterator[Callable[..., None]]:
-    """Give what moves a progress bar, as move(done, total, what); without a terminal it writes a line now and then."""
+    """Yield a function move(done, total, what) for a progress bar; without a terminal it writes an occasional line."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = stderr()

@@ -1,12 +1,12 @@
 """Convert the normalization layers of MODEL to a target.
 
-At strength 0 the converted network gives the same outputs as its source; this is checked before anything is
-written. Layers that were converted before keep their strength. A summary goes to stderr, and with --json one object to
+At strength 0 the converted network gives the same outputs as its source; this is checked before anything is written.
+Layers that have already been converted keep their strength. A summary goes to stderr and, with --json, one object to
 stdout.
 
-Targets: frozen (the constants of evaluation); ln, gn (statistics of each image); ln-pn, gn-pn (the activation
-normalized too); bnn, lnn, gnn, inn, normal (a power transform after the norm); dbn, dbnn (whitening); evonorm-s0,
-frn-tlu (timm's layers, without strength: the outputs change, and convert prints by how much).
+Targets: frozen (the constants used in evaluation); ln, gn (per-image statistics); ln-pn, gn-pn (also normalize the
+activation); bnn, lnn, gnn, inn, normal (a power transform after the norm); dbn, dbnn (whitening); evonorm-s0, frn-tlu
+(timm's layers, which have no strength: the outputs change, and convert prints by how much).
 
 \b
     $ retrofit convert resnet50 --to bnn

@@ -1,6 +1,6 @@
 """Measure how Gaussian MODEL's features are, whether it collapses, and what noise does to it, layer by layer.
 
-Writes a page (index.html) with figures, the figures as PNG, and results.json into a folder.
+Write a page (index.html) with figures, the figures as PNG files, and results.json to a folder.
 
 \b
     $ retrofit diagnose resnet50 --pretrained --data-dir photos
@@ -18,13 +18,13 @@ from retrofit.cli.console import emit, progress_bar, say
 
 @options.command("diagnose", __doc__, against="The measurement")
 @options.model
-@options.against("A second network, beside the first.")
-@options.option("--images", "Images to measure on, at most.", click.IntRange(2), default=200)
+@options.against("Second network to measure alongside MODEL.")
+@options.option("--images", "Maximum number of images to measure on.", click.IntRange(2), default=200)
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
 @options.option("--channels", "Channels per plot.", click.IntRange(1), default=20)
 @options.device
-@options.option("--seed", "Chooses channels, values and noise.", int, default=0)
+@options.option("--seed", "Random seed for channels, values and noise.", int, default=0)
 @options.option("-o --output folder", "Folder to write (default: NAME-diagnosis).", Path, metavar="DIR")
 @options.attack
 @options.data

@@ -1,7 +1,7 @@
 """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
 
-MODEL may also be an .onnx file that `retrofit export` wrote. Its metadata say how images are prepared.
-Images that cannot be read are left out of the figures and listed.
+MODEL may also be an .onnx file written by `retrofit export`, whose metadata says how to preprocess images.
+Images that cannot be read are listed and left out of the figures.
 
 \b
     $ retrofit evaluate tf_efficientnet_lite0 --checkpoint lite0.pth --match order \\

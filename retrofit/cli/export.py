@@ -1,6 +1,6 @@
-"""Export MODEL, at the strength it has, to ONNX: fold its normalization, and check the file against PyTorch.
+"""Export MODEL to ONNX at its current strength: fold its normalization, and check the file against PyTorch.
 
-The batch is dynamic unless --batch fixes it. A file that differs by more than the tolerance is not written.
+The batch size is dynamic unless --batch fixes it. A file that differs by more than the tolerance is not written.
 
 \b
     $ retrofit export resnet50-ln.safetensors -o resnet50.onnx
@@ -28,30 +28,30 @@ _IMAGES = 256  # to fit on, and to check on: half each
 @options.command("export", __doc__, path="The file", fold="Approximation and precision", report="Output")
 @options.model
 @options.option("-o --output path", "File to write (default: NAME.onnx).", Path)
-@options.option("--opset", "ONNX's opset, 18 to 22.", int, default=18)
-@options.option("--batch", "Fix the number of images, as some networks need.", int)
-@options.option("--dynamic-size", "Let height and width vary, besides the batch.", bool)
+@options.option("--opset", "ONNX opset, 18 to 22.", int, default=18)
+@options.option("--batch", "Fix the batch size, as some networks require.", int)
+@options.option("--dynamic-size", "Let height and width vary as well as the batch size.", bool)
 @options.option("--fold", "Keep the power transform exact, or approximate it.", ("exact", "poly"), default="exact")
 @options.option(
     "--for runtime",
-    "Approximate by polynomials, or for openvino by lines that fuse into convolutions (default: onnxruntime).",
+    "Approximate with polynomials or, for openvino, lines that fuse into convolutions (default: onnxruntime).",
     options.RUNTIMES,
 )
-@options.option("--degree", "Degree of all polynomials, or number of lines, 2 to 8 (default: as few as will do).", int)
+@options.option("--degree", "Degree of all polynomials, or number of lines, 2 to 8 (default: as few as needed).", int)
 @options.option(
     "--tolerance",
-    "Largest difference, as a share of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with --half, 0.3 "
-    "with --int8).",
+    "Largest difference, as a fraction of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with --half, "
+    "0.3 with --int8).",
     float,
 )
-@options.option("--calibrate", f"Folder or .tar of images; {_IMAGES} of them to fit and check on.", Path, metavar="DIR")
-@options.option("--freeze-lambda", "Fix estimated lambdas at their mean over --calibrate.", bool)
-@options.option("--half", "Write float16: half the size.", bool)
+@options.option("--calibrate", f"Folder or .tar of images; {_IMAGES} are used to fit and check.", Path, metavar="DIR")
+@options.option("--freeze-lambda", "Fix estimated lambdas at their mean over the --calibrate images.", bool)
+@options.option("--half", "Write float16, which halves the size.", bool)
 @options.option("--int8", "Quantize to INT8, with ranges from the --calibrate images.", bool)
 @options.weights
 @options.architecture
 @options.inputs
-@options.option("--report", "Also write what --json says to a .json file.", Path)
+@options.option("--report", "Also write the --json output to a .json file.", Path)
 @options.force
 @options.json
 def command(

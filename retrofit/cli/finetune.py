@@ -1,12 +1,12 @@
-"""Train MODEL, a converted network, while its strength rises to 1 from what the file holds (0 after convert).
+"""Train MODEL, a converted network, while its strength (if any) rises to 1 from the file's value (0 after convert).
 
-A network that is not converted is trained as it is: the control run. Unless told otherwise the learning rate warms up
-over a tenth of the epochs, at least one, and the gradient is clipped to norm 1.
+A network that has not been converted is trained as it is, as a control run. By default, the learning rate warms up
+over a tenth of the epochs (at least one), and the gradient is clipped to norm 1.
 
-Every setting below may also stand in a recipe: a YAML file, or one of those that `retrofit recipes` lists; flags win.
-The run's folder gets the resolved recipe, metrics, plots, last.safetensors, best.safetensors (the highest top-1 of the
-epochs whose strength is nearest to its end) and the state that --resume continues, exactly. Ctrl-C and SIGTERM save
-before they end the run.
+Every setting below can also go in a recipe: a YAML file, or one listed by `retrofit recipes`; flags take
+precedence. The run folder holds the resolved recipe, metrics, plots, last.safetensors, best.safetensors (the highest
+top-1 of the epochs whose strength is closest to its final value) and the state from which --resume continues exactly.
+Ctrl-C and SIGTERM save before ending the run.
 
 \b
     $ retrofit convert resnet18 --to ln --img-size 32
@@ -56,7 +56,7 @@ _NAMED = {"data_dir": "DIR", "checkpoint": "FILE", "class_map": "FILE", "scale":
 
 
 def _settings(function: Any) -> Any:
-    """Make a flag of each of a recipe's settings; their values are checked with the rest of the recipe."""
+    """Make a flag for each recipe setting; the values are checked with the rest of the recipe."""
     for name, known in reversed(Recipe.model_json_schema()["properties"].items()):
         flag, text, kind = f"--{name.replace('_', '-')}", known["description"], known.get("anyOf", [known])[0]
         if known["default"] not in (None, "", []):
@@ -87,7 +87,7 @@ def _shown(value: Any) -> str:
     shell_complete=lambda _context, _param, typed: options.completed(recipe_summaries(), typed),
 )
 @options.option("-o --output folder", "Folder to write (default: runs/MODEL-RECIPE).", Path, metavar="DIR")
-@options.option("--resume", "Go on with the run in this folder.", Path, metavar="DIR")
+@options.option("--resume", "Resume the run in this folder.", Path, metavar="DIR")
 @options.network
 @_settings
 @options.json
@@ -152,7 +152,7 @@ class _Progress(RunCallback):
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Give a list that gets the signal which asks the run to stop; a second one ends the run on the spot."""
+    """Yield a list that receives the signal asking the run to stop; a second one ends the run at once."""
     received: list[int] = []
 
     def handle(number: int, _frame: Any) -> None:

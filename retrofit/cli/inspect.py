@@ -1,4 +1,4 @@
-"""List the normalization layers of MODEL, and with --to what would become of each; write nothing.
+"""List the normalization layers of MODEL and, with --to, what each would become; write nothing.
 
 \b
     $ retrofit inspect resnet18
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @options.option("--to", "Show what a conversion to this target would do.", tuple(CONVERTERS), metavar="TARGET")
 @options.plan
 @options.architecture
-@options.option("--full", "List every layer on a line of its own.", bool)
+@options.option("--full", "List every layer on its own line.", bool)
 @options.json
 def command(model: str, to: str | None, full: bool, **given: Any) -> None:
     from retrofit import surgery
@@ -72,7 +72,7 @@ def command(model: str, to: str | None, full: bool, **given: Any) -> None:
 
 
 def _row(layer: "NormLayer") -> dict[str, Any]:
-    """Return what --json says of a layer; `channels` is the size of the axis that affine parameters run along."""
+    """Return what --json says about a layer; `channels` is the size of the axis that affine parameters run along."""
     sizes = (getattr(layer.module, name, None) for name in ("num_features", "num_channels", "normalized_shape"))
     size = next((size for size in sizes if size is not None), None)
     channels = size if size is None or isinstance(size, int) else int(size[-1])

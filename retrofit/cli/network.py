@@ -19,12 +19,12 @@ from retrofit.utils.text import one_line
 
 
 def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
-    """Take the arguments of a function out of those that a command was given."""
+    """Pop the arguments of a function from those that a command was given."""
     return {name: given.pop(name) for name in inspect.signature(function).parameters if name in given}
 
 
 def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
-    """Open MODEL by the options given for it, and say what it is; --network may be for the MODEL `beside` it."""
+    """Open MODEL with its options, and say what it is; --network may be for the MODEL `beside` it."""
     own = taken(given, open_model)
     if beside is not None and artifact_path(beside) is not None and artifact_path(text) is None:
         own["network"] = None
@@ -44,7 +44,7 @@ def introduce(network: Network) -> None:
 
 
 def open_data(network: Network | ExportedFile, given: dict[str, Any]) -> ImageData:
-    """Open images for a network, and say what there is to say of them."""
+    """Open images for a network, and print any notes about them."""
     named = {name: given.pop(name) for name in ("data_dir", "dataset", "split", "class_map")}
     data = open_images(**named, labels=network.labels, channels=network.preprocess.input_size[0])
     for note in data.notes:
@@ -53,7 +53,7 @@ def open_data(network: Network | ExportedFile, given: dict[str, Any]) -> ImageDa
 
 
 def read_calibration(given: dict[str, Any], network: Network, images: int = 128) -> None:
-    """Put the images of --calibrate in the place of their folder."""
+    """Replace the --calibrate folder with its images."""
     if given["calibrate"] is not None:
         given["calibrate"] = sample_batches(given["calibrate"], network.preprocess, images)
 
@@ -70,9 +70,9 @@ def device_named(name: str | None) -> torch.device:
 
 
 def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
-    """Take where to run out of what a command was given, and the data type of mixed precision; None for none.
+    """Pop the device and the data type of mixed precision (None for none) from a command's arguments.
 
-    By default that is bfloat16 on a CPU and else float16.
+    The default data type is bfloat16 on a CPU, float16 elsewhere.
     """
     device, amp, amp_dtype = device_named(given.pop("device")), given.pop("amp"), given.pop("amp_dtype")
     if amp_dtype is not None and not amp:
@@ -84,7 +84,7 @@ def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
 def output_file(given: Path | None, default: str, force: bool) -> Path:
     """Return the file that a command writes, what -o says or `default`; a RetrofitError says why it cannot be written.
 
-    A name with another ending than `default`'s is a UsageError: with --force it could be the artifact that is read.
+    A name with a different ending from `default`'s is a UsageError: with --force it could be the artifact that is read.
     """
     output = given or Path(default)
     if output.suffix != (ending := Path(default).suffix):

@@ -1,6 +1,6 @@
-"""Options that several commands share; an option goes by the name of the Python argument that it sets.
+"""Options that several commands share; an option is named after the Python argument that it sets.
 
-Importing this imports no torch: `--help` and the shell's completion answer at once.
+Importing this imports no torch: `--help` and shell completion respond at once.
 """
 
 import re
@@ -25,14 +25,14 @@ GROUPS = {
     "data_dir": "Images",
     "pretrained": "Weights",
     "source": "Which layers",
-    "groups": "Settings of single targets",
+    "groups": "Settings for specific targets",
     "num_classes": "The network",
     "force": "Output",
     "json": "Output",
 }
 """The first option of each group of the help, where a command's options are those below."""
 
-MODEL = "timm name, tv:NAME, hf-hub:ID, local-dir:DIR, py:MODULE:CALLABLE (your own), or .safetensors of retrofit's."
+MODEL = "timm name, tv:NAME, hf-hub:ID, local-dir:DIR, py:MODULE:CALLABLE (your own), or a retrofit .safetensors file."
 
 _METAVARS = {"integer": "N", "integer range": "N", "float": "F", "float range": "F", "path": "FILE", "text": "NAME"}
 
@@ -59,7 +59,7 @@ class Grouped(click.Command):
 
 
 def refuse_flags(reason: str, *, but: Collection[str]) -> None:
-    """Raise UsageError if anything else than the arguments named was typed: flags, or MODEL."""
+    """Raise UsageError if anything other than the named arguments was typed: flags, or MODEL."""
     context = click.get_current_context()
     refused = [
         max(one.opts, key=len) if isinstance(one, click.Option) else one.human_readable_name
@@ -71,7 +71,7 @@ def refuse_flags(reason: str, *, but: Collection[str]) -> None:
 
 
 def complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete files, and once some of it is typed the networks of timm and, behind tv:, of torchvision."""
+    """Complete files and, once a few characters are typed, the networks of timm or, after tv:, torchvision."""
     known: Iterable[str] = ()
     if typed.startswith("tv:"):
         from torchvision.models import list_models
@@ -121,7 +121,7 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
 def option(flags: str, help: str, kind: Any = str, **rest: Any) -> Decorator:
     """Make an option of `flags`, which may end in the name of the argument that it sets; help ends in the default.
 
-    `kind` is bool for a switch, a tuple of words, Path, a type of click's, or what makes a value of the text.
+    `kind` is bool for a switch, a tuple of words, Path, a click type, or a function from text to a value.
     """
     if rest.get("default") not in (None, ""):
         help = f"{help.rstrip('.')} (default: {rest['default']})."
@@ -137,7 +137,7 @@ def _stacked(*options: Decorator) -> Decorator:
 
 
 def _conversion_option(name: str, known: Option) -> Decorator:
-    """Make the flag of an option of a conversion, whose value is checked with the others."""
+    """Make the flag for a conversion option, whose value is checked with the others."""
     flag = f"--{name.replace('_', '-')}"
     text = re.sub("`(.*?)`", r"--\1", known.help) + f" Targets: {', '.join(known.targets)}."
     if known.kind is bool:
@@ -161,9 +161,9 @@ def against(help: str) -> Decorator:
 
 RUNTIMES = ("onnxruntime", "openvino")
 model = click.argument("model", metavar="MODEL", shell_complete=complete_model)
-device = option("--device", "Where it runs (default: cuda if there is one, else cpu).")
-runtime = option("--runtime", "What runs exported files, .onnx (default: onnxruntime).", RUNTIMES)
-force = option("--force", "Replace what is there.", bool)
+device = option("--device", "Device to run on (default: cuda if available, else cpu).")
+runtime = option("--runtime", "Runtime for exported .onnx files (default: onnxruntime).", RUNTIMES)
+force = option("--force", "Overwrite existing output.", bool)
 json = option(
     "--json",
     "Write one JSON object to stdout.",
@@ -173,7 +173,7 @@ json = option(
 )
 inputs = option(
     "--inputs",
-    "Example inputs, for a network whose input is not one image: a .safetensors file, its tensors named by argument.",
+    "Example inputs for a network whose input is not one image: a .safetensors file with tensors named by argument.",
     Path,
     callback=_inputs,
 )
@@ -182,12 +182,12 @@ network = option(
 )
 
 architecture = _stacked(
-    option("--num-classes", "Outputs of the classifier.", click.IntRange(0)),
-    option("--in-chans", "Channels of the images.", click.IntRange(1)),
-    option("--img-size", "Side of the images in pixels.", click.IntRange(1)),
+    option("--num-classes", "Number of classifier outputs.", click.IntRange(0)),
+    option("--in-chans", "Number of image channels.", click.IntRange(1)),
+    option("--img-size", "Image height and width in pixels.", click.IntRange(1)),
     option(
         "--model-kwargs",
-        "Argument of the model's constructor; repeatable.",
+        "Argument for the model's constructor; repeatable.",
         _key_value,
         multiple=True,
         callback=lambda _ctx, _param, pairs: dict(pairs) or None,
@@ -198,23 +198,23 @@ architecture = _stacked(
 
 weights = _stacked(
     option("--pretrained", "Fetch the library's pretrained weights (default: random).", bool),
-    option("--checkpoint", "Load .safetensors, .pth, .pt or .bin.", Path),
+    option("--checkpoint", "Load weights from a .safetensors, .pth, .pt or .bin file.", Path),
     option("--match", "Pair its tensors by name, or by order and shape (default: name).", ("name", "order")),
-    option("--checkpoint-key", "Which of several weights in it: model_ema, state_dict, ..., or a prefix of names."),
+    option("--checkpoint-key", "Which weights, if it holds several: model_ema, state_dict, ..., or a name prefix."),
     option("--checkpoint-partial", "Load the tensors that fit; list those left random or left out.", bool),
 )
 
 data = _stacked(
-    option("--data-dir", "Folder or .tar with a folder per class, or with parts.", metavar="DIR"),
-    option("--dataset", 'timm\'s dataset name, or "digits", which is built in.', default=""),
-    option("--split", "Part, such as test.", default="validation"),
+    option("--data-dir", "Folder or .tar with a folder per class, or with splits.", metavar="DIR"),
+    option("--dataset", 'timm dataset name, or "digits", which is built in.', default=""),
+    option("--split", "Split to use, such as test.", default="validation"),
     option("--class-map", "Class names in the order of the outputs.", Path),
 )
 
 precision = _stacked(
     device,
-    option("--amp", "Mixed precision.", bool),
-    option("--amp-dtype", "Data type of --amp (default: float16; on cpu bfloat16).", ("float16", "bfloat16")),
+    option("--amp", "Use mixed precision.", bool),
+    option("--amp-dtype", "Data type for --amp (default: float16; bfloat16 on cpu).", ("float16", "bfloat16")),
     option("--channels-last", "Use the channels-last memory format.", bool),
 )
 
@@ -232,6 +232,6 @@ plan = _stacked(
 )
 
 attack = _stacked(
-    option("--attack", "Also measure top-1 under attack.", ("fgsm", "pgd")),
-    option("--eps", "Largest change of a pixel, pixels from 0 to 1 (default: 4/255).", _fraction, metavar="N/255"),
+    option("--attack", "Also measure top-1 under this attack.", ("fgsm", "pgd")),
+    option("--eps", "Largest change to a pixel, with pixels from 0 to 1 (default: 4/255).", _fraction, metavar="N/255"),
 )

@@ -1,4 +1,4 @@
-"""The recipes that come with retrofit, to run as they are or to copy and change.
+"""The recipes that come with retrofit, to run as they are or to copy and edit.
 
 \b
     $ retrofit recipes

@@ -74,65 +74,65 @@ class Recipe(BaseModel):
     match: Literal["name", "order"] | None = _as(None, "Pair the weights' tensors by name or order (default: name).")
 
     data_dir: str | None = _as(
-        None, "Folder or .tar with train and val, each with a folder per class; or a dataset's name."
+        None, "Folder or .tar with train and val, each with a folder per class; or a dataset name."
     )
-    dataset: str = _as("", "timm's dataset name (torch/cifar10, hfds/...), or digits, built in.")
-    train_split: str = _as("train", "Part of the data to train on.")
+    dataset: str = _as("", "timm dataset name (torch/cifar10, hfds/...), or digits, which is built in.")
+    train_split: str = _as("train", "Split to train on.")
     val_split: Split = _as(
-        "validation", "Split to validate on (val will do), or fraction of train to hold out; without a split 0.1."
+        "validation", "Split to validate on, or fraction of train to hold out; 0.1 if there is no val or validation."
     )
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
-    num_classes: Count | None = _as(None, "Outputs, where the data does not tell.")
-    img_size: Count | None = _as(None, "Side of the images (default: the network's own).")
-    crop_pct: Positive | None = _as(None, "Centre crop for validation (default: the network's own).")
+    num_classes: Count | None = _as(None, "Number of outputs, if the data does not say.")
+    img_size: Count | None = _as(None, "Image height and width (default: the network's own).")
+    crop_pct: Positive | None = _as(None, "Center crop for validation (default: the network's own).")
 
     batch_size: Count = _as(64, "Images per process and step.")
-    grad_accum_steps: Count = _as(1, "Batches whose gradients make one step.")
+    grad_accum_steps: Count = _as(1, "Batches to accumulate gradients over for each step.")
     epochs: Count = _as(10, "Passes over the training images.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = _as(42, "Seed of every random choice.")
 
     opt: str = _as("adamw", "timm's optimizer.")
-    lr: Positive = _as(3e-4, "Learning rate; try 1e-4 in batches of 1 or 2, 1e-3 with batch statistics.")
-    weight_decay: NotNegative = _as(0.05, "Weight decay, not of biases and norms; ProxyNorm's parameters have it.")
-    decay_norms: bool = _as(False, "Decay biases, gamma and beta too: everything that is trained.")
+    lr: Positive = _as(3e-4, "Learning rate; try 1e-4 with batches of 1 or 2, 1e-3 with batch statistics.")
+    weight_decay: NotNegative = _as(0.05, "Weight decay; skips biases and norms, but not ProxyNorm's parameters.")
+    decay_norms: bool = _as(False, "Also decay biases, gamma and beta: everything that is trained.")
     opt_eps: Positive | None = _as(None, "The optimizer's eps (default: timm's).")
     momentum: Fraction = _as(0.9, "Momentum, for optimizers that have one.")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = _as(None, "Layer-wise learning rate decay.")
-    clip_grad: NotNegative | None = _as(1.0, "Norm to which the gradient is clipped; 0: none.")
-    sched: InLowerCase = _as("cosine", "timm's schedule of the rate; constant (with warm-up), none (without).")
+    clip_grad: NotNegative | None = _as(1.0, "Clip the gradient to this norm; 0: no clipping.")
+    sched: InLowerCase = _as("cosine", "timm's learning rate schedule; constant has a warm-up, none does not.")
     warmup_epochs: NotNegative | None = _as(
         None, "Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it)."
     )
-    warmup_lr: NotNegative = _as(1e-6, "Learning rate at which the warm-up starts.")
-    min_lr: NotNegative = _as(0.0, "Learning rate at which the decay ends.")
+    warmup_lr: NotNegative = _as(1e-6, "Learning rate at the start of warm-up.")
+    min_lr: NotNegative = _as(0.0, "Learning rate at the end of the decay.")
     decay_epochs: Positive | None = _as(None, "Interval of a step schedule.")
     decay_milestones: Milestones = _as([30, 60], "Epochs of a multistep schedule.")
     decay_rate: Positive = _as(0.1, "Factor of a step schedule.")
 
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
-        "linear", "Course of the strength t; there-and-back rises to 1 and returns to its end (which you must give)."
+        "linear", "Course of the strength t; there-and-back rises to 1, then returns to its end (which you must set)."
     )
-    strength_ramp: Fraction = _as(0.5, "Fraction of the training in which the strength moves.")
+    strength_ramp: Fraction = _as(0.5, "Fraction of training over which the strength changes.")
     strength_end: Fraction = _as(1.0, "Strength at the end.")
     noise: NotNegative | None = _as(None, "Noise factor xi at the end (default: what convert set).")
     noise_kind: NoiseKind | None = _as(None, "Kind of noise (default: what convert set).")
-    noise_start: Fraction = _as(0.5, "Fraction of the training at which noise begins.")
-    noise_ramp: Fraction = _as(0.1, "Fraction of the training in which the noise grows.")
-    bn_momentum: Fraction | None = _as(None, "Weight of the newest batch in running statistics.")
+    noise_start: Fraction = _as(0.5, "Fraction of training at which the noise starts.")
+    noise_ramp: Fraction = _as(0.1, "Fraction of training over which the noise grows.")
+    bn_momentum: Fraction | None = _as(None, "Weight of the latest batch in running statistics.")
     precise_bn: Annotated[int, Field(ge=2)] | None = _as(
-        None, "Before each validation, estimate running statistics anew on so many training images."
+        None, "Before each validation, re-estimate running statistics on this many training images."
     )
     freeze: Literal["none", "all-but-norm"] = _as(
-        "none", "What is not trained; all-but-norm trains the converted layers alone, and the classifier if it is new."
+        "none", "What to freeze; all-but-norm trains only the converted layers, and the classifier if it is new."
     )
-    sync_norm: bool = _as(False, "Take batch statistics over all processes.")
+    sync_norm: bool = _as(False, "Compute batch statistics over all processes.")
 
-    teacher: Literal["none", "source"] = _as("none", "source: the network before its conversion teaches.")
-    distill_loss_weight: NotNegative = _as(1.0, "Weight of the teacher's loss.")
-    task_loss_weight: NotNegative = _as(1.0, "Weight of the labels' loss; 0 for images without labels.")
+    teacher: Literal["none", "source"] = _as("none", "Teacher; source is the network before its conversion.")
+    distill_loss_weight: NotNegative = _as(1.0, "Weight of the distillation loss.")
+    task_loss_weight: NotNegative = _as(1.0, "Weight of the loss on the labels; 0 for images without labels.")
     kd_temperature: Positive = _as(1.0, "Temperature that softens the outputs of teacher and student.")
 
-    no_aug: bool = _as(False, "Leave out all augmentation.")
+    no_aug: bool = _as(False, "Disable all augmentation.")
     scale: Pair = _as((0.08, 1.0), "Area of random crops.")
     ratio: Pair = _as((0.75, 4 / 3), "Aspect ratio of random crops.")
     train_interpolation: str = _as("random", "Interpolation of random crops.")
@@ -148,12 +148,12 @@ class Recipe(BaseModel):
     model_ema_decay: Fraction = _as(0.9998, "Decay of that average.")
 
     workers: Annotated[int, Field(ge=0, le=1024)] = _as(2, "Processes that decode images.")
-    device: str | None = _as(None, "Device (default: an accelerator if there is one, else cpu).")
-    amp: bool = _as(False, "Mixed precision.")
-    amp_dtype: Literal["float16", "bfloat16"] | None = _as(None, "Its dtype (default: float16; on cpu bfloat16).")
+    device: str | None = _as(None, "Device to run on (default: an accelerator if available, else cpu).")
+    amp: bool = _as(False, "Use mixed precision.")
+    amp_dtype: Literal["float16", "bfloat16"] | None = _as(None, "Its data type (default: float16; bfloat16 on cpu).")
     channels_last: bool = _as(False, "Use the channels-last memory format.")
-    checkpoint_every: Annotated[int, Field(ge=0)] = _as(0, "Steps between saved states; 0: an epoch.")
-    log_with: Annotated[list[str], BeforeValidator(_listed)] = _as([], "Trackers of accelerate.")
+    checkpoint_every: Annotated[int, Field(ge=0)] = _as(0, "Steps between saved states; 0: once per epoch.")
+    log_with: Annotated[list[str], BeforeValidator(_listed)] = _as([], "accelerate trackers to log to.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
