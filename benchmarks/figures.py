@@ -70,7 +70,7 @@ def before_training(figure: Figure) -> None:
     rows = table("retention.md", "migrated")
     bars = [("source", source_top1(), BASELINE)]
     migrated, swapped = (number(cell) for cell in rows["ln"])
-    bars += [("LayerNorm by retrofit, t = 1", migrated, OURS), ("LayerNorm, weights copied", swapped, TODAY)]
+    bars += [("LayerNorm by retrofit, t = 1", migrated, OURS), ("LayerNorm, plain swap", swapped, TODAY)]
     horizontal(figure, bars, "top-1 before any training, %")
 
 
@@ -113,7 +113,7 @@ def usual_way(figure: Figure) -> None:
     axes.set_xticks(range(0, 81, 20))
     axes.set_xlabel("top-1, %")
     axes.grid(visible=False)
-    names = {"usual way": TODAY, "best other way tried": BASELINE, "retrofit": OURS}
+    names = {"usual way": TODAY, "best alternative tried": BASELINE, "retrofit": OURS}
     handles = [mpl.patches.Patch(color=colour) for colour in names.values()]
     figure.legend(handles, list(names), loc="outside upper center", ncols=3, frameon=False)
 
