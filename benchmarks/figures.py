@@ -81,7 +81,7 @@ def usual_way(figure: Figure) -> None:
     clients, small = table("federated.md", "batch 8"), table("evidence.md", "batch 1 ", "## cifar10, 500 training")
     batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
     groups = {
-        "private training,\nepsilon 8": (
+        "private training\n(norms, last layer)": (
             ("Opacus's fixer", private["Opacus's GroupNorm, norms and last layer"]),
             ("last layer alone", longer["frozen statistics, last layer alone"]),
             ("frozen", private["frozen, norms and last layer"]),
