@@ -81,10 +81,10 @@ def usual_way(figure: Figure) -> None:
     clients, small = table("federated.md", "batch 8"), table("evidence.md", "batch 1 ", "## cifar10, 500 training")
     batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
     groups = {
-        "private training\n(norms, last layer)": (
-            ("Opacus's fixer", private["Opacus's GroupNorm, norms and last layer"]),
+        "private training,\nepsilon 8": (
+            ("Opacus's fixer (norms, last layer)", private["Opacus's GroupNorm, norms and last layer"]),
             ("last layer alone", longer["frozen statistics, last layer alone"]),
-            ("frozen", private["frozen, norms and last layer"]),
+            ("frozen (norms, last layer)", private["frozen, norms and last layer"]),
         ),
         "federated averaging": (
             ("BatchNorm", number(clients[batch][0])),
@@ -109,7 +109,7 @@ def usual_way(figure: Figure) -> None:
         place += 0.3
     axes.set_yticks(ticks, groups)
     axes.invert_yaxis()
-    axes.set_xlim(0, 96)
+    axes.set_xlim(0, 120)
     axes.set_xticks(range(0, 81, 20))
     axes.set_xlabel("top-1, %")
     axes.grid(visible=False)

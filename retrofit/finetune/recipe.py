@@ -79,7 +79,7 @@ class Recipe(BaseModel):
     dataset: str = _as("", "timm dataset name (torch/cifar10, hfds/...), or digits, which is built in.")
     train_split: str = _as("train", "Split to train on.")
     val_split: Split = _as(
-        "validation", "Split to validate on, or fraction of train to hold out; 0.1 if there is no val or validation."
+        "validation", "Split to validate on, or fraction of train to hold out; 0.1 if there is no such split."
     )
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
     num_classes: Count | None = _as(None, "Number of outputs, if the data does not say.")
