@@ -26,7 +26,7 @@ COMMANDS = {
     "convert": "Replace a network's normalization layers, check the outputs and write a file.",
     "finetune": "Train a converted network while its strength rises to 1.",
     "evaluate": "Measure top-1 and top-5 accuracy on a folder or tar of images.",
-    "diagnose": "Measure and plot how Gaussian a network's features are; compare two with --against.",
+    "diagnose": "Measure and plot how normal a network's features are; compare two with --against.",
     "bench": "Measure a network's time and memory against its source or another network.",
     "bake": "Replace a converted network's per-image statistics with constants.",
     "export": "Write a network as ONNX, folded and checked against PyTorch.",

@@ -1,4 +1,4 @@
-"""Measure how Gaussian MODEL's features are, whether it collapses, and what noise does to it, layer by layer.
+"""Measure how normal MODEL's features are, whether it collapses, and what noise does to it, layer by layer.
 
 Write a page (index.html) with figures, the figures as PNG files, and results.json to a folder.
 
