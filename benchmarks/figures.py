@@ -111,6 +111,7 @@ def usual_way(figure: Figure) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 120)
     axes.set_xticks(range(0, 81, 20))
+    axes.spines["bottom"].set_bounds(0, 80)
     axes.set_xlabel("top-1, %")
     axes.grid(visible=False)
     names = {"usual way": TODAY, "best alternative tried": BASELINE, "retrofit": OURS}
