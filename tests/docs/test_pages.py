@@ -100,7 +100,7 @@ def test_readme_runs_as_written(folder: Path, real_weights: Path, monkeypatch: p
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create(name))  # there is no hub here
     exec(compile("".join(blocks(PAGES[0])), "README.md", "exec"), {"total_steps": 2})
-    assert Path("lite0-ln.onnx").is_file()
+    assert Path("mine-ln.onnx").is_file()
 
 
 # --- the target of CONTRIBUTING
