@@ -321,7 +321,7 @@ def record_terminal(args: argparse.Namespace) -> None:
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
             text = f"$ retrofit {line}\n{done.stderr}"
             for path, name in shown.items():
-                text = text.replace(path, name).replace(os.path.basename(path), name)
+                text = re.sub(rf"\S*(?<![\w.-]){re.escape(os.path.basename(path))}", name, text)
             console.print(Text.from_ansi(text))
     for theme, colours in (("light", DEFAULT_TERMINAL_THEME), ("dark", MONOKAI)):
         console.save_svg(str(IMAGES / f"terminal-{theme}.svg"), title="retrofit", theme=colours, clear=False)

@@ -55,7 +55,7 @@ def command(model: str, against: str | None, **given: Any) -> None:
     import torch
 
     what, place, answer = (_measure_files if are_files == {True} else _measure_networks)(model, against, given)
-    processor = f"{plural(torch.get_num_threads(), 'thread')} of a {platform.machine()} CPU"
+    processor = f"{plural(torch.get_num_threads(), 'thread')}, {platform.machine()} CPU"
     machine = torch.cuda.get_device_name(place) if place.type == "cuda" else processor
     machine += f", torch {torch.__version__}"
     batch_size, rounds = given["batch_size"], given["rounds"]
